@@ -67,14 +67,14 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
         phases = phases_of(session)
         backward, forward = phases[:-1:2], phases[1:-1:2]
         assert len(backward) == len(forward) == STEPS - 2
-        assert set(phases[-1]) == {*stay, Op.COMMIT}  # of the last step, by flush
+        assert set(phases[-1]) == {*stay, Op.END_STEP}  # of the last step, by flush
         for names in forward:
             assert {name for name in names if name[0] == "W"} == everything - stay
-            assert Op.COMMIT not in names
+            assert Op.END_STEP not in names
         for names in backward:
             written = [name for name in names if name[0] == "W"]
             assert sorted(written) == sorted(stay)
-            commit, last = names.index(Op.COMMIT), names.index(written[-1])
+            commit, last = names.index(Op.END_STEP), names.index(written[-1])
             assert names.index("B5") < names.index(written[0]) and last < commit
             assert commit < names.index(Op.BACKWARD_DONE)
             spills = [i for i, name in enumerate(names) if name[0] == Op.SPILL_GRADIENTS]
@@ -123,10 +123,10 @@ def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monk
             assert len(names) == len(set(names))
         for names in phases[1:-1:2]:
             assert {f"{op}{key}" for op in "SU" for key in twice} <= set(names)
-            assert not {f"W{key}" for key in twice} & set(names) and Op.COMMIT not in names
+            assert not {f"W{key}" for key in twice} & set(names) and Op.END_STEP not in names
         for names in phases[:-1:2]:
             assert {name[1:] for name in names if name[0] in "SUW"} == twice
-            assert names.index(Op.COMMIT) == names.index(Op.BACKWARD_DONE) - 1
+            assert names.index(Op.END_STEP) == names.index(Op.BACKWARD_DONE) - 1
         assert {f"W{key}" for key in twice} < set(phases[-1])  # of the last step, by flush
         assert stored_bytes(session) == expected.stored
 

@@ -206,13 +206,13 @@ class ActionRunner:
             spill = self.activation_spill
             move = spill.write if action.kind == Op.SPILL_ACTIVATIONS else spill.read
             yield from move(number, action.at[0])
-        elif action.kind != Op.COMMIT:
+        elif action.kind != Op.END_STEP:
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
         number = action.index
         self._wait(action, tickets)
-        if action.kind == Op.COMMIT:
+        if action.kind == Op.END_STEP:
             meta, commits = self.metas.popleft()
             if commits:
                 self._store.commit(meta)

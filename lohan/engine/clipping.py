@@ -96,7 +96,7 @@ class Clipping:
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         return pays or self._known is not None
 
-    def after_backward(self, scale: float, *, unsummed: Sequence[int]) -> float | None:
+    def clip_step(self, scale: float, *, unsummed: Sequence[int]) -> float | None:
         """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
         they are the mean over). `unsummed`: groups without the sum of their squares.
         Returns the factor of updates that have waited, or None if a gradient has left the range of

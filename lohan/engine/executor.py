@@ -393,7 +393,7 @@ class Executor:
             self.reducer.finish_rest(resident)
             self.pipeline.finish()
             unsummed = self.pipeline.wait_for_squares() if self.plan.needs_norm else ()
-            factor = self.clipping.after_backward(self._gradient_scale, unsummed=unsummed)
+            factor = self.clipping.clip_step(self._gradient_scale, unsummed=unsummed)
             if self.clipping.must_rerun:
                 self._begin_step()
                 return

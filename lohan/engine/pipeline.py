@@ -57,7 +57,7 @@ class Pipeline:
         self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
-        # Of the step before, during this backward: writes, the commit behind them, and which of
+        # Of the step before, during this backward: writes, its end behind them, and which of
         # them are of updates made a second time, with the scalars of that step.
         self._behind: tuple[Action, ...] = ()
         self._second_updates: frozenset[tuple[int, int]] = frozenset()
@@ -66,9 +66,7 @@ class Pipeline:
         # Where activations of the current block lie: a host buffer, a place on the device.
         self.activation_places: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._after_backward: list[
-            int
-        ] = []  # groups whose gradients count only when backward has ended
+        self._unreached: list[int] = []  # groups whose gradients count only when backward has ended
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
         self._last_inference: tuple[int, ...] = ()  # and of the last such pass
 
@@ -148,9 +146,7 @@ class Pipeline:
             self._ahead, self.speculated = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
-            self._after_backward = [
-                group for group in range(len(self._groups)) if group not in used
-            ]
+            self._unreached = [group for group in range(len(self._groups)) if group not in used]
             second = () if speculate else self._buffers.second_updates
             self._second_updates = frozenset(second)
             if speculate:
@@ -158,11 +154,11 @@ class Pipeline:
             self._behind = self._buffers.behind
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
-                deferred=self._deferred_now, after_backward=self._after_backward,
+                deferred=self._deferred_now, unreached=self._unreached,
                 speculate=self.speculated,
             )  # fmt: skip
             if self._second_updates:  # no update is of this step
-                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.COMMIT))
+                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
             self._lanes.enqueue(made, self._waiting_scalars if self._second_updates else scalars)
         else:
             self._make_second_updates()
@@ -219,9 +215,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            self._after_backward = [n for n in range(len(self._groups)) if n not in self._updated]
+            self._unreached = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._after_backward, after=Op.BACKWARD_DONE,
+                self._writing, self._buffers, self._unreached, after=Op.BACKWARD_DONE,
                 end=True, deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
@@ -258,20 +254,20 @@ class Pipeline:
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
-        commit = bool(deferred) or self.speculated
+        ends = bool(deferred) or self.speculated
         if self._update_mode == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(
-                self._writing, self._buffers, (), deferred=deferred, commit=commit
+                self._writing, self._buffers, (), deferred=deferred, end_step=ends
             )
             self._lanes.enqueue(made, scalars)
             self._lanes.flush()
-            deferred, commit = (), False
-        self._schedule_forward(deferred, scalars, commit=commit)
+            deferred, ends = (), False
+        self._schedule_forward(deferred, scalars, end_step=ends)
 
     def roll_back(self) -> None:
         """Discards the updates of this backward and invalidates all weight slots; what the step
         before left is committed first."""
-        self._lanes.wait_for(Op.COMMIT)
+        self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
 
@@ -286,12 +282,16 @@ class Pipeline:
         return () if self.speculated else self._deferred
 
     def _schedule_forward(
-        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
+        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, end_step: bool = False
     ) -> None:
         if self._known is not None:
             self._make_second_updates()
             made, self._buffers = sched.forward(
-                self._writing, self._buffers, self._known.forward, deferred=deferred, commit=commit
+                self._writing,
+                self._buffers,
+                self._known.forward,
+                deferred=deferred,
+                end_step=end_step,
             )
             if self._buffers.second_updates and scalars is not None:
                 second = frozenset(group for group, _ in self._buffers.second_updates)
@@ -302,9 +302,9 @@ class Pipeline:
         """Waits until the squares of all groups that backward has reached are summed; returns the
         others, whose sums come only after BACKWARD_DONE, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        waits = (f"H{group}" for group in trained if group not in self._after_backward)
+        waits = (f"H{group}" for group in trained if group not in self._unreached)
         self._lanes.wait_for(*waits)
-        return self._after_backward
+        return self._unreached
 
     @property
     def collectives_checksum(self) -> int:

@@ -13,7 +13,8 @@ without blanks.
     G5.1@1      ssd        get it back into staging buffer 1; its update is U5.1@0,2,1
     O3@1        ssd        move the kept activations of site 3 out, from activation buffer 1
     I3@0        ssd        bring them in again, into activation buffer 0
-    C           ssd        commit
+    C           ssd        the step has ended (END_STEP): it is committed or, between two commits,
+                           only counted
 
 Where the device has a memory of its own, F and B name device slots, and there are also
 
@@ -60,7 +61,7 @@ class Op(StrEnum):
     FETCH_GRADIENTS = "G"
     SPILL_ACTIVATIONS = "O"
     FETCH_ACTIVATIONS = "I"
-    COMMIT = "C"
+    END_STEP = "C"
     UPDATE = "U"
     SUM_SQUARES = "H"
     LOAD_WEIGHTS = "L"
@@ -204,7 +205,7 @@ class BufferState:
     stage: RingState  # held gradients in flight from or to SSD
     acts: RingState  # activations in flight from or to SSD
     device_acts: RingState  # and from or to the device
-    # Writes that a forward leaves to the backward after it, and the commit behind them.
+    # Writes that a forward leaves to the backward after it, and the end of the step behind them.
     behind: tuple[Action, ...] = ()
     # (group, chunk) whose update has made weights and is yet to be made a second time, and written.
     second_updates: tuple[tuple[int, int], ...] = ()

@@ -153,9 +153,9 @@ def validate(
     by_interval: bool = False,
 ) -> None:  # fmt: skip
     """Raises a LohanError that names the token. `buffers` is the one the schedule was made from.
-    `whole`: it starts with a step, so that its first commit must find every group updated; every
-    further one must in any case. `by_interval`: some steps end without a commit, and write all
-    or nothing of what stays in memory."""
+    `whole`: it starts with a step, so that its first C must find every group updated; every further
+    one must in any case. `by_interval`: some steps end without a commit, and write all or
+    nothing of what stays in memory."""
     check = _Check(spec, buffers, whole=whole, by_interval=by_interval)
     for action in schedule:
         check.form(action)
@@ -170,7 +170,7 @@ class _Check:
     ) -> None:
         self.spec, self.by_interval = spec, by_interval
         self.from_start = whole  # nothing that the schedule relies on came before it
-        self.whole_step = whole  # since the last commit, or the start, is one step
+        self.whole_step = whole  # since the last C, or the start, is one step
         self.slots = [*buffers.slots.held, *spec.host_cached_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.host_cached_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
@@ -185,7 +185,7 @@ class _Check:
         # Updated, not written, and not to be used but for forward.
         self.second_updates = set(buffers.second_updates)
         self.old: set[tuple[int, int]] = set()  # whose weights of before lie in a slot
-        self.updated: set[tuple[int, int]] = set()  # since the last commit
+        self.updated: set[tuple[int, int]] = set()  # since the last C
         self.held: set[int] = set()  # gradients known, update to come
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
         self.since_forward: set[int] = set()  # groups updated after the last F
@@ -198,7 +198,7 @@ class _Check:
         self.done: dict[str, Clock] = {}  # clock of the latest action of each name
         self.start = Clock()  # of the action under check
         self.last_gradient: dict[int, Use] = {}  # latest B of each group
-        self.commit: Use | None = None  # the latest
+        self.step_end: Use | None = None  # the latest
         self.last_update: Use | None = None  # of this step
         self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind in ("slots", "device", "ring", "stage", "acts", "device_acts"):
@@ -251,7 +251,7 @@ class _Check:
         }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in (Op.BACKWARD_DONE, Op.COMMIT):
+        if kind in (Op.BACKWARD_DONE, Op.END_STEP):
             return index == chunk == -1
         if kind in SITE_OPS:
             return 0 <= index < len(self.spec.sites) and chunk == -1
@@ -453,7 +453,7 @@ class _Check:
         self.unwritten.discard((action.index, action.chunk))
         if action.index in self.spec.updated_twice:
             self.put_away.discard((action.index, action.chunk))
-        if self.commit is not None and not self.commit.known(self.start):
+        if self.step_end is not None and not self.step_end.known(self.start):
             self.fail(action, "would write into the generation that C is committing")
 
     def _chunk_at(self, action: Action) -> None:
@@ -475,7 +475,7 @@ class _Check:
             self.fail(action, "these gradients were not put away")
         self.stage[action.at[0]] = (action.index, action.chunk)
 
-    def _commit_step(self, action: Action) -> None:
+    def _end_step(self, action: Action) -> None:
         stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
         lost = self.unwritten - stays
         if self.spec.write_through and (not self.by_interval or not stays <= self.unwritten):
@@ -493,7 +493,7 @@ class _Check:
         self.unwritten.clear()
         self.updated.clear()
         self.whole_step = True
-        self.commit = Use("C", self.count["ssd"], None, True)
+        self.step_end = Use("C", self.count["ssd"], None, True)
 
     _CONTENT: ClassVar[dict[str, Callable[[_Check, Action], None]]] = {
         Op.FORWARD: _forward,
@@ -514,5 +514,5 @@ class _Check:
         Op.WRITE: _write,
         Op.SPILL_GRADIENTS: _spill_gradients,
         Op.FETCH_GRADIENTS: _fetch_gradients,
-        Op.COMMIT: _commit_step,
+        Op.END_STEP: _end_step,
     }

@@ -385,12 +385,13 @@ class Builder:
         for slots in (self.slots, self.device):
             slots.held = [None if held in groups else held for held in slots.held]
 
-    def commit(self, *waits: str) -> None:
-        """Behind all writes, which are before it in its lane, and all updates without one."""
-        self.out.append(self.commit_action(*waits))
+    def end_step(self, *waits: str) -> None:
+        """Behind all writes, which are before it in its lane, and all updates without one. Whether
+        the step is committed, or only counted, is known when it has ended."""
+        self.out.append(self.end_step_action(*waits))
 
-    def commit_action(self, *waits: str) -> Action:
-        return Action(Op.COMMIT, waits=(*waits, *self.last_in_memory))
+    def end_step_action(self, *waits: str) -> Action:
+        return Action(Op.END_STEP, waits=(*waits, *self.last_in_memory))
 
 
 # -- Phases ---------------------------------------------------------------------------------------
@@ -398,14 +399,14 @@ class Builder:
 
 def forward(
     spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, deferred: Sequence[int] = (),
-    commit: bool = False, training: bool = True,
+    end_step: bool = False, training: bool = True,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `deferred` groups, left over from the step
-    before, run first, each before its group is needed; then, with `commit`, that step is
-    committed. Where all groups are deferred, forward waits for the drives and backward does not:
-    chunks that stay in memory are written during the backward that follows, and committed there.
-    Updates of `updated_twice` groups only make weights here, and are made a second time and written
-    there. Without `training` no backward follows, and no activations are kept."""
+    before, run first, each before its group is needed; then, with `end_step`, that step ends. Where
+    all groups are deferred, forward waits for the drives and backward does not: chunks that stay in
+    memory are written during the backward that follows, and the step ends there. Updates of
+    `updated_twice` groups only make weights here, and are made a second time and written there.
+    Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = dict.fromkeys(deferred)
     b.write_behind = bool(left) and _all_wait(spec, left)
@@ -423,14 +424,14 @@ def forward(
             del left[group]
             unwritten = group in twice and used.count(group) == 1  # or it would be read in between
             b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not unwritten)
-            if not left and commit and not b.unwritten and not b.second_updates:
-                b.commit()
+            if not left and end_step and not b.unwritten and not b.second_updates:
+                b.end_step()
 
     for group in unused:
         b.bring(group, upcoming)
         update_first(group)
-    if commit and not deferred:
-        b.commit()
+    if end_step and not deferred:
+        b.end_step()
     reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
         reached.bring(position, then=update_first)
@@ -444,8 +445,8 @@ def forward(
         reached.passed(groups)
         b.keep(site, name, into, by)
     b.behind.extend(b.unwritten)
-    if commit and (b.unwritten or b.second_updates):
-        b.behind.append(b.commit_action())
+    if end_step and (b.unwritten or b.second_updates):
+        b.behind.append(b.end_step_action())
     b.forget({group for group, _ in b.second_updates})  # these take the weights of before
     if not (order and training):
         b.write(len(b.behind))
@@ -459,14 +460,14 @@ def backward(
     *,
     update_mode: str,
     deferred: Collection[int] = (),
-    after_backward: Sequence[int] = (),
+    unreached: Sequence[int] = (),
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
-    of `deferred`, whose gradients are held; those of `after_backward` are updated at its end.
-    If nothing is deferred, the step is committed. `speculate`: updates do not wait for the norm of
-    all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
-    then, if the plan spills none."""
+    of `deferred`, whose gradients are held; `unreached` groups are updated at its end. If nothing
+    is deferred, the step ends. `speculate`: updates do not wait for the norm of all gradients; it
+    is known at E, and the step ends in the next forward. Gradients stay in memory until then, if
+    the plan spills none."""
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
     b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
     used = [group for site in order for group in spec.sites[site]]
@@ -501,7 +502,7 @@ def backward(
     second.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
-    for group in _trained(spec, after_backward):
+    for group in _trained(spec, unreached):
         if group in deferred:
             _hold(b, group, end)
         else:
@@ -510,7 +511,7 @@ def backward(
             b.bring(group, Upcoming(()))
             b.update(group, (end,))
     if not deferred and not speculate:
-        b.commit(end)
+        b.end_step(end)
     return b.result()
 
 
@@ -527,12 +528,12 @@ def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, Bu
 
 class _SecondUpdates:
     """Updates of the step before that have made weights and are to be made a second time: each when
-    backward brings its group, the commit behind all of them."""
+    backward brings its group, the end of their step behind all of them."""
 
     def __init__(self, builder: Builder, used: Sequence[int]) -> None:
         self._b, b = builder, builder
         self._groups = {group for group, _ in b.second_updates}
-        self._commit = [b.behind.pop()] if b.second_updates and b.behind else []
+        self._step_end = [b.behind.pop()] if b.second_updates and b.behind else []
         place = {group: at for at, group in reversed(list(enumerate(used)))}
         b.queue = sorted(b.second_updates, key=lambda key: (place.get(key[0], len(used)), key))
 
@@ -551,7 +552,7 @@ class _SecondUpdates:
             if any(number == group for number, _ in self._b.second_updates):
                 self._b.bring(group, Upcoming(()))
                 self._b.second_update(group)
-        self._b.out += self._commit
+        self._b.out += self._step_end
 
 
 class _Reach:
@@ -693,7 +694,7 @@ def updates(
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Updates on demand of groups whose gradients are complete after `after`; those of `deferred`
-    are held instead. With `end`, backward ends first, and the step is committed if nothing waits.
+    are held instead. With `end`, backward ends first, and the step if nothing waits.
     `speculate` as in `backward`."""
     b = Builder(spec, buffers, update_mode)
     if end:
@@ -711,7 +712,7 @@ def updates(
         # No lane orders C behind updates of earlier schedules of this step that nothing writes.
         in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
         earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
-        b.commit(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
+        b.end_step(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 
 

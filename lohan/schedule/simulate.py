@@ -417,7 +417,7 @@ class Clock:
             return self._work.sites[action.index].backward_s(self._profile)
         if kind == Op.BACKWARD_DONE:
             return 0.0
-        if kind == Op.COMMIT:
+        if kind == Op.END_STEP:
             return self._profile.commit_s
         if action.chunk < 0:
             return self._profile.action_s + self._moving_s(action)

@@ -98,7 +98,7 @@ def test_modes(mode, deferred, back, after):
     made, buffers = backward(TWO, buffers, (1, 0), update_mode=mode, deferred=deferred)
     assert to_text(made) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, buffers, order, deferred=deferred, commit=bool(deferred))
+    made, _ = forward(TWO, buffers, order, deferred=deferred, end_step=bool(deferred))
     assert to_text(made) == after
 
 
@@ -115,7 +115,7 @@ def test_tied_weights_are_updated_after_their_last_use():
         "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
         "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
     )
-    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", after_backward=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", unreached=(2,))
     assert to_text(made) == (
         "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
         "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
@@ -128,7 +128,7 @@ def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
     made, buffers = backward(SPILLED, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
     assert to_text(made) == ("B1@1(R1) H1(B1) B0@0(R0) H0(B0) P0.0@0(H0,U0.0) P0.1@1(H0,U0.1) E")
-    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), commit=True)
+    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), end_step=True)
     assert to_text(made) == (
         "G0.0@0(P0.0) S0.0@0(W0.0) U0.0@0,0,0(H0,E,R0,S0.0,G0.0) W0.0@0,0(U0.0,C) "
         "G0.1@1(P0.1) S0.1@1(W0.1) U0.1@1,0,1(H0,E,R0,S0.1,G0.1) W0.1@1,0(U0.1,C) "
@@ -142,7 +142,7 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
     _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), commit=True)
+    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), end_step=True)
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2(U0.0,C) C"
@@ -155,9 +155,9 @@ def test_state_in_memory_is_written_beside_the_next_backward():
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    made, _ = forward(spec, before, (), deferred=(0, 1), commit=True)
+    made, _ = forward(spec, before, (), deferred=(0, 1), end_step=True)
     assert [action.name for action in made][-2:] == ["W0.0", "C"]
-    made, _ = forward(spec, before, (0, 1), deferred=(0,), commit=True)
+    made, _ = forward(spec, before, (0, 1), deferred=(0,), end_step=True)
     assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
@@ -168,7 +168,7 @@ def test_updates_that_do_not_wait_for_the_norm():
         "S1.0@0(W1.0) B1@1(R1) H1(B1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) S0.0@1(W0.0) B0@0(R0) "
         "H0(B0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E(H0)"
     )
-    made, _ = forward(TWO, buffers, (0, 1), commit=True)
+    made, _ = forward(TWO, buffers, (0, 1), end_step=True)
     assert to_text(made) == "C F0@0(R0,U0.0) F1@1(R1,U1.0)"
 
 
@@ -179,9 +179,7 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
         spec = replace(cached, write_through=durable)
-        made, _ = backward(
-            spec, empty_buffers(spec), (1,), update_mode="optimized", after_backward=()
-        )
+        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
 
@@ -443,7 +441,7 @@ class Chain:
             self.add(
                 backward(
                     self.spec, self.buffers, step.back, update_mode=self.run.mode,
-                    after_backward=rest,
+                    unreached=rest,
                     deferred=deferred, speculate=speculate,
                 )
             )  # fmt: skip
@@ -455,12 +453,12 @@ class Chain:
                         updates(self.spec, self.buffers, final, after=f"B{site}", deferred=deferred)
                     )
             self.add(updates(self.spec, self.buffers, rest, after="E", deferred=deferred, end=True))
-        deferred, commit = deferred, bool(deferred) or speculate
+        deferred, ends = deferred, bool(deferred) or speculate
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), deferred=deferred, commit=commit))
-            deferred, commit = (), False
+            self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
+            deferred, ends = (), False
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, deferred=deferred, commit=commit))
+        self.add(forward(self.spec, self.buffers, order, deferred=deferred, end_step=ends))
 
 
 def chain_of(run: Run) -> Schedule:
