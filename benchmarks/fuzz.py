@@ -381,7 +381,7 @@ def store_kinds(work: Path) -> list[Kind]:
     from lohan.model.state import mode_with, regions, stored_model
     from lohan.optim import DEFAULT_KIND
     from lohan.store.admin import describe
-    from lohan.store.engine import aligned_buffer
+    from lohan.store.io_engine import aligned_buffer
     from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
     from lohan.store.store import Store
 

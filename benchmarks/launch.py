@@ -50,7 +50,7 @@ from lohan.device.base import LinkedCpuDevice
 from lohan.engine import wrapping
 from lohan.engine.gradients import GradientReducer
 from lohan.engine.offload import DeviceActivationOffload
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import Pipeline
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.util.units import MiB
 

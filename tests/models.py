@@ -15,7 +15,7 @@ import lohan
 from lohan.capture.blocks import split
 from lohan.checkpoint.store_io import store_reader
 from lohan.model.state import chunks, state_key, stored_model
-from lohan.store.engine import aligned_buffer
+from lohan.store.io_engine import aligned_buffer
 
 SMALL = {
     "hidden_size": 64,

@@ -21,7 +21,7 @@ from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
-from lohan.store.engine import Engine
+from lohan.store.io_engine import Engine
 from tests.models import attached, batches, stored_bytes
 from tests.store.memory_engine import MemoryEngine
 

@@ -18,7 +18,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
 from lohan.engine.executor import SETTLING, CommitClock
 from lohan.errors import ConfigError
-from lohan.store.engine import aligned_buffer
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
 from tests import ranked

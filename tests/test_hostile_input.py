@@ -28,9 +28,9 @@ from lohan.errors import ConfigError, DataError, LohanError, ModelError, StoreEr
 from lohan.model.layout import Ranks
 from lohan.planner import presets
 from lohan.store.admin import describe
-from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import LOCK, StoreLock, lock_holder
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.manifest import _canonical, checksum
 from lohan.store.store import Store
 from lohan.util.display import printable

@@ -18,13 +18,13 @@ from torch import nn
 import lohan
 from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import Pipeline
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
 from lohan.schedule.actions import Action, BufferState, Schedule
 from lohan.schedule.check import validate
 from lohan.schedule.steps import check_order
-from lohan.store.engine import open_engine
+from lohan.store.io_engine import open_engine
 from tests.grids import pairwise
 from tests.models import attached, stored_bytes
 from tests.overlapping import (

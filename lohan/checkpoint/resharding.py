@@ -23,9 +23,9 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.store.admin import remove
-from lohan.store.engine import Buffer, aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import IDENTITY, StoreLock
+from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.manifest import (
     COMMITS,
     apply_recovery,

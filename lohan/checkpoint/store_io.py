@@ -51,8 +51,8 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import StateKind
-from lohan.store.engine import Engine, aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import Engine, aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import MiB, format_bytes
 

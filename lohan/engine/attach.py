@@ -52,7 +52,7 @@ from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
-from lohan.engine.stored import taking_over, weights_source
+from lohan.engine.stored_weights import taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
@@ -62,8 +62,8 @@ from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
-from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
+from lohan.store.io_engine import Engine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.util.settings import tile_tokens, without_aliases

@@ -31,7 +31,7 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import Optimizer
-from lohan.store.engine import Buffer
+from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.gradients import StepCollectives, sum_of_squares
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import Pipeline
 from lohan.model.plan import Plan
 from lohan.store.store import Store
 

@@ -38,7 +38,7 @@ from lohan.engine.gradients import (
     StepCollectives,
 )
 from lohan.engine.lanes import Lanes
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import Pipeline
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec

@@ -40,12 +40,12 @@ from lohan.errors import BudgetError, RankError, StorageIOError
 from lohan.model.layout import Blocks, FlatGroup, Ranks, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
-from lohan.store.engine import Buffer
+from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.pipeline import Pipeline
+    from lohan.engine.scheduler import Pipeline
 
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 

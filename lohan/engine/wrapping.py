@@ -34,7 +34,7 @@ from lohan.capture.tiling import TiledForward
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
 from lohan.engine.gradients import GradientReducer, layout
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import Pipeline
 from lohan.errors import LohanError, ModelError
 from lohan.model.layout import FlatGroup, Site
 

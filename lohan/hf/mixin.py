@@ -31,7 +31,7 @@ from lohan.device.ranks import ALONE, ProcessGroup, join
 from lohan.engine.attach import STORE_FOLDER, attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
-from lohan.engine.stored import home_of, save_into
+from lohan.engine.stored_weights import home_of, save_into
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.hf.arguments import (
     LohanArguments,

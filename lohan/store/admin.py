@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
-from lohan.store.engine import Engine, aligned_buffer
 from lohan.store.extents import Extent, layout_from_json
 from lohan.store.files import (
     IDENTITY,
@@ -27,6 +26,7 @@ from lohan.store.files import (
     sync_directory,
     unfinished,
 )
+from lohan.store.io_engine import Engine, aligned_buffer
 from lohan.store.manifest import (
     Identity,
     disk_slot_count,

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from lohan._core import crc32c
 from lohan.errors import ChecksumError, StorageIOError, StoreError
-from lohan.store.engine import Buffer
 from lohan.store.extents import Layout, layout_from_json
 from lohan.store.files import (
     CHECKSUM_FILES,
@@ -30,6 +29,7 @@ from lohan.store.files import (
     store_dirs,
     sync_directory,
 )
+from lohan.store.io_engine import Buffer
 from lohan.util.files import (
     BadJson,
     WrongType,

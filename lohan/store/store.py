@@ -20,7 +20,9 @@ import numpy.typing as npt
 
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
-from lohan.store.engine import (
+from lohan.store.extents import Extent, Layout, Region, plan_layout
+from lohan.store.files import CHECKSUM_FILES, MANIFEST, PREPARED, StoreLock, rename_durably
+from lohan.store.io_engine import (
     FIXED_DISK_SLOT,
     SCRATCH_DISK_SLOT,
     Buffer,
@@ -30,8 +32,6 @@ from lohan.store.engine import (
     chunk_name,
     needed_bytes,
 )
-from lohan.store.extents import Extent, Layout, Region, plan_layout
-from lohan.store.files import CHECKSUM_FILES, MANIFEST, PREPARED, StoreLock, rename_durably
 from lohan.store.manifest import (
     COMMITS,
     Checksums,

@@ -17,7 +17,7 @@ from typing import Any
 
 from lohan.errors import LohanError, StorageIOError
 from lohan.model.state import MODES
-from lohan.store.engine import Engine, aligned_buffer, open_engine
+from lohan.store.io_engine import Engine, aligned_buffer, open_engine
 from lohan.util.system import (
     COPY_ON_WRITE,
     MEMORY,

@@ -48,7 +48,7 @@ from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
 from lohan.planner.forecast import forecast
-from lohan.store.engine import aligned_buffer, open_engine
+from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.util.trace import Span, busy_s, by_public_key, public_key
 from lohan.util.units import GiB, KiB, MiB, format_bytes
 

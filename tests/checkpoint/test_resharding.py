@@ -25,8 +25,8 @@ from lohan.errors import StoreError
 from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, FlatGroup, Ranks, TensorSpec
 from lohan.model.state import mode_with, regions
 from lohan.optim import StateKind
-from lohan.store.engine import aligned_buffer
 from lohan.store.files import MANIFEST, PREPARED
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.manifest import COMMITS, commit_state_of
 from lohan.store.store import Store
 

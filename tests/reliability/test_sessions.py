@@ -23,7 +23,7 @@ from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule.actions import Action
 from lohan.store.admin import describe
-from lohan.store.engine import open_engine
+from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
 from tests.overlapping import Tuning, data, tuned
 from tests.store.numbered import Error, Faults, NumberedEngine

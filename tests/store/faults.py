@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import Buffer, Engine
+from lohan.store.io_engine import Buffer, Engine
 from lohan.util.units import PAGE
 
 Kind = Literal["eio", "enospc", "short_read", "torn_write"]

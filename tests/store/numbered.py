@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import Engine
+from lohan.store.io_engine import Engine
 
 CALLS = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
 Error = type[OSError] | type[KeyboardInterrupt]

@@ -15,8 +15,8 @@ import pytest
 from lohan.errors import StorageIOError
 from lohan.store import engine
 from lohan.store.admin import restore, rewind, snapshot
-from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import MiB
 
