@@ -134,7 +134,7 @@ def lohan_run(
 
 def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
     """The fp32 values of every parameter after the last step."""
-    session.settle()
+    session.commit()
     read = store_reader(session.store)
     return {
         tensor.name: read(tensor.name, 0, tensor.parameters).view(tensor.shape)
@@ -145,7 +145,7 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
     """Adam's means of the gradients after the last step."""
-    session.settle()
+    session.commit()
     held = stored_model(session.store.meta, session.store.regions)
     found = {}
     for group in held.groups:
@@ -165,7 +165,7 @@ def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
     """Weights and optimizer state of every group after the last step, byte by byte."""
-    session.settle()
+    session.commit()
     found = {}
     for region in session.store.regions:
         if region.scratch:

@@ -97,7 +97,7 @@ def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
         for (step, found), (next_step, then) in pairwise(seen):
             assert (found == then) is (step == next_step)
         assert written[2] == written[3] == written[5] < 0.8 * written[1] == 0.8 * written[4]
-        session.settle()
+        session.commit()
         assert session.store.meta["progress"]["step"] == 9
 
 

@@ -30,7 +30,7 @@ def adamw(**more) -> lohan.AdamW:
 
 
 def average(session: lohan.Session) -> dict[str, torch.Tensor]:
-    session.settle()
+    session.commit()
     read = store_reader(session.store, ema=True)
     return {
         tensor.name: read(tensor.name, 0, tensor.numel)

@@ -384,7 +384,7 @@ class OffloadedParameter(nn.Parameter):
 
     label: tuple[str, str] = ("(a copy)", "(unknown)")
     place = torch.device("cpu")  # where its block computes
-    home: Any = None  # where its values are
+    stored_weights: Any = None  # where its values are
     stored_as: str = ""  # and their name there
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -455,9 +455,10 @@ def lacks_values(tensor: torch.Tensor) -> bool:
 
 
 def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) -> None:
-    """In place of the one at `ref`, past the checks of `setattr`; its `home` stays known."""
+    """In place of the one at `ref`, past the checks of `setattr`; its store stays known."""
     parameters = model.get_submodule(ref.module)._parameters
-    parameter.home = getattr(parameters[ref.attribute], "home", None)  # type: ignore[attr-defined]
+    stored = getattr(parameters[ref.attribute], "stored_weights", None)
+    parameter.stored_weights = stored  # type: ignore[attr-defined]
     parameters[ref.attribute] = parameter
 
 

@@ -31,7 +31,7 @@ class Job:
 
 
 class Queue:
-    """A first-in first-out queue that can be dropped and settled."""
+    """A first-in first-out queue that can be dropped and joined."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -426,7 +426,7 @@ class Lanes:
         }  # fmt: skip
         if self._device.has_own_memory:
             bodies |= {lane: self._run_ready for lane in self._moving} | {"compute": self._computed}
-        bodies["done"] = self._complete  # the last: others settle before it
+        bodies["done"] = self._complete  # the last: others are joined before it
         for lane in bodies:
             self._queues[lane] = Queue()
         for lane, body in bodies.items():

@@ -31,7 +31,7 @@ from lohan.device.ranks import ALONE, ProcessGroup, join
 from lohan.engine.attach import STORE_FOLDER, attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
-from lohan.engine.stored_weights import home_of, save_into
+from lohan.engine.stored_weights import save_into, stored_weights_of
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.hf.arguments import (
     LohanArguments,
@@ -378,7 +378,7 @@ class LohanMixin:
                     raise
                 raise self._too_large from None
         if self.session is not None:
-            self.session.settle()
+            self.session.commit()
         return output
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -509,17 +509,17 @@ class LohanMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Of several processes all take part: each has a shard of the weights."""
-        if self._ranks is not None and not self.args.should_save and home_of(self.model):
+        if self._ranks is not None and not self.args.should_save and stored_weights_of(self.model):
             self._save(output_dir)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        home = home_of(self.model)
-        if home is None:
+        stored = stored_weights_of(self.model)
+        if stored is None:
             return super()._save(output_dir, state_dict)  # type: ignore[misc]
         target = Path(output_dir or self.args.output_dir)
-        logger.info(f"{target}: weights are written as {home.dtype}, the type of the model")
-        save_into(target, home)
+        logger.info(f"{target}: weights are written as {stored.dtype}, the type of the model")
+        save_into(target, stored)
         if not self.args.should_save:
             return None
         collator = getattr(self, "data_collator", None)
@@ -537,7 +537,7 @@ class LohanMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _keep_state(self, session: Session, checkpoint: Path) -> None:
-        session.settle()
+        session.commit()
         place = self._state_folder(checkpoint)
         try:
             snapshot(session.store, place, with_fixed=False)

@@ -275,14 +275,14 @@ def lohan_run(
             row = one_step(session, config, inputs, meter)
             losses.append(row["loss"])
             if stepwise:
-                session.settle()
+                session.commit()
                 with reading(session) as weights:
                     found = compare(weights, reference, step + 1) if reference is not None else ()
                     differences.append(tuple(found))
             elif step + 1 < recipe.steps:
                 moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
                 replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
-        session.settle()
+        session.commit()
         with reading(session) as weights:
             whole = digest(weights)
         return RunResult(tuple(losses), tuple(differences), whole, session.plan)

@@ -520,7 +520,7 @@ class StepLog:
             self.pending.logged(row["step"])
 
     def catch_up(self) -> None:
-        self._session.settle()
+        self._session.commit()
         self.write()
 
 
@@ -555,7 +555,7 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
     every = config.budget.snapshot_every
     if not every or not session.step or session.step % every:
         return
-    session.settle()
+    session.commit()
     place = folder.snapshots(config, session.process_group.ranks)
     if snapshot_generation(place) != session.store.generation:
         with meter.aside():

@@ -162,7 +162,7 @@ def test_a_large_buffer_is_no_part_of_a_step(tmp_path):
     batch = {"x": torch.ones(2, 3, 8)}
     with attached(Positions(), tmp_path, batch=batch, device=there()) as session:
         session.model(**batch).backward()
-        session.settle()
+        session.commit()
         assert session.step == 1 and "buffers" not in session.store.meta
 
 

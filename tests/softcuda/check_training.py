@@ -220,7 +220,7 @@ def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
     same(found, wanted)
     with attached(Large(), tmp_path / "meta", batch=made[0], device=there()) as session:
         session.model(**made[0]).backward()
-        session.settle()
+        session.commit()
         assert "buffers" not in session.store.meta
         lines = {
             entry.owner: entry.bytes for entry in session.plan.ledger if entry.tier == "device"
@@ -298,7 +298,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         with waits() as found:
             for batch in made[3:]:
                 step(batch)
-        session.settle()
+        session.commit()
         assert cuda.counts()["spins"] == before
     own = [wait for wait in found if wait.thread.startswith(LAUNCHING)]
     most = documented()
@@ -457,7 +457,7 @@ def test_what_is_reserved_is_what_was_planned(tmp_path):
         with attached(wide_model(), tmp_path, batch=made[0], device=Limited()) as session:
             for batch in made:
                 session.model(**batch).loss.backward()
-            session.settle()
+            session.commit()
             planned = session.plan.tier_bytes("device")
         peak = torch.cuda.max_memory_reserved() - before
         assert peak <= 1.05 * planned, (peak / MiB, planned / MiB, session.plan.ledger)
