@@ -21,7 +21,7 @@ from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
-from lohan.store.io_engine import Engine
+from lohan.store.io_engine import IOEngine
 from tests.models import attached, batches, stored_bytes
 from tests.store.memory_engine import MemoryEngine
 
@@ -228,7 +228,7 @@ class Result:
         self.check(replace(other, norms=self.norms))
 
 
-def memory_engine(files: dict[str, bytearray] | None = None) -> Engine:
+def memory_engine(files: dict[str, bytearray] | None = None) -> IOEngine:
     return MemoryEngine(files=files)
 
 

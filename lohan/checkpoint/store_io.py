@@ -52,7 +52,7 @@ from lohan.model.state import (
 )
 from lohan.optim import StateKind
 from lohan.store.extents import Region
-from lohan.store.io_engine import Engine, aligned_buffer
+from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import MiB, format_bytes
 
@@ -428,7 +428,7 @@ def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
 
 def create_store(
     read: ReadFlat, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
-    durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
+    durability: str, engine: str | IOEngine, meta: Mapping[str, Any], progress: OnProgress,
     process_group: ProcessGroup = ALONE,
 ) -> Store:  # fmt: skip
     """A store with a model's first weights, or a rank's shard of them, committed."""

@@ -63,7 +63,7 @@ from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.store.files import StoreLock
-from lohan.store.io_engine import Engine
+from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.util.settings import tile_tokens, without_aliases
@@ -158,7 +158,7 @@ class StorePolicy:
 
     store_name: str = STORE_FOLDER
     resume: bool = False
-    engine: str | Engine = "auto"
+    engine: str | IOEngine = "auto"
     meta: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[int, int], None] = lambda done, total: None
 
@@ -229,7 +229,7 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
 
 
 def open_store(
-    process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | Engine
+    process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | IOEngine
 ) -> Store:  # fmt: skip
     """The store of this rank, at the commit that all agree on."""
     if not process_group.several:

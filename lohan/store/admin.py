@@ -26,7 +26,7 @@ from lohan.store.files import (
     sync_directory,
     unfinished,
 )
-from lohan.store.io_engine import Engine, aligned_buffer
+from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.manifest import (
     Identity,
     disk_slot_count,
@@ -307,7 +307,7 @@ def restore(
     *,
     durability: str = "checkpoint",
     weights: Sequence[float] | None = None,
-    engine: str | Engine = "auto",
+    engine: str | IOEngine = "auto",
 ) -> Store:
     """A store in `dirs` with the snapshot's state, generation and meta, verified chunk by chunk.
     A store that is there, whole or not, makes way when the copy is whole; if there is no room for

@@ -27,7 +27,7 @@ from lohan.store.io_engine import (
     SCRATCH_DISK_SLOT,
     Buffer,
     DeadlineError,
-    Engine,
+    IOEngine,
     Volume,
     chunk_name,
     needed_bytes,
@@ -81,8 +81,9 @@ class Ticket:
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
-class InFlight:
-    """Outstanding reads and writes; chunks written for the next generation, with checksums."""
+class ChunkTracker:
+    """Which chunks are being read or written, and which are written for the next generation, with
+    their checksums."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._per_generation = layout, layout.per_generation
@@ -96,8 +97,8 @@ class InFlight:
         self.touched = False  # the step has submitted a write
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
 
-    def found(self, checksums: npt.NDArray[np.uint32]) -> None:
-        """The store is a whole one: its fixed chunks are there."""
+    def mark_fixed(self, checksums: npt.NDArray[np.uint32]) -> None:
+        """The store is a whole one: its fixed chunks are written."""
         self.checksums[:] = checksums
         self._written[self._per_generation :] = True
 
@@ -248,19 +249,19 @@ class Store:
         self._verify = verify
         # Bookkeeping happens under the lock; I/O, checksums and waits run outside it, so any number
         # of threads may be moving chunks at once.
-        self._lock, self._in_flight = threading.RLock(), InFlight(volume.layout)
+        self._lock, self._tracker = threading.RLock(), ChunkTracker(volume.layout)
         self._timeout_s, self._bytes_read, self._bytes_written = timeout_s, 0, 0
         self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)
         self._is_new, self._committed = status is Status.CREATING, status is Status.CLEAN
         if self._committed:
-            self._in_flight.found(checksums)
+            self._tracker.mark_fixed(checksums)
 
     @classmethod
     @files.storage_errors("creating a store")
     def create(
         cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
         durability: str = "step", weights: Sequence[float] | None = None,
-        engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
+        engine: str | IOEngine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
         first_generation: int = 0, with_scratch: bool = True, barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
     ) -> Self:  # fmt: skip
@@ -311,7 +312,7 @@ class Store:
     @classmethod
     @files.storage_errors("opening a store")
     def open(
-        cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
+        cls, dirs: Dirs, *, engine: str | IOEngine = "auto", verify: Verify = "first-read",
         timeout_s: float = 60.0, with_scratch: bool = True, barrier: Barrier | None = None,
     ) -> Self:  # fmt: skip
         """The committed generation of a whole store. The first directory finds the others."""
@@ -344,7 +345,7 @@ class Store:
         with self._lock:
             if self._closed:
                 return
-            abandoned = self._in_flight.claim_all()
+            abandoned = self._tracker.claim_all()
         self._drain(abandoned)
         self._status = Status.CLOSED
         self._volume.close()
@@ -407,12 +408,12 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot, crc = self._readable(extent, fresh=fresh)
-            if extent.scratch and buffer.nbytes > (there := self._in_flight.scratch_bytes(extent)):
+            if extent.scratch and buffer.nbytes > (there := self._tracker.scratch_bytes(extent)):
                 raise StoreError(
                     f"{chunk_name(extent)}: {there} bytes were written, a read asks for"
                     f" {buffer.nbytes}; read what was written"
                 )
-            attempt = self._in_flight.reserve("read", disk_slot, extent)
+            attempt = self._tracker.reserve("read", disk_slot, extent)
         return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
     def write(self, key: str, chunk: int, buffer: Buffer, *, crc: int | None = None) -> Ticket:
@@ -423,7 +424,7 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot = self._writable(extent)
-            attempt = self._in_flight.reserve("write", disk_slot, extent)
+            attempt = self._tracker.reserve("write", disk_slot, extent)
         if extent.scratch:
             crc = None
         elif crc is None:
@@ -437,17 +438,17 @@ class Store:
         own = self.layout.find(extent.key, extent.chunk)
         with source._lock:
             from_disk_slot, _ = source._readable(extent, fresh=False)
-            source._in_flight.reserve("read", from_disk_slot, extent)
+            source._tracker.reserve("read", from_disk_slot, extent)
         try:
             with self._lock:
                 disk_slot = self._writable(own)
-                attempt = self._in_flight.reserve("write", disk_slot, own)
+                attempt = self._tracker.reserve("write", disk_slot, own)
             try:
                 if not self._volume.share(disk_slot, own, source._volume, from_disk_slot, extent):
                     return False
                 crc = source.checksum(extent.key, extent.chunk)
                 with self._lock:
-                    self._in_flight.mark_written(
+                    self._tracker.mark_written(
                         Ticket("write", own, disk_slot, _NOTHING, crc, attempt, -1)
                     )
             finally:
@@ -477,7 +478,7 @@ class Store:
         """Completes a read or write, and checks what was read where a check is due. After a
         DeadlineError or an interrupt the I/O is still in flight; wait again, discard or close."""
         with self._lock:
-            self._in_flight.claim(ticket)
+            self._tracker.claim(ticket)
         kind, disk_slot, extent = ticket.kind, ticket.disk_slot, ticket.extent
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -498,7 +499,7 @@ class Store:
             with self._lock:
                 if kind == "write":
                     self._bytes_written += ticket.buffer.nbytes
-                    self._in_flight.mark_written(ticket)
+                    self._tracker.mark_written(ticket)
                     return
                 self._bytes_read += ticket.buffer.nbytes
                 current = self._disk_slot_of(self.generation), FIXED_DISK_SLOT
@@ -529,11 +530,11 @@ class Store:
 
     def _release(self, kind: Kind, disk_slot: int, extent: Extent) -> None:
         with self._lock:
-            self._in_flight.release(kind, disk_slot, extent)
+            self._tracker.release(kind, disk_slot, extent)
 
     def _put_back(self, ticket: Ticket) -> None:
         with self._lock:
-            self._in_flight.add(ticket)
+            self._tracker.add(ticket)
 
     def discard(self) -> None:
         """Forgets what the step in flight has written; the committed generation stays. Outstanding
@@ -541,14 +542,14 @@ class Store:
         back, the store is failed. A slot written in place has nothing to go back to: then too."""
         with self._lock:
             self._check_usable()
-            stale = self._in_flight.claim_all()
+            stale = self._tracker.claim_all()
         late = self._drain(stale)
         with self._lock:
             if late is not None:
                 self._fail(f"I/O did not come back ({late})")
-            elif self._in_flight.touched and self._status is Status.DIRTY:
+            elif self._tracker.touched and self._status is Status.DIRTY:
                 self._fail("a step that was written in place did not finish")
-            self._in_flight.begin_generation()
+            self._tracker.begin_generation()
 
     def _drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
         """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
@@ -589,18 +590,18 @@ class Store:
         with self._lock:
             self._check_usable()
             new_meta = self._manifest.meta if meta is None else plain_json(meta)
-            self._in_flight.check_idle()
+            self._tracker.check_idle()
             in_place = self._volume.disk_slots == 1 and self._status is not Status.CREATING
             if advance and not in_place:
-                self._in_flight.check_complete(self.generation + 1)
+                self._tracker.check_complete(self.generation + 1)
             elif advance:
-                self._in_flight.keep_unwritten(self._checksums)
+                self._tracker.keep_unwritten(self._checksums)
             elif self._status is Status.CREATING:
                 raise StoreError("commit of meta alone, but the store is still being created")
             else:
-                self._in_flight.check_untouched(self.generation + 1)
+                self._tracker.check_untouched(self.generation + 1)
             generation = self.generation + 1 if advance else self.generation
-            checksums = self._in_flight.checksums.copy() if advance else self._checksums
+            checksums = self._tracker.checksums.copy() if advance else self._checksums
             if self._volume.disk_slots == 2 or clean or self._status is Status.CREATING:
                 data_changed = advance or self._status is Status.DIRTY
                 self._commit_durably(generation, new_meta, checksums if data_changed else None)
@@ -608,7 +609,7 @@ class Store:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
             self._checksums = checksums
             if advance:
-                self._in_flight.begin_generation()
+                self._tracker.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
 
     def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
@@ -616,7 +617,7 @@ class Store:
         what is wrong with it, if anything is."""
         with self._lock:
             disk_slot, _ = self._readable(extent, fresh=False)
-            self._in_flight.reserve("read", disk_slot, extent)
+            self._tracker.reserve("read", disk_slot, extent)
         found, problem = 0, None
         try:
             for skip in range(0, extent.nbytes, len(buffer)):
@@ -638,7 +639,7 @@ class Store:
     def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""
         self._check_usable(reading=True)
-        written = self._in_flight.is_written(extent)
+        written = self._tracker.is_written(extent)
         fresh = written if fresh is None else fresh
         if (fresh or extent.scratch) and not written:
             raise StoreError(
@@ -655,7 +656,7 @@ class Store:
         if extent.fixed:
             return FIXED_DISK_SLOT, self._due(extent)
         if fresh:
-            crc = int(self._in_flight.checksums[extent.index]) if self._verify == "always" else None
+            crc = int(self._tracker.checksums[extent.index]) if self._verify == "always" else None
             return self._disk_slot_of(self.generation + 1), crc
         if written and self._volume.disk_slots == 1:
             raise StoreError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from lohan.errors import LohanError, StorageIOError
 from lohan.model.state import MODES
-from lohan.store.io_engine import Engine, aligned_buffer, open_engine
+from lohan.store.io_engine import IOEngine, aligned_buffer, open_engine
 from lohan.util.system import (
     COPY_ON_WRITE,
     MEMORY,
@@ -357,7 +357,7 @@ def _why() -> str:
     return "containers often forbid it: docker run --security-opt seccomp=unconfined"
 
 
-def _write_and_read(engine: Engine, file: Path) -> None:
+def _write_and_read(engine: IOEngine, file: Path) -> None:
     number = engine.open(str(file), size=PROBE_BYTES, create=True)
     sent, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
     sent[:] = memoryview(os.urandom(PROBE_BYTES))
