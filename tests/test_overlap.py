@@ -18,7 +18,7 @@ from torch import nn
 import lohan
 from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.scheduler import Pipeline
+from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
 from lohan.schedule.actions import Action, BufferState, Schedule
@@ -238,13 +238,13 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
         return train(Fork().train(), batches, tmp_path / name, clip=clip, **options)
 
     back: list[list[int]] = []
-    learn = Pipeline._learn
+    learn = ActionScheduler._learn
 
-    def recorded(self: Pipeline) -> None:
+    def recorded(self: ActionScheduler) -> None:
         back.append(self._backward)
         learn(self)
 
-    monkeypatch.setattr(Pipeline, "_learn", recorded)
+    monkeypatch.setattr(ActionScheduler, "_learn", recorded)
     wanted = run("plain", PLAIN, overlap=False, grad_offload=mode)
     found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, grad_offload=mode)
     found.check(wanted)
@@ -386,7 +386,7 @@ def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_pa
         with pytest.raises(StorageIOError, match=cause) as raised:
             go_on(session)
         assert raised.value.__notes__[0].startswith("lane ssd, action ")
-        assert session.store._in_flight._busy == {}  # no buffer is the drive's any more
+        assert session.store._tracker._busy == {}  # no buffer is the drive's any more
         assert 1 <= session.step < STEPS
         assert session.store.meta["progress"]["step"] == session.step
         committed = session.step
@@ -421,7 +421,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
         session.executor.runner.submit, engine.read = failing, read
         with pytest.raises(StorageIOError, match="EIO"):
             go_on(session)
-        assert session.store._in_flight._busy == {}
+        assert session.store._tracker._busy == {}
         go_on(session)
         assert stored_bytes(session) == plain(Case()).stored
 

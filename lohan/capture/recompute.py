@@ -346,7 +346,7 @@ class SavedCall:
             raise ModelError(changed_input(self.name))
 
 
-class ActivationOffload:
+class ActivationHooks:
     """What becomes of a call's activations between its forward and its backward. This one leaves
     them where they are; others move them and bring them back."""
 
@@ -644,7 +644,7 @@ class SlicedCompute:
     """Runs blocks forward and, by recomputation, backward."""
 
     def __init__(
-        self, device: Device, *, micro_batch: int | None, activations: ActivationOffload,
+        self, device: Device, *, micro_batch: int | None, activations: ActivationHooks,
         save_plans: SavePlans, compiled: Compiled,
     ) -> None:  # fmt: skip
         self._device, self.micro_batch, self.activations = device, micro_batch, activations

@@ -1,9 +1,10 @@
 """What runs a step: attach, session, executor, lanes, buffers, offload.
 
 One batch, from the call of the model to the commit. schedule/phases.py says in which order and
-after what, Pipeline enqueues it, Lanes (lanes.py) hold to it, ActionRunner (actions.py) is what the
-lanes do. In brackets: the thread, and the letter of the action (schedule/actions.py). `caller` runs
-the model; in backward on an accelerator it is autograd's own thread. `ssd` submits I/O, `done`
+after what, ActionScheduler (scheduler.py) enqueues it, Lanes (lanes.py) hold to it, ActionRunner
+(actions.py) is what the lanes do. In brackets: the thread, and the letter of the action
+(schedule/actions.py). `caller` runs the model; in backward on an accelerator it is autograd's own
+thread. `ssd` submits I/O, `done`
 completes it, `optimizer` runs updates (the caller does where one rank computes on the CPU), `h2d`
 and `d2h` copy to and from a device with memory of its own, where `compute` waits for its events;
 `net` exchanges with other ranks. `overlap=False` does all of it on the caller, in order.
@@ -12,8 +13,8 @@ Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
    labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
  2 [caller] A block is called: WrappedSite, _BlockFunction, BlockRunner.forward,
-   Pipeline.begin_forward. If the order is known, all of forward has been enqueued by the end of
-   the step before, or is now after a flush; else this block is.
+   ActionScheduler.begin_forward. If the order is known, all of forward has been enqueued by the
+   end of the step before, or is now after a flush; else this block is.
  3 [ssd R] Unless they are cached in host memory or still there, its weights are read into a host
    slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
    the ranks' shards.
@@ -36,10 +37,10 @@ A gradient
                        fp32 where several are summed); with one rank, those of shared weights are
                        set aside in host memory meanwhile if the device has its own
                        (GradientOffload.set_aside)
-   pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
+   pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                        [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
    pending.on_host     where updates find it; on the CPU right after the sink
-   Spill               a held gradient without room: [ssd P] written, [ssd G] read for its update
+   GradientSpill       a held gradient without room: [ssd P] written, [ssd G] read for its update
    Resident parameters have theirs in `.grad` until finish_step. [optimizer H] takes the squares of
    gradients for a norm; a device has summed them before it handed them over, and H reads that.
 
@@ -70,7 +71,7 @@ The end of the step
    others. Where all updates run in the next forward, what is cached is written during the
    backward after it, and C comes there: a crash can cost the step in flight and the one before it.
 
-With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
+With durability = "checkpoint" there is one generation, written in place, and Session.commit or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is
 queued, completes what is in flight and reads cached weights and state of the last commit again. If
 no lane has failed, but the model's own code, it commits the steps before first.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.capture.recompute import ActivationOffload
+from lohan.capture.recompute import ActivationHooks
 from lohan.engine.buffers import (
     ChunkChecksums,
     DeviceSlots,
@@ -24,9 +24,9 @@ from lohan.engine.buffers import (
 from lohan.engine.clipping import clip_by_block
 from lohan.engine.gradients import (
     GradientOffload,
+    GradientSpill,
     GroupGrads,
     PendingGradients,
-    Spill,
     StepCollectives,
     sum_of_squares,
 )
@@ -80,9 +80,11 @@ class ActionRunner:
             largest=max(g.numel for g in own.trained),
             cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )  # fmt: skip
-        self._spill: Spill | None = None
+        self._gradient_spill: GradientSpill | None = None
         if plan.spilled:
-            self._spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=chunk_params)
+            self._gradient_spill = GradientSpill(
+                store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
+            )
         self.pending = PendingGradients()
         # One for each step whose end is to come, and whether that is a commit.
         self.metas: deque[tuple[dict[str, Any], bool]] = deque()
@@ -107,11 +109,11 @@ class ActionRunner:
             raise
 
     @property
-    def activations(self) -> ActivationOffload:
+    def activations(self) -> ActivationHooks:
         """What becomes of activations between forward and backward."""
         if self.device is not None:
             return self.device.activation_offload
-        return self.activation_spill or ActivationOffload()
+        return self.activation_spill or ActivationHooks()
 
     @property
     def gradient_offload(self) -> GradientOffload | None:
@@ -195,12 +197,12 @@ class ActionRunner:
             yield self._ring.write(group, chunk, action.at[0], crc=state)
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
-            assert self._spill is not None
+            assert self._gradient_spill is not None
             grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
-            yield self._spill.put(number, chunk, action.at[0], grads)
+            yield self._gradient_spill.write(number, chunk, action.at[0], grads)
         elif action.kind == Op.FETCH_GRADIENTS:
-            assert self._spill is not None
-            yield self._spill.get(number, chunk, action.at[0])
+            assert self._gradient_spill is not None
+            yield self._gradient_spill.read(number, chunk, action.at[0])
         elif action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
             assert self.activation_spill is not None
             spill = self.activation_spill
@@ -271,7 +273,7 @@ class ActionRunner:
             if made is None
             else float(made)
         )
-        return self._collectives.added_squares(own, self._place) if self._block_clip else own
+        return self._collectives.all_reduce_squares(own, self._place) if self._block_clip else own
 
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
@@ -307,9 +309,9 @@ class ActionRunner:
 
         def grad_of(own_range: TensorRange) -> torch.Tensor | None:
             if staged:
-                assert self._spill is not None
-                count = own_range.stop - own_range.start
-                return self._spill.grad(number, staged[0], own_range.tensor, own_range.at, count)
+                spill, count = self._gradient_spill, own_range.stop - own_range.start
+                assert spill is not None
+                return spill.grad(number, staged[0], own_range.tensor, own_range.at, count)
             grad = grads.get(own_range.tensor)
             return None if grad is None else grad.view(-1)[own_range.start : own_range.stop]
 

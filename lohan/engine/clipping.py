@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.gradients import StepCollectives, sum_of_squares
-from lohan.engine.scheduler import Pipeline
+from lohan.engine.scheduler import ActionScheduler
 from lohan.model.plan import Plan
 from lohan.store.store import Store
 
@@ -60,11 +60,11 @@ class Clipping:
     takes it, and accepts updates that did not wait or rolls them back."""
 
     def __init__(
-        self, plan: Plan, *, durable: bool, pipeline: Pipeline, runner: ActionRunner, store: Store,
-        collectives: StepCollectives,
+        self, plan: Plan, *, durable: bool, scheduler: ActionScheduler, runner: ActionRunner,
+        store: Store, collectives: StepCollectives,
     ) -> None:  # fmt: skip
         """`durable`: there is a committed generation to go back to."""
-        self._plan, self._pipeline, self._runner = plan, pipeline, runner
+        self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
         self._possible = plan.speculates(durable=durable)
         self.holds_gradients = not plan.spilled  # in memory, until the norm is known
@@ -105,7 +105,7 @@ class Clipping:
         rerun."""
         if not self._plan.needs_norm:
             return 1.0
-        speculated, known = self._pipeline.speculated, self._known
+        speculated, known = self._scheduler.speculated, self._known
         norm = self._norm(scale, unsummed)
         if not self._plan.defers_all:  # no update waits for more than the norm of its own group
             self.norm = norm
@@ -126,7 +126,7 @@ class Clipping:
         if speculated and not clipped:
             self._runner.accept_updates()
         elif speculated:
-            self._pipeline.roll_back()
+            self._scheduler.roll_back()
             self._store.discard()
             self._runner.undo_updates()
             if factor is not None and not self.holds_gradients:
@@ -149,7 +149,7 @@ class Clipping:
             norms = (math.sqrt(own) / scale for own in squares.values())
             self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
         if not (limit and self._collectives.process_group.several):  # else of all ranks already
-            summed = self._collectives.added(summed)
+            summed = self._collectives.all_reduce_sum(summed)
         return math.sqrt(summed) / scale
 
     def _factor(self, norm: float) -> float | None:

@@ -8,10 +8,10 @@ gradient is, in this order,
                         until the last use of its group (fp32 where several are summed)
     set aside           by GradientOffload, in host memory, where a device has its own memory and an
                         earlier block will add to it: tied weights of head and embedding, say
-    pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
+    pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                         reduced over the ranks by X, offloaded to host memory by D
     pending.on_host     where its update U finds it; on the CPU at once
-    in Spill            held without room in host memory: written by P, read by G for U
+    in GradientSpill    held without room in host memory: written by P, read by G for U
 
 `pending` is PendingGradients. Inside `session.accumulate()` sums of several backward calls are in
 Accumulated, and the step takes all of them from there to `on_host`. Gradients of resident
@@ -45,7 +45,7 @@ from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.scheduler import Pipeline
+    from lohan.engine.scheduler import ActionScheduler
 
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
@@ -108,7 +108,7 @@ class GradientSink:
     def take(self, group: str) -> dict[int, torch.Tensor]:
         return self._grads.pop(group, {})
 
-    def put(
+    def add_scaled(
         self, group: str, made: dict[int, torch.Tensor], *, factor: float | torch.Tensor
     ) -> None:
         """Adds gradients that were made ahead of backward, in forward, times `factor`."""
@@ -299,9 +299,9 @@ class GradientOffload:
             self.release(number)
 
 
-class Spill:
-    """Held gradients on SSD, put away chunk by chunk after backward and fetched before their
-    update. Owner of the staging buffers."""
+class GradientSpill:
+    """Held gradients on SSD, written chunk by chunk after backward and read before their update.
+    Owner of the staging buffers."""
 
     def __init__(
         self, store: Store, pool: HostPool, groups: Sequence[FlatGroup], *, buffers: int,
@@ -313,7 +313,7 @@ class Spill:
         self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
         self._spilled: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
 
-    def put(
+    def write(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
         """Packs one chunk of a group's gradients, as wide as they are, and submits its write."""
@@ -327,12 +327,12 @@ class Spill:
             if grad is not None:
                 part = grad.view(-1)[own_range.start : own_range.stop]
                 flat[own_range.at : own_range.at + len(part)] = part
-        place = self._place(number, chunk, buffer)
-        return self._store.write(gradient_key(self._groups[number]), chunk, place)
+        data = self._bytes_of(number, chunk, buffer)
+        return self._store.write(gradient_key(self._groups[number]), chunk, data)
 
-    def get(self, number: int, chunk: int, buffer: int) -> Ticket:
-        place = self._place(number, chunk, buffer)
-        return self._store.read(gradient_key(self._groups[number]), chunk, place)
+    def read(self, number: int, chunk: int, buffer: int) -> Ticket:
+        data = self._bytes_of(number, chunk, buffer)
+        return self._store.read(gradient_key(self._groups[number]), chunk, data)
 
     def grad(
         self, number: int, buffer: int, tensor: int, at: int, count: int
@@ -341,26 +341,26 @@ class Spill:
         dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
-    def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
+    def _bytes_of(self, number: int, chunk: int, buffer: int) -> Buffer:
         cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
         size = (cut.stop - cut.start) * dtype.itemsize
         return self._buffers[buffer].bytes[: align_up(size, PAGE)]
 
 
-class GradientReducer:
+class GradientCollector:
     """Counts the uses of each group and releases its gradients to the optimizer after the last one
-    of this backward, as DDP's reducer does with a bucket. `gradient_offload` is None where compute
-    is in host memory."""
+    of this backward, as DDP's reducer does with a bucket; over the ranks they are summed by
+    StepCollectives. `gradient_offload` is None where compute is in host memory."""
 
     def __init__(
-        self, blocks: Blocks, plan: Plan, *, pipeline: Pipeline, pending: PendingGradients,
+        self, blocks: Blocks, plan: Plan, *, scheduler: ActionScheduler, pending: PendingGradients,
         gradient_offload: GradientOffload | None, collectives: StepCollectives,
     ) -> None:  # fmt: skip
         self._needs_norm, self._block_clip = plan.needs_norm, plan.block_clip
         self._wide = plan.mode != "fp32"  # sums of several are made in fp32: one has fewer bits
         self._narrow = plan.grad_dtype == "bf16"  # rounded, once, when they are complete
         self.sink = GradientSink()
-        self._blocks, self._pipeline, self._pending = blocks, pipeline, pending
+        self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
@@ -408,16 +408,16 @@ class GradientReducer:
         if self.accumulated is not None:
             for group in finished:
                 self.accumulated.add(group, self.sink.take(self._blocks.groups[group].key))
-            self._pipeline.end_backward(number, ())
+            self._scheduler.end_backward(number, ())
             return
-        scheduled = self._pipeline.last_use_groups()
+        scheduled = self._scheduler.last_use_groups()
         handed = finished if scheduled is None else scheduled
         there = self._pending.on_host if self._offload is None else self._pending.on_device
         for group in handed:
             grads = there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
             self._seen[group] = frozenset(grads)
             self._pending.squares_on_device[group] = self._sum_squares(grads)
-        self._pipeline.end_backward(number, handed)
+        self._scheduler.end_backward(number, handed)
 
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """On the device, where something needs the norm; ranks take it of what they have summed."""
@@ -437,7 +437,7 @@ class GradientReducer:
         if self._offload is not None:
             for key in keys:
                 if grads := self._offload.fetch_aside(self._numbers[key]):
-                    self.sink.put(key, grads, factor=1.0)
+                    self.sink.add_scaled(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
         """Backward has ended, and another one adds to it: nothing of this one is left elsewhere."""
@@ -452,7 +452,7 @@ class GradientReducer:
         them if it was not the only backward of its step; then those of resident parameters."""
         sums = self.accumulated
         there = self._waiting() if sums is None else sums.numbers()
-        for number in self._collectives.late_groups(self._pipeline.collectives_checksum, there):
+        for number in self._collectives.late_groups(self._scheduler.collectives_checksum, there):
             if sums is None:
                 self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
             else:
@@ -483,7 +483,7 @@ class GradientReducer:
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
             if self._block_clip:
-                squares = self._collectives.added(sum_of_squares(grads))
+                squares = self._collectives.all_reduce_sum(sum_of_squares(grads))
                 self._pending.squares[number] = squares
         self._pending.on_host[number] = grads
 
@@ -681,7 +681,7 @@ class StepCollectives:
         """On the net lane, where compute is. Takes the gradients."""
         return self._reduced(number, grads, place, self.process_group.reduce_scatter)
 
-    def added_squares(self, own: float, place: torch.device) -> float:
+    def all_reduce_squares(self, own: float, place: torch.device) -> float:
         """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
         group = self.process_group
         every = torch.zeros(group.world, dtype=torch.float64, device=place)
@@ -731,7 +731,7 @@ class StepCollectives:
                 )
         return sorted({number for _, own in said for number in own})
 
-    def added(self, number: float) -> float:
+    def all_reduce_sum(self, number: float) -> float:
         """The same bits on every rank."""
         return math.fsum(self.process_group.all_gather_object(number))
 
@@ -739,7 +739,7 @@ class StepCollectives:
         """The sum of all ranks' parts of a loss. Alone, compute is not waited for."""
         if not self.process_group.several:
             return part
-        return torch.full_like(part, self.added(part.item()))
+        return torch.full_like(part, self.all_reduce_sum(part.item()))
 
     def absent(self, names: list[str]) -> list[str]:
         """Those that all ranks name."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lohan.capture.recompute import ActivationOffload, SavedCall
+from lohan.capture.recompute import ActivationHooks, SavedCall
 from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
@@ -85,7 +85,7 @@ class _Spilled:
     packs: list[Pack]
 
 
-class ActivationSpill(ActivationOffload):
+class ActivationSpill(ActivationHooks):
     """Owner of the buffers and of the space on SSD: a store of its own with scratch regions only,
     made with the session and removed with it. `sizes`: bytes by site number."""
 
@@ -257,7 +257,7 @@ class OffloadedCall:
     evicted: bool = False
 
 
-class DeviceActivationOffload(ActivationOffload):
+class DeviceActivationOffload(ActivationHooks):
     """Owner of the places on the device and of host memory for what does not go on to SSD."""
 
     def __init__(

@@ -33,7 +33,7 @@ class Slots(Protocol):
     def flat(self, group: FlatGroup, slot: int, /) -> torch.Tensor: ...
 
 
-class Pipeline:
+class ActionScheduler:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(

@@ -162,11 +162,11 @@ class OverTokens(LohanMixin):
         assert self.session is not None
         world = self.session.process_group.world  # over whose losses DDP would take the mean
 
-        def token_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
+        def logp_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
             return loss({"log_probs": logps, **self._seen.take()}) / world
 
         more = {"output_router_logits": True} if routes else {}
-        return model(**part, use_cache=False, token_loss=token_loss, **more)
+        return model(**part, use_cache=False, logp_loss=logp_loss, **more)
 
     def _auxiliary(self, out: Any) -> torch.Tensor:
         """The loss with the auxiliary one of experts, as TRL weighs it; the model has added it as
@@ -479,7 +479,7 @@ class SFTTrainer(LohanMixin, Theirs):
         if session.head is not None:
             session.head.on_logits = self._seen
             if self.args.loss_type == "dft":
-                session.head.token_loss = _weighted_by_probability
+                session.head.slice_loss = _weighted_by_probability
         return session
 
     def _repeatable(self) -> bool:

@@ -1,4 +1,4 @@
-"""A step after the first few, as the pipeline schedules it; nothing of it needs torch."""
+"""A step after the first few, as ActionScheduler schedules it; nothing of it needs torch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ Phases = dict[str, Schedule]
 
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
-    """The phases of a step after the first few, as the pipeline schedules them; of an order that
+    """The phases of a step after the first few, as ActionScheduler schedules them; of an order that
     speculates, of a step whose norm stays below the limit, and of one that does not commit, of a
     step between two commits."""
     *_, phases = steps(spec, order, STEADY_AFTER)

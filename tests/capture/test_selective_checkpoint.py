@@ -280,7 +280,7 @@ def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
         assert torch.equal(out, other(x))
 
 
-class ActivationOffload(torch.autograd.Function):
+class ActivationHooks(torch.autograd.Function):
     """Keeps a tensor for backward where autograd does not see it."""
 
     @staticmethod
@@ -301,7 +301,7 @@ class Hiding(nn.Module):
     def forward(self, x):
         x = self.linear(x)
         if self.where == "function":
-            return ActivationOffload.apply(x)
+            return ActivationHooks.apply(x)
         self.seen = x + 1
         return x * 2
 

@@ -404,7 +404,7 @@ def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec
 
 
 class Chain:
-    """Calls the passes as the pipeline does; checks each schedule alone, and keeps all of them."""
+    """Calls the phases as ActionScheduler does; checks each schedule alone, keeps all of them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.spec = run, run.spec
