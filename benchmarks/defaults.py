@@ -89,7 +89,7 @@ def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
     from lohan.planner.planner import PlanOptions
 
     machine = presets.machine(SERVER)
-    wished = PlanOptions(mode="bf16", clip=clip, can_rerun=True, commit=None)
+    wished = PlanOptions(dtype="bf16", clip=clip, can_rerun=True, commit=None)
     return plan_for_machine(
         PlanRequest(
             model=presets.model(large), machine=machine, options=wished, batch=options.batch_there,

@@ -152,9 +152,9 @@ def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
         found.update({tensor.name: torch.zeros(tensor.shape) for tensor in group.tensors})
         for chunk in () if group.frozen else chunks(group, held.chunk_params):
             count = chunk.stop - chunk.start
-            buffer = aligned_buffer(held.mode.state_size(count))
+            buffer = aligned_buffer(held.state_format.state_size(count))
             session.store.wait(session.store.read(state_key(group), chunk.index, buffer))
-            values = split(held.mode, torch.from_numpy(buffer), count)["m"]
+            values = split(held.state_format, torch.from_numpy(buffer), count)["m"]
             for own_range in chunk.ranges:
                 flat = found[group.tensors[own_range.tensor].name].view(-1)
                 flat[own_range.start : own_range.stop] = values[own_range.at :][

@@ -166,7 +166,7 @@ def test_leftover_memory_caches_weights():
     workload = workload_of(model, blocks, {"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     slots = {}
     for memory in (1 * MiB, 64 * MiB):
-        options = PlanOptions(mode="fp32", micro_batch=2)
+        options = PlanOptions(dtype="fp32", micro_batch=2)
         plan = closed_form_plan(
             blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
         )

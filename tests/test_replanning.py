@@ -124,7 +124,7 @@ def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
     from lohan.model.plan import Plan
 
     plan = Plan(
-        mode="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,
+        dtype="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,
         kept=(("mm v_proj", 4),),
     )  # fmt: skip
     file.write_text(json.dumps({"plan": plan.to_json()}))

@@ -346,15 +346,17 @@ class _Watch(TorchFunctionMode):
 # -- Flat bytes of weights and state as torch tensors ----------------------------------------------
 
 
-def dtype_of(mode: StateFormat) -> torch.dtype:
-    """The dtype a mode computes in."""
-    return getattr(torch, mode.dtype)
+def dtype_of(state_format: StateFormat) -> torch.dtype:
+    """The dtype that a state format computes in."""
+    return getattr(torch, state_format.dtype)
 
 
-def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
+def split(
+    state_format: StateFormat, flat: torch.Tensor, parameters: int
+) -> dict[str, torch.Tensor]:
     """Named arrays inside the state chunk of so many parameters, given as uint8."""
     offset, parts = 0, {}
-    for array in mode.arrays:
+    for array in state_format.arrays:
         size = array.size(parameters)
         parts[array.name] = flat[offset : offset + size].view(getattr(torch, array.dtype))
         offset += size

@@ -247,7 +247,7 @@ class _Source:
     def __init__(self, stores: Sequence[Store]) -> None:
         held = stored_model(stores[0].meta, stores[0].regions)
         self._stores, self._world = stores, Ranks(world=len(stores))
-        self._groups, self._mode = held.groups, held.mode
+        self._groups, self._state_format = held.groups, held.state_format
         self._chunk_params = held.chunk_params
         self._gradients = any(region.scratch for region in stores[0].regions)
         largest = max(store.layout.largest_chunk for store in stores)
@@ -257,7 +257,10 @@ class _Source:
     def regions_of(self, ranks: Ranks) -> list[Region]:
         shards = tuple(map(ranks.shard, self._groups))
         return regions(
-            shards, mode=self._mode, chunk_params=self._chunk_params, gradients=self._gradients
+            shards,
+            state_format=self._state_format,
+            chunk_params=self._chunk_params,
+            gradients=self._gradients,
         )
 
     def fill(self, target: Store, ranks: Ranks) -> Iterator[int]:
@@ -265,10 +268,10 @@ class _Source:
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
-            weights = (StateArray("weights", self._mode.dtype),)
+            weights = (StateArray("weights", self._state_format.dtype),)
             kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
             if not group.frozen:
-                kinds[state_key(group)] = self._mode.arrays
+                kinds[state_key(group)] = self._state_format.arrays
             for (key, arrays), chunk in product(kinds.items(), cuts):
                 piece = out[: target.layout.find(key, chunk.index).nbytes]
                 piece[:] = 0  # padding behind the group's end and behind the last array

@@ -60,7 +60,7 @@ def _auto(
             "--policy lohan"
         )
     options = PlanOptions(
-        mode="bf16",
+        dtype="bf16",
         update_mode=update_mode or TrainConfig.grad_offload,
         clip=clip,
         can_rerun=True,

@@ -26,7 +26,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import MINIMISE, OLD_KEYS, BatchWorkload, Plan, options_of
-from lohan.model.state import MODES, mode_with
+from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
@@ -53,7 +53,7 @@ def describe(
     count = f"{size / 1e9:.3g}B" if size >= 1e8 else f"{size:,}"
     lines = [
         f"{made.model} on {machine}: {count} parameters, batch {made.batch} x "
-        f"{made.workload.seq} tokens, {plan.mode}, {host} of memory",
+        f"{made.workload.seq} tokens, {plan.dtype}, {host} of memory",
         "", "fits", "",
         *([f"of each of {ranks} ranks:"] if ranks > 1 else []),
         *plan.describe(host_bytes=made.host_bytes, device_bytes=made.device_bytes),
@@ -127,7 +127,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     trained = len(made.blocks.trained)
     held = trained if plan.defers_all else len(plan.deferred)
     moving = [group for group in made.blocks.groups if not group.resident]
-    width = MODES[plan.mode].weight_bytes
+    width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
     whole = width * sum(group.numel for group in moving)
     scarce = "; the drives have no room for more" if made.scarce else ""
@@ -201,8 +201,8 @@ def _optimizer(made: MachinePlan) -> dict[str, str]:
 
 def bytes_of(plan: Plan) -> float:
     """Weights and state of a parameter."""
-    mode = mode_with(plan.mode, plan.kind)
-    return mode.weight_bytes + mode.state_bytes
+    state_format = state_format_of(plan.dtype, plan.kind)
+    return state_format.weight_bytes + state_format.state_bytes
 
 
 def _activations(plan: Plan) -> str:
@@ -263,7 +263,7 @@ def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
     """What one block could keep of the batch, in the planner's order."""
     if not workload.shapes:
         return []
-    width, kept, tokens = MODES[plan.mode].weight_bytes, plan.kept_counts, workload.tokens
+    width, kept, tokens = STATE_FORMATS[plan.dtype].weight_bytes, plan.kept_counts, workload.tokens
     shape = next(iter(workload.shapes.values()))
     inputs = format_bytes(shape.input_elements * tokens * width)
     lines = [
@@ -502,11 +502,11 @@ def _show(
 
 def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> PlanRequest:
     _check_prices(profile, minimise)
-    mode = settings.train.dtype or ("bf16" if profile.has_link else "fp32")
+    dtype = settings.train.dtype or ("bf16" if profile.has_link else "fp32")
     host = settings.budget.host
     profile = profile if host is None else profile.with_host(host)
     return PlanRequest(
-        model=model, machine=profile, options=options_of(settings, mode=mode, minimise=minimise),
+        model=model, machine=profile, options=options_of(settings, dtype=dtype, minimise=minimise),
         batch=settings.train.batch, seq=settings.train.seq, host=profile.host_bytes,
     )  # fmt: skip
 

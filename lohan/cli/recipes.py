@@ -66,10 +66,10 @@ def init(
         return
     answers = 2 if task == "preference" else 1  # of each row
     seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
-    mode = "bf16" if profile.has_link else "fp32"
+    dtype = "bf16" if profile.has_link else "fp32"
     request = PlanRequest(
         model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
-        options=PlanOptions(mode=mode, clip=1.0, can_rerun=True, commit=None),
+        options=PlanOptions(dtype=dtype, clip=1.0, can_rerun=True, commit=None),
     )  # fmt: skip
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = made.batch // answers
@@ -257,7 +257,7 @@ def _recipe(
         f"# Tokens a second by batch: {table}.",
         f"batch = {batch}  # the smallest that has {ENOUGH:.0%} of the best",
         f"seq = {made.workload.seq}  # {why_seq}",
-        f"dtype = {quoted(made.options.mode)}",
+        f"dtype = {quoted(made.options.dtype)}",
         "epochs = 1.0",
         *(
             ["lr = 1e-6  # usual for preferences; 1e-5 with lora"]

@@ -34,7 +34,7 @@ from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import MODES, TensorRange, chunks, mode_with
+from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
 from lohan.optim import Optimizer
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
@@ -68,7 +68,7 @@ class ActionRunner:
         self._spec, self._store, self._optimizer = spec, store, optimizer
         self._collectives, self._place = collectives, context.device.torch_device
         self._block_clip, self._needs_norm = plan.block_clip, plan.needs_norm
-        self._state_format = state_format = mode_with(plan.mode, plan.kind)
+        self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
             store, pool, state_format=state_format, chunk_params=chunk_params, slots=spec.slots,
@@ -372,7 +372,7 @@ def _device_parts(
     try:
         slots = DeviceSlots(
             device, groups=[group for group in context.blocks.groups if not group.resident],
-            slots=spec.device_slots, state_format=MODES[plan.mode],
+            slots=spec.device_slots, state_format=STATE_FORMATS[plan.dtype],
             process_group=context.process_group,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:

@@ -154,6 +154,6 @@ class Clipping:
 
     def _factor(self, norm: float) -> float | None:
         """Of all gradients alike."""
-        if not math.isfinite(norm) and self._plan.mode == "fp16":
+        if not math.isfinite(norm) and self._plan.dtype == "fp16":
             return None
         return clip_factor(norm, 0.0 if self._plan.block_clip else self._plan.clip)

@@ -43,7 +43,7 @@ from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.optim import Optimizer
 from lohan.schedule.steps import deferred_groups, spec_of
 from lohan.store.store import Status, Store
@@ -238,7 +238,7 @@ class Executor:
         return BlockRunner(
             blocks.groups, self.scheduler, self.collector, compute, device=device,
             guarded=self.guarded,
-            dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
+            dequantised=Dequantised(blocks, self.pool, device, dtype_of(STATE_FORMATS[plan.dtype])),
         )  # fmt: skip
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
@@ -402,7 +402,7 @@ class Executor:
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
-                scaled = self.plan.mode == "fp16"
+                scaled = self.plan.dtype == "fp16"
                 self.train_state = self.train_state.updated(
                     scaled=scaled, absent=self.collector.absent()
                 )

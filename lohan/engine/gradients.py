@@ -357,7 +357,7 @@ class GradientCollector:
         gradient_offload: GradientOffload | None, collectives: StepCollectives,
     ) -> None:  # fmt: skip
         self._needs_norm, self._block_clip = plan.needs_norm, plan.block_clip
-        self._wide = plan.mode != "fp32"  # sums of several are made in fp32: one has fewer bits
+        self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
         self._narrow = plan.grad_dtype == "bf16"  # rounded, once, when they are complete
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending

@@ -45,7 +45,7 @@ from lohan.errors import BudgetError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
-from lohan.model.state import MODES, stored_model
+from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.planner.forecast import (
     UNKNOWN_DRIVE,
     Forecast,
@@ -412,7 +412,7 @@ def export_store(
         for tensor in group.tensors
     }
     read_flat = _with_progress(source, shapes, progress)
-    kind = dtype_of(MODES[dtype or held.mode.name])
+    kind = dtype_of(STATE_FORMATS[dtype or held.state_format.name])
     if adapter is not None:
         return export_adapter(
             adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
@@ -441,7 +441,7 @@ def export_merged(
     return _export_weights(
         out, model=base, shapes=merged.shapes, buffers=buffers,
         read_flat=_with_progress(merged.read_flat, merged.shapes, progress),
-        dtype=dtype_of(MODES[dtype]), source_folder=source_folder, overwrite=overwrite,
+        dtype=dtype_of(STATE_FORMATS[dtype]), source_folder=source_folder, overwrite=overwrite,
         chat_template=chat_template, max_shard_bytes=max_shard_bytes, mark=mark,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import source_of, store_reader
 from lohan.engine.session import Session, export_merged, export_store
 from lohan.errors import BudgetError, ConfigError, StoreError
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
 from lohan.util.system import host_memory_bytes
@@ -115,7 +115,7 @@ class StoredWeights:
         alone, or with `merged` the model with the adapter added to its weights."""
         session = self.session
         model = base_of(self.model) if merged else self.model
-        how = {"dtype": _mode(self.dtype), "source_folder": None, **how}
+        how = {"dtype": _dtype_name(self.dtype), "source_folder": None, **how}
         if session is not None and session.process_group.several:
             if merged:
                 raise ConfigError(
@@ -184,7 +184,7 @@ def _given_dtype(model: nn.Module) -> torch.dtype:
         if parameter.requires_grad or not adapted:
             sizes[parameter.dtype] += parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
-    return most if any(dtype_of(mode) == most for mode in MODES.values()) else torch.float32
+    return most if any(dtype_of(fmt) == most for fmt in STATE_FORMATS.values()) else torch.float32
 
 
 def weights_source(model: nn.Module) -> ReadFlat:
@@ -348,6 +348,6 @@ def values_of(stored: StoredWeights, parameters: list[Any]) -> dict[int, nn.Para
     return made
 
 
-def _mode(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """The name of a type in LoHan."""
-    return next(name for name, mode in MODES.items() if dtype_of(mode) == dtype)
+    return next(name for name, fmt in STATE_FORMATS.items() if dtype_of(fmt) == dtype)

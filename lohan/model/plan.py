@@ -38,7 +38,7 @@ OLD_KEYS = {"pinned_weights": "host_cached_weights", "pinned_state": "host_cache
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    mode: str  # fp32 | bf16 | fp16
+    dtype: str = field(metadata=json_key("mode"))  # fp32 | bf16 | fp16
     micro_batch: int | None  # None: the whole batch at once
     tiles: int = 0  # tokens at a time in position-wise parts of a block; 0: all
     chunk_params: int
@@ -78,7 +78,7 @@ class Plan:
     @property
     def defers_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
-        return self.clip > self.block_clip or self.mode == "fp16" or self.update_mode == "serial"
+        return self.clip > self.block_clip or self.dtype == "fp16" or self.update_mode == "serial"
 
     @property
     def block_clip(self) -> float:
@@ -262,7 +262,7 @@ MINIMISE = ("time", "writes", "cost")  # of a step; cost: of the machine's time 
 class PlanOptions:
     """What the user has decided."""
 
-    mode: str
+    dtype: str
     micro_batch: int | None = None
     tiles: int | str = "auto"  # tokens of a tile; auto: tiles only where it does not fit without
     overlap: bool = True
@@ -292,19 +292,22 @@ class PlanOptions:
             return
         if self.grad_dtype not in GRAD_DTYPES:
             raise ConfigError(f"grad_dtype: {self.grad_dtype!r}; choose {', '.join(GRAD_DTYPES)}")
-        if self.mode != "bf16" or self.world > 1:
-            why = f"{self.world} ranks sum them in fp32" if self.world > 1 else f"dtype {self.mode}"
+        if self.dtype != "bf16" or self.world > 1:
+            ranks = f"{self.world} ranks sum them in fp32"
+            why = ranks if self.world > 1 else f"dtype {self.dtype}"
             raise ConfigError(
                 f"grad_dtype: {self.grad_dtype} is for gradients of bf16 weights on one rank, and "
                 f"this run has {why}; leave it out"
             )
 
 
-def options_of(config: Config, *, mode: str, minimise: str = "time", world: int = 1) -> PlanOptions:
+def options_of(
+    config: Config, *, dtype: str, minimise: str = "time", world: int = 1
+) -> PlanOptions:
     """Those of a run with these settings."""
     train, budget = config.train, config.budget
     return PlanOptions(
-        mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
+        dtype=dtype, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
         update_mode=train.grad_offload, activations=activation_policy_of(train.activations),
         clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype, kind=train.kind,
         durability=budget.durability, minimise=minimise, world=world, can_rerun=True,

@@ -134,7 +134,7 @@ class _Pricer:
         kept: float,
     ) -> Traffic:  # fmt: skip
         """Free host memory goes to gradients that wait, then weights, then state."""
-        mode, n, trained, plan = self.memory.mode, self.parameters, self.trained, self.plan
+        fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
@@ -145,20 +145,20 @@ class _Pricer:
         if not plan.defers_all and waiting > free:
             share, waiting = free / (trained * width), free
         free = max(0.0, free - waiting)
-        weights = min(free, n * mode.weight_bytes)
-        state = min(free - weights, trained * mode.state_bytes)
-        read_again = n * mode.weight_bytes - weights
-        written = trained * (mode.state_bytes + mode.weight_bytes)
+        weights = min(free, n * fmt.weight_bytes)
+        state = min(free - weights, trained * fmt.state_bytes)
+        read_again = n * fmt.weight_bytes - weights
+        written = trained * (fmt.state_bytes + fmt.weight_bytes)
         unwritten = 0.0 if self.writes_cached else state + weights * trained / max(n, 1.0)
         return Traffic(
             forward_s=compute[0], backward_s=compute[1], head_s=compute[2],
-            weights=n * mode.weight_bytes, weights_read=read_again,
+            weights=n * fmt.weight_bytes, weights_read=read_again,
             kept=kept, out=out, gradients=trained * width,
-            state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
-            held=spilled, updated=trained * mode.update_cost, deferred=share,
-            rounding_s=trained * mode.rounding_s,
-            update_bytes=trained * (2 * (mode.weight_bytes + mode.state_bytes) + width),
-            alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * mode.weight_bytes,
+            state_read=trained * fmt.state_bytes - state, state_written=written - unwritten,
+            held=spilled, updated=trained * fmt.update_cost, deferred=share,
+            rounding_s=trained * fmt.rounding_s,
+            update_bytes=trained * (2 * (fmt.weight_bytes + fmt.state_bytes) + width),
+            alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * fmt.weight_bytes,
             reduced=(plan.world - 1) * trained * width,
         )  # fmt: skip
 
@@ -573,7 +573,7 @@ def _step(
     profile: Profile,
 ) -> Step:
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
-    mode, width = memory.mode, memory.mode.weight_bytes
+    fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
     bare = replace(plan, kept=(), moved_out=())
     everything = by_class([frozenset(a.name for a in block.activations) for block in model.blocks])
@@ -584,7 +584,7 @@ def _step(
         profile=profile, forward_s=sum(work.forward_s(profile) for work in works),
         backward_s=sum(work.backward_s(profile) for work in works), weights=count * width,
         gradients=count * memory.gradient_width, weights_read=count * width,
-        state_read=count * mode.state_bytes, state_written=count * (mode.state_bytes + width),
+        state_read=count * fmt.state_bytes, state_written=count * (fmt.state_bytes + width),
         room=max(0.0, room - (INPUT_COPIES.get(policy, 1) - 1) * inputs), width=width,
         slices=memory.slices,
     )  # fmt: skip

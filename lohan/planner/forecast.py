@@ -225,7 +225,7 @@ def step_work(
     workload = workload.in_tiles(plan.tiles)
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=has_own_memory)
     works = site_works(memory, workload, plan)
-    mode = memory.mode
+    fmt = memory.state_format
     head = [s.name for s in blocks.sites if workload.head_group in s.groups][-1:]
     sites = tuple(
         works.get(HEAD_WORK, _IDLE) if site.name in head
@@ -235,9 +235,9 @@ def step_work(
     return StepWork(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
         chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
-        layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
-                      gradient=memory.gradient_width, update=mode.update_cost,
-                      rounding_s=mode.rounding_s),
+        layout=Layout(weight=fmt.weight_bytes, state=fmt.state_bytes,
+                      gradient=memory.gradient_width, update=fmt.update_cost,
+                      rounding_s=fmt.rounding_s),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import Forecast, forecast, most_clipped
 from lohan.planner.memory import (
@@ -478,7 +478,7 @@ def _simulated_plan(
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
         made = _best_level(made, known, lambda kept: simulated(plan_of(_keeping(options, kept))))
         options = _keeping(options, made.plan.kept)
-    mode = options.update_mode
+    update_mode = options.update_mode
     if made.plan.deferred:
         at_once = simulated(plan_of(replace(options, update_mode="optimized")))
         if at_once.step_s < made.step_s:
@@ -499,7 +499,7 @@ def _simulated_plan(
             best = updated_twice(simulated(whole))
     if best.step_s >= BETTER * made.step_s:
         best = updated_twice(made)
-    plan = replace(best.plan, update_mode=mode)
+    plan = replace(best.plan, update_mode=update_mode)
     return plan, replace(best, plan=plan)
 
 
@@ -582,7 +582,7 @@ def _enough(fits: Callable[[int], bool], little: int) -> int:
 
 
 def forward_plan(
-    blocks: Blocks, mode: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
+    blocks: Blocks, dtype: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
     host_bytes: int, device_bytes: int | None, needs: Mapping[str, int],
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. `needs` is what
@@ -590,7 +590,7 @@ def forward_plan(
     own, `device_bytes`."""
     widest = max((len(site.groups) for site in blocks.sites), default=1)
     plan = Plan(
-        mode=mode, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,
+        dtype=dtype, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,
         weight_slots=widest, window=0, ring=0, grad_groups=0,
         device_slots=min(2 * widest, DEVICE_SLOTS) if device_bytes is not None else 0,
     )  # fmt: skip
@@ -612,7 +612,7 @@ def forward_plan(
 
 
 def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
-    width, cached = MODES[plan.mode].weight_bytes, set(plan.host_cached_weights)
+    width, cached = STATE_FORMATS[plan.dtype].weight_bytes, set(plan.host_cached_weights)
     resident = sum(group.numel for group in blocks.groups if group.resident)
     moving = {g.key: g.numel for g in blocks.groups if not g.resident}
     passing = max((numel for key, numel in moving.items() if key not in cached), default=0)

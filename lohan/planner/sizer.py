@@ -118,7 +118,7 @@ class GreedyFill:
     def cache_state(self, plan: Plan) -> Plan:
         """As much as fits, the first groups first or, where `_spreads`, spread over all groups."""
         sizes = {
-            (group.key, chunk.index): self._memory.mode.state_size(chunk.stop - chunk.start)
+            (group.key, chunk.index): self._memory.state_format.state_size(chunk.stop - chunk.start)
             for group in self._memory.blocks.trained
             for chunk in chunks(group, plan.chunk_params)
         }
@@ -169,7 +169,7 @@ class Sizer:
         self.blocks, self.options, self.workload, self.profile = blocks, options, workload, profile
         self.micro_batch, self.device = micro_batch, device
         self.memory = HostMemoryModel(
-            blocks, options.mode, workload, micro_batch, has_own_memory=self.device > 0,
+            blocks, options.dtype, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.durability == "step" else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
             device_overhead=options.device_overhead, grad_dtype=options.grad_dtype,
@@ -183,7 +183,7 @@ class Sizer:
         small = self._small_groups()
         slots = self._widest_without(small)
         plan = Plan(
-            mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
+            dtype=options.dtype, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
             update_mode=options.update_mode, clip=options.clip, clip_by=options.clip_by,
             grad_dtype=options.grad_dtype,

@@ -505,10 +505,12 @@ def spec_of(
     )
 
 
-def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
-    deferred = tuple(range(len(spec.chunks))) if mode == "serial" else ()
+def order_of(spec: ScheduleSpec, update_mode: str) -> ExecutionOrder:
+    deferred = tuple(range(len(spec.chunks))) if update_mode == "serial" else ()
     sites = tuple(range(len(spec.sites)))
-    return ExecutionOrder(forward=sites, backward=sites[::-1], update_mode=mode, deferred=deferred)
+    return ExecutionOrder(
+        forward=sites, backward=sites[::-1], update_mode=update_mode, deferred=deferred
+    )
 
 
 # -- passes over the updates after backward -------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import LohanError, StorageIOError
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.store.io_engine import IOEngine, aligned_buffer, open_engine
 from lohan.util.system import (
     COPY_ON_WRITE,
@@ -235,7 +235,7 @@ PROBE_BYTES = MiB
 WAIT_S = 10.0
 LITTLE_SPACE = 20 * GiB
 WORN_PERCENT, NEARLY_WORN_PERCENT = 100, 80
-DEFAULT = MODES["bf16"]  # as many bytes as fp32
+DEFAULT = STATE_FORMATS["bf16"]  # as many bytes as fp32
 STATE_BYTES = int(
     2 * (DEFAULT.weight_bytes + DEFAULT.state_bytes)
 )  # per parameter, both disk slots

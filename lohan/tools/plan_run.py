@@ -66,15 +66,15 @@ def traced_problem(
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     device_bytes = device.memory_bytes() if device.has_own_memory else None
-    machine, mode = machine_with(device, profile), train.dtype or device.default_dtype
+    machine, dtype = machine_with(device, profile), train.dtype or device.default_dtype
     if world > 1 and machine is not None and not machine.has_link:
         machine = None  # ranks on the CPU have a link that no profile knows
     task = task_of(config)
-    model = task.load(config, dtype=mode).train()
-    batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=mode)
-    whole = blocks_of(model, batch, base=train.base or "", mode=mode)
+    model = task.load(config, dtype=dtype).train()
+    batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=dtype)
+    whole = blocks_of(model, batch, base=train.base or "", dtype=dtype)
     workload, blocks = workload_of(model, whole, batch), Ranks(world=world).shards(whole)
-    options = options_of(config, mode=mode, minimise=minimise, world=world)
+    options = options_of(config, dtype=dtype, minimise=minimise, world=world)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
     overhead = device_overhead(device, model, host_bytes)
     device.close()
@@ -168,11 +168,11 @@ def case_of(
     measured profile. Reads the model's structure, not its weights."""
     train, followed = config.train, Plan.from_json(plan["plan"])
     task = task_of(config)
-    model = task.load(config, dtype=followed.mode).train()
+    model = task.load(config, dtype=followed.dtype).train()
     seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
-    batch = task.shapes(seen, [], dtype=followed.mode)
-    blocks = blocks_of(model, batch, base=train.base or "", mode=followed.mode)
-    options = replace(options_of(config, mode=followed.mode), kind=followed.kind)
+    batch = task.shapes(seen, [], dtype=followed.dtype)
+    blocks = blocks_of(model, batch, base=train.base or "", dtype=followed.dtype)
+    options = replace(options_of(config, dtype=followed.dtype), kind=followed.kind)
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(
         blocks, workload_of(model, blocks, batch), followed, profile, options, plan["host_bytes"],

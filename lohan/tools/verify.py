@@ -27,7 +27,7 @@ from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import FlatGroup
 from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
-from lohan.train.inputs import Inputs, check_settings, mode_of, open_inputs, open_session
+from lohan.train.inputs import Inputs, check_settings, open_inputs, open_session, training_dtype
 from lohan.train.logs import Meter
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
@@ -462,7 +462,7 @@ def verify(
             share = config.budget.host * copy.layers // copy.all_layers
             from_host = align_up(share, PAGE)
         recipe = Recipe(
-            model=own.model, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
+            model=own.model, train=own.train, dtype=training_dtype(own), seed=own.seed, steps=steps,
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
         )  # fmt: skip
         trial = _Trial(recipe, own, inputs, display, from_host, group)
@@ -607,7 +607,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
     """None: the whole model fits. Else how many layers do."""
     whole = layer_count(config.model)
     moments = MOMENT_BYTES * len(config.train.kind.moment_specs)
-    needed = _needed(config, BYTES[mode_of(config)] + moments)
+    needed = _needed(config, BYTES[training_dtype(config)] + moments)
     free = host_memory_bytes() * 4 // 5
     if needed(whole) <= free:
         return None
@@ -628,7 +628,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
 def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
     """Bytes of an in-memory run with so many layers."""
     train = config.train
-    dtype = mode_of(config)
+    dtype = training_dtype(config)
     model = load(config.model, dtype=dtype, lora=train.adapter)
     blocks = cut(model)
     shape = torch.empty((train.batch, train.seq), dtype=torch.long, device="meta")

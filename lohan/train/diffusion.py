@@ -38,7 +38,7 @@ from lohan.data.images import (
 )
 from lohan.engine.attach import load as load_model
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.train.task import Batch, DataRequest, Task
 from lohan.util.units import counted, format_bytes
 
@@ -389,7 +389,7 @@ class Diffusion(Task[Noised]):
             example = {name: array[0] for name, array in noising.example_arrays(1).items()}
             noising.check(str(config.model), example)
             made = noising.batch(noising.example_arrays(config.train.batch), generator_of(0, 0, 0))
-        inputs = _inputs(made, dtype_of(MODES[dtype]))
+        inputs = _inputs(made, dtype_of(STATE_FORMATS[dtype]))
         return {name: tensor.to("meta") for name, tensor in inputs.items()}
 
     def rows(self, batch: Batch) -> int:

@@ -37,7 +37,7 @@ from lohan.engine.session import PlanContext, Session
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError, first_line
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import MODES, stored_model
+from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import AdamW, Lora
 from lohan.planner.memory import WORK
 from lohan.planner.planner import PlanOptions, forward_plan
@@ -120,21 +120,21 @@ def open_stream(
         if source.stores is not None:
             stores = undo.enter_context(open_set(source.stores))
             held = stored_model(stores[0].meta, stores[0].regions)
-            dtype = held.mode.name
-        mode = dtype or own_mode(source.folder)
-        model = load(source.folder, dtype=mode, lora=source.lora).eval()
+            dtype = held.state_format.name
+        dtype = dtype or own_dtype(source.folder)
+        model = load(source.folder, dtype=dtype, lora=source.lora).eval()
         if shape.packed:
             check_packs(model)
-        blocks = blocks_of(model, batch_of(shape), base=source.base, mode=mode)
+        blocks = blocks_of(model, batch_of(shape), base=source.base, dtype=dtype)
         if stores:
-            check_same(stores[0], blocks, mode)
+            check_same(stores[0], blocks, dtype)
             if len(stores) > 1:  # what is copied from them is dequantised
                 blocks = blocks_of(model, batch_of(shape))
             restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
         chunk = held.chunk_params if stores else CHUNK_PARAMS
         plan = _plan(
-            model, blocks, shape, mode, host=host, device=room, chunk_params=chunk,
+            model, blocks, shape, dtype, host=host, device=room, chunk_params=chunk,
             place=place.torch_device, overhead=device_overhead(place, model, host),
         )  # fmt: skip
         if len(stores) == 1:
@@ -144,19 +144,19 @@ def open_stream(
             own = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
             dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or own]
             created = create_weights_store(
-                store_reader(*stores) if stores else source_of_model(model), blocks, mode,
+                store_reader(*stores) if stores else source_of_model(model), blocks, dtype,
                 chunk_params=plan.chunk_params, dirs=dirs, progress=progress,
             )  # fmt: skip
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
-        context = PlanContext(blocks, PlanOptions(mode=mode), None, host, None, place, room)
+        context = PlanContext(blocks, PlanOptions(dtype=dtype), None, host, None, place, room)
         run = partial(running, model, context, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, context, run, plan))
 
 
 def _plan(
-    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, host: int, device: int | None,
+    model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, host: int, device: int | None,
     chunk_params: int, place: torch.device, overhead: Iterable[tuple[str, int]],
 ) -> Plan:  # fmt: skip
     """With the largest micro-batch that fits; what fills a cache cannot be cut."""
@@ -167,10 +167,10 @@ def _plan(
     while True:
         try:
             return forward_plan(
-                blocks, mode, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
+                blocks, dtype, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
                 head_tokens=head, chunk_params=chunk_params,
                 needs=needs_of(
-                    model, blocks, shape, mode, micro_batch=micro_batch, head=head, place=place
+                    model, blocks, shape, dtype, micro_batch=micro_batch, head=head, place=place
                 )
                 | dict(overhead),
             )  # fmt: skip
@@ -193,10 +193,10 @@ def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
         yield Path(path) / "store"
 
 
-def own_mode(folder: Path) -> str:
-    """The mode that computes in the type of the folder's weights."""
+def own_dtype(folder: Path) -> str:
+    """The name of the type of the folder's weights, if it is one of ours."""
     named = str(getattr(causal_config(folder), "dtype", None) or "float32").removeprefix("torch.")
-    return next((name for name, mode in MODES.items() if mode.dtype == named), "fp32")
+    return next((name for name, fmt in STATE_FORMATS.items() if fmt.dtype == named), "fp32")
 
 
 def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
@@ -206,13 +206,13 @@ def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def needs_of(
-    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, micro_batch: int, head: int,
+    model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, micro_batch: int, head: int,
     place: torch.device = CPU,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes on top of the weights, by owner. The head takes `head` tokens at a time, or the last of
     each row where tokens are made."""
     config: Any = model.config
-    text, width = config.get_text_config(), MODES[mode].weight_bytes
+    text, width = config.get_text_config(), STATE_FORMATS[dtype].weight_bytes
     found = measure(
         model, blocks, batch_of(shape), micro_batch=micro_batch, place=place, training=False
     )

@@ -36,7 +36,7 @@ from lohan.data.supervised import Preferences
 from lohan.engine.head import LogpLoss
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, first_line
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
@@ -356,7 +356,7 @@ class Reward(Preference):
         text: Any = found.get_text_config()
         text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))  # no score behind
         with offline():
-            model = build_model(config.model, dtype=dtype_of(MODES[dtype]), config=found)
+            model = build_model(config.model, dtype=dtype_of(STATE_FORMATS[dtype]), config=found)
             if is_causal(load_config(config.model)):
                 draw_head(model, seed=config.seed)
             if config.train.adapter is not None:

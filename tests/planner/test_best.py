@@ -23,12 +23,12 @@ from lohan.planner.planner import PlanOptions, closed_form_plan, plan_for_budget
 from lohan.util.units import EVERY_STEP, Interval, MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
-BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
+BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, dtype="fp32")
 MACHINE = Profile(
     name="slow", device="emulated", device_bytes=512 * MiB, compute=((1.0, 8.5e9),), h2d=1.8e8,
     d2h=1.8e8, host_bytes=2**34, adam=7.5e6, drives=(Drive(name="d", read=1.8e8, write=1.8e8),),
 )  # fmt: skip
-OPTIONS = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
+OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 
 
 @pytest.mark.parametrize(("host", "deferring_pays"), [(96 * MiB, False), (160 * MiB, True)])
@@ -51,7 +51,7 @@ def test_of_a_large_model_too():
     """Only its levels of activations take too long to simulate."""
     model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
     asked = PlanRequest(
-        model=model, machine=machine, batch=64, seq=1024, options=PlanOptions(mode="bf16"),
+        model=model, machine=machine, batch=64, seq=1024, options=PlanOptions(dtype="bf16"),
         host=machine.host_bytes,
     )  # fmt: skip
     how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
@@ -65,7 +65,7 @@ def test_of_a_large_model_too():
 
 def asked_of(model: str, **options) -> PlanRequest:
     machine = presets.machine("rtx4090")
-    wished = PlanOptions(**{"mode": "bf16", "can_rerun": True, "commit": None, **options})
+    wished = PlanOptions(**{"dtype": "bf16", "can_rerun": True, "commit": None, **options})
     return PlanRequest(
         model=presets.model(model), machine=machine, options=wished, batch=64, seq=1024,
         host=machine.host_bytes,
@@ -147,7 +147,7 @@ def test_a_rough_forecast_of_very_many_chunks():
     machine = presets.machine("ratel-4090")
     asked = PlanRequest(
         model=presets.model("llama-3.1-405b"), machine=machine, batch=8, seq=1024,
-        options=PlanOptions(mode="bf16", clip=1.0, can_rerun=True), host=machine.host_bytes,
+        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True), host=machine.host_bytes,
     )  # fmt: skip
     workload = workload_of(asked)
     plan = closed_form_plan(

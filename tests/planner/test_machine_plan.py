@@ -45,7 +45,7 @@ def request(
     profile = presets.machine(machine)
     return PlanRequest(
         model=presets.model(model), machine=profile, batch=batch, seq=1024,
-        options=PlanOptions(**{"mode": "bf16", **options}), host=host or profile.host_bytes,
+        options=PlanOptions(**{"dtype": "bf16", **options}), host=host or profile.host_bytes,
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def test_large_models_too():
 def test_the_choice_is_the_best_of_all(clip):
     """What the planner keeps is no slower, by its own price, than anything else it could keep."""
     asked = request("gpt-6b", "rtx4090", batch=16, clip=clip)
-    workload = load_of_shape(asked.model, batch=16, seq=1024, mode="bf16")
+    workload = load_of_shape(asked.model, batch=16, seq=1024, dtype="bf16")
     plan = closed_form_plan(
         layout_of(asked.model), replace(asked.options, activations="recompute"),
         host_bytes=asked.host, workload=workload, profile=asked.machine,
@@ -406,7 +406,7 @@ def test_a_sequence_longer_than_the_device_fits_in_tiles():
     smaller = plan_for_machine(replace(asked, options=replace(asked.options, tiles=512)))
     assert smaller.plan.tiles == 512
     work = {
-        tiles: load_of_shape(asked.model, batch=1, seq=131072, mode="bf16", tiles=tiles).measure(1)
+        tiles: load_of_shape(asked.model, batch=1, seq=131072, dtype="bf16", tiles=tiles).measure(1)
         for tiles in (8192, 512)
     }
     tile = asked.model.blocks[0].in_tiles().tile_elements * 2 * (8192 - 512)

@@ -32,7 +32,7 @@ MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
 def asked(gpus: int, batch: int, **changes) -> PlanRequest:
     machine = replace(MACHINE, gpus=gpus, **changes)
     return PlanRequest(
-        model=MODEL, machine=machine, options=PlanOptions(mode="bf16"), batch=batch, seq=512,
+        model=MODEL, machine=machine, options=PlanOptions(dtype="bf16"), batch=batch, seq=512,
         host=machine.host_bytes,
     )  # fmt: skip
 
