@@ -82,10 +82,10 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 def slow_drives(rates: Rates) -> None:
     """The state and the activations have a store each, on the same drive."""
-    from lohan.store import engine
+    from lohan.store import io_engine
 
-    real, pace = engine.open_engine, Pace()
-    engine.open_engine = lambda name: PacedEngine(real(name), rates, pace)
+    real, pace = io_engine.open_engine, Pace()
+    io_engine.open_engine = lambda name: PacedEngine(real(name), rates, pace)
 
 
 def slow_updates(rate: float) -> None:

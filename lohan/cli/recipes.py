@@ -106,20 +106,20 @@ def _this_machine(
 
     set_up_libraries()
     last = None if ssd else latest_profile()
-    places = ssd or [Path(drive.name) for drive in (last.drives if last else ())]
-    if not places or (last and not all(place.is_dir() for place in places)):
-        places, last = [out.absolute().parent], None
+    folders = ssd or [Path(drive.name) for drive in (last.drives if last else ())]
+    if not folders or (last and not all(folder.is_dir() for folder in folders)):
+        folders, last = [out.absolute().parent], None
     if last is None:
         from rich.console import Console
 
         shown = open_display(Console(stderr=True))
         try:
             where = Where(known_name("auto"))
-            last = cached_profile(places, where=where, progress=shown.advance)
+            last = cached_profile(folders, where=where, progress=shown.advance)
         finally:
             shown.close()
     profile = last if gpus is None else replace(last, gpus=gpus)
-    return profile, [str(place.resolve()) for place in places]
+    return profile, [str(folder.resolve()) for folder in folders]
 
 
 def _host(free: int) -> int:

@@ -187,13 +187,13 @@ def report(
 
     folder = RunFolder(run.absolute())
     story = read_run(folder)
-    place, remedy = out or folder.path / "report.html", "choose another -o"
-    target = OutputFile(place, remedy, "a report", GENERATOR)
+    file, remedy = out or folder.path / "report.html", "choose another -o"
+    target = OutputFile(file, remedy, "a report", GENERATOR)
     target.check()
     text = page(story, advice_for(story))
     with owner_only():
         target.write(text.encode())
-    echo(f"report: {place}")
+    echo(f"report: {file}")
     traces = read_traces(folder)
     if len(traces) > 1:
         write_merged(folder.path / MERGED, traces)

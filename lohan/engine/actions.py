@@ -66,7 +66,7 @@ class ActionRunner:
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store, self._optimizer = spec, store, optimizer
-        self._collectives, self._place = collectives, context.device.torch_device
+        self._collectives, self._torch_device = collectives, context.device.torch_device
         self._block_clip, self._needs_norm = plan.block_clip, plan.needs_norm
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
@@ -242,7 +242,7 @@ class ActionRunner:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.pending.on_device.pop(number, {}))
-            shard = self._collectives.reduce_scatter(number, whole, self._place)
+            shard = self._collectives.reduce_scatter(number, whole, self._torch_device)
             if self._needs_norm:
                 self.pending.squares[number] = self._squares_of(shard)
             if shard:
@@ -273,7 +273,9 @@ class ActionRunner:
             if made is None
             else float(made)
         )
-        return self._collectives.all_reduce_squares(own, self._place) if self._block_clip else own
+        if not self._block_clip:
+            return own
+        return self._collectives.all_reduce_squares(own, self._torch_device)
 
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
@@ -382,7 +384,7 @@ def _device_parts(
             "else uses it, or lower --device-memory"
         ) from None
     offload = DeviceActivationOffload(
-        device, sites=spec.offloaded, places=DEVICE_BUFFERS, spill=activation_spill
+        device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
     )
     gradient_offload = GradientOffload(device, waiting, norms=len(context.blocks.groups))
     return DeviceParts(slots, gradient_offload, offload)

@@ -276,10 +276,12 @@ def load(
     is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
     if dtype not in STATE_FORMATS:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(STATE_FORMATS)}")
-    place, kind = find_diffusers_folder(folder), dtype_of(STATE_FORMATS[dtype])
+    pipeline, kind = find_diffusers_folder(folder), dtype_of(STATE_FORMATS[dtype])
     with offline():
         model: nn.Module = (
-            build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)
+            build_model(folder, dtype=kind)
+            if pipeline is None
+            else build_diffusers(pipeline, dtype=kind)
         )
         if adapter is not None:
             return open_adapter(model, adapter)
@@ -531,13 +533,13 @@ def blocks_of(
 
 
 def workload_of(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device = CPU
 ) -> BatchWorkload:
-    """What a batch of these shapes asks of the plan, if blocks run in this place."""
+    """What a batch of these shapes asks of the plan, if blocks run on this device."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
         """Backward repeats in tiles what it repeats as a whole without them."""
-        found = _workload(model, blocks, batch, place, tiles=tokens)
+        found = _workload(model, blocks, batch, torch_device, tiles=tokens)
         seq, shapes = whole.seq, dict(found.shapes)
         for name, shape in shapes.items():
             untiled = whole.shapes[name]
@@ -548,13 +550,14 @@ def workload_of(
             )  # fmt: skip
         return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
 
-    whole = replace(_workload(model, blocks, batch, place, tiles=0), tiled=in_tiles)
+    whole = replace(_workload(model, blocks, batch, torch_device, tiles=0), tiled=in_tiles)
     return whole
 
 
 def _workload(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device, *, tiles: int
-) -> BatchWorkload:
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device, *,
+    tiles: int,
+) -> BatchWorkload:  # fmt: skip
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
@@ -562,15 +565,16 @@ def _workload(
     head = base.get_output_embeddings() if find_decoder(base) is not None else None
     head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
     kinds, whole = inventories(
-        model, blocks, shapes, micro_batch=first.shape[0], place=place, tiles=tiles
+        model, blocks, shapes, micro_batch=first.shape[0], torch_device=torch_device, tiles=tiles
     )
     seen = {first.shape[0]: whole}
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
             seen[micro_batch] = measure(
-                model, blocks, shapes, micro_batch=micro_batch, place=place, tiles=tiles
-            )
+                model, blocks, shapes, micro_batch=micro_batch, torch_device=torch_device,
+                tiles=tiles,
+            )  # fmt: skip
         if head_site is not None:  # runs in slices of tokens, planned apart
             seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]

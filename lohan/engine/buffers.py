@@ -163,22 +163,22 @@ class DeviceSlots:
         size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
-    def flat(self, group: FlatGroup, place: int) -> torch.Tensor:
+    def flat(self, group: FlatGroup, slot: int) -> torch.Tensor:
         """A whole group."""
-        return self._slots[place].view(self._dtype)[: group.numel]
+        return self._slots[slot].view(self._dtype)[: group.numel]
 
-    def load(self, place: int, shard: torch.Tensor) -> None:
+    def load(self, slot: int, shard: torch.Tensor) -> None:
         """This rank's shard of a group is there when it returns."""
-        self._device.copy("h2d", [(self._own_shard(place, shard.numel()), shard)]).synchronize()
+        self._device.copy("h2d", [(self._own_shard(slot, shard.numel()), shard)]).synchronize()
 
-    def gather(self, place: int, count: int) -> None:
+    def gather(self, slot: int, count: int) -> None:
         """The shards of all ranks, of so many elements each, are there when it returns."""
-        whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
-        self._process_group.all_gather_into(whole, self._own_shard(place, count))
+        whole = self._slots[slot].view(self._dtype)[: count * self._ranks.world]
+        self._process_group.all_gather_into(whole, self._own_shard(slot, count))
 
-    def _own_shard(self, place: int, count: int) -> torch.Tensor:
+    def _own_shard(self, slot: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
-        return self._slots[place].view(self._dtype)[start : start + count]
+        return self._slots[slot].view(self._dtype)[start : start + count]
 
 
 class Dequantised:
@@ -278,8 +278,8 @@ class StateRing:
         return self._buffers[buffer].part(0, self._size(group, chunk))
 
     def read(self, group: FlatGroup, chunk: int, buffer: int) -> Ticket:
-        place = self.part(group, chunk, buffer).bytes
-        return self._store.read(state_key(group), chunk, place, fresh=None)
+        data = self.part(group, chunk, buffer).bytes
+        return self._store.read(state_key(group), chunk, data, fresh=None)
 
     def write(self, group: FlatGroup, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
         part = self.part(group, chunk, buffer).bytes

@@ -69,16 +69,16 @@ class Resident:
 
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[FlatGroup, torch.Tensor]],
-        refs: tuple[ParameterRef, ...], place: torch.device, process_group: ProcessGroup,
+        refs: tuple[ParameterRef, ...], torch_device: torch.device, process_group: ProcessGroup,
     ) -> None:  # fmt: skip
         self._process_group = process_group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
         made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
         for group, flat in groups:
             if group.frozen:
-                current = self._gathered(flat, group.numel).to(place)
+                current = self._gathered(flat, group.numel).to(torch_device)
             else:
-                current = flat.new_empty(group.numel, device=place)
+                current = flat.new_empty(group.numel, device=torch_device)
                 self._copies.append((current, flat))
             made[group.key] = [
                 _resident_parameter(view, spec)
@@ -246,7 +246,7 @@ class Executor:
         if blocks.resident:
             cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
-                model, groups=cached, refs=blocks.resident, place=self.device.torch_device,
+                model, groups=cached, refs=blocks.resident, torch_device=self.device.torch_device,
                 process_group=self.process_group,
             )  # fmt: skip
             for parameter in self.resident.parameters:
@@ -358,8 +358,8 @@ class Executor:
                 "one step, and the next begins behind it"
             )
         self._roll_back_unfinished()
-        place, step = self.store.dirs[0].parent, self.train_state.step
-        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
+        folder, step = self.store.dirs[0].parent, self.train_state.step
+        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, folder)
         try:
             yield
             self._roll_back_unfinished()

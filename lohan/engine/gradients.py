@@ -170,7 +170,7 @@ class GradientsInFlight(Mapping[int, torch.Tensor]):
         self.wait()
         return float(self._squares)
 
-    def places(self) -> Iterable[tuple[int, torch.Tensor]]:
+    def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Where they will be; what a lane reads there must come after the event."""
         return self._grads.items()
 
@@ -240,7 +240,7 @@ class GradientOffload:
             return {}
         aside = self._aside.pop(number)
         made, pairs = {}, []
-        for index, own in aside.places():
+        for index, own in aside.destinations():
             flat = self._device.allocate(own.numel() * FLOAT)
             made[index] = flat.view(torch.float32).view(own.shape)
             pairs.append((made[index], own))
@@ -540,7 +540,7 @@ OWNER = "accumulated gradients"
 class Accumulated:
     """Sums by number of group and index of tensor."""
 
-    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, place: Path) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, folder: Path) -> None:
         self._groups = groups
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
         self._file: GradientFile | None = None
@@ -549,7 +549,7 @@ class Accumulated:
             pool.reserve(OWNER, size)
             self._pool, self._reserved = pool, size
         except BudgetError:
-            self._file, self._reserved = GradientFile(groups, place, size), 0
+            self._file, self._reserved = GradientFile(groups, folder, size), 0
 
     def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
         if self._file is not None:
@@ -581,8 +581,8 @@ class Accumulated:
 class GradientFile:
     """Gradients of all groups at the offsets of their parameters."""
 
-    def __init__(self, groups: Sequence[FlatGroup], place: Path, size: int) -> None:
-        self._groups, self._place = groups, place
+    def __init__(self, groups: Sequence[FlatGroup], folder: Path, size: int) -> None:
+        self._groups, self._folder = groups, folder
         self.present: dict[int, set[int]] = {}
         self._starts: dict[int, int] = {}
         at = 0
@@ -590,11 +590,11 @@ class GradientFile:
             if not group.frozen:
                 self._starts[number], at = at, at + group.numel * FLOAT
         try:
-            self._file: IO[bytes] = TemporaryFile(dir=place, buffering=0)  # noqa: SIM115
+            self._file: IO[bytes] = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
         except OSError as error:
             raise StorageIOError(
-                f"{place}: no file of {format_bytes(size)} for gradients that are added up over "
+                f"{folder}: no file of {format_bytes(size)} for gradients that are added up over "
                 f"several backward calls ({error.strerror}); free space there, or run the batches "
                 "as one: it is cut into micro-batches, and needs no room for gradients"
             ) from error
@@ -631,7 +631,7 @@ class GradientFile:
 
     def _failed(self, why: str) -> StorageIOError:
         return StorageIOError(
-            f"{self._place}: gradients that are added up over several backward calls cannot be "
+            f"{self._folder}: gradients that are added up over several backward calls cannot be "
             f"moved: {why}; check the drive, then resume from the last step"
         )
 
@@ -676,15 +676,15 @@ class StepCollectives:
     # -- gradients: every rank gets the sum of its own shard --------------------------------------
 
     def reduce_scatter(
-        self, number: int, grads: dict[int, torch.Tensor], place: torch.device
+        self, number: int, grads: dict[int, torch.Tensor], torch_device: torch.device
     ) -> dict[int, torch.Tensor]:
         """On the net lane, where compute is. Takes the gradients."""
-        return self._reduced(number, grads, place, self.process_group.reduce_scatter)
+        return self._reduced(number, grads, torch_device, self.process_group.reduce_scatter)
 
-    def all_reduce_squares(self, own: float, place: torch.device) -> float:
+    def all_reduce_squares(self, own: float, torch_device: torch.device) -> float:
         """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
         group = self.process_group
-        every = torch.zeros(group.world, dtype=torch.float64, device=place)
+        every = torch.zeros(group.world, dtype=torch.float64, device=torch_device)
         every[group.rank] = own
         group.all_gather_into(every, every[group.rank : group.rank + 1])
         return math.fsum(every.tolist())
@@ -700,11 +700,11 @@ class StepCollectives:
         return self._reduced(number, own, host, self.process_group.reduce_scatter_host)
 
     def _reduced(
-        self, number: int, grads: dict[int, torch.Tensor], place: torch.device,
+        self, number: int, grads: dict[int, torch.Tensor], torch_device: torch.device,
         reduce_scatter: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:  # fmt: skip
         group, ranks = self._groups[number], self.process_group.ranks
-        rows = pack(group, grads, ranks, place)
+        rows = pack(group, grads, ranks, torch_device)
         grads.clear()  # packed: they go before the sums of others come
         total = reduce_scatter(rows)
         own = ranks.shard(group)
@@ -748,14 +748,14 @@ class StepCollectives:
 
 
 def pack(
-    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
+    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, torch_device: torch.device
 ) -> torch.Tensor:
     """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
     each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none
     on any rank."""
     count = ranks.shard_numel(group)
     flags = align_up(len(group.tensors), FLAGS_ALIGN)
-    rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=place)
+    rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=torch_device)
     for row, other in zip(rows, ranks.all(), strict=True):
         tensors = other.shard(group).tensors
         for index, grad in grads.items():

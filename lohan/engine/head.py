@@ -118,13 +118,13 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     called: list[nn.Module] = []
     given: list[Any] = []
     generator = torch.Generator().manual_seed(0)
-    place = torch.device("cpu") if lacks_values(weight) else weight.device
-    ids = torch.arange(8, device=place)[None] % weight.shape[0]
+    torch_device = torch.device("cpu") if lacks_values(weight) else weight.device
+    ids = torch.arange(8, device=torch_device)[None] % weight.shape[0]
     labels = ids.flip(1).contiguous()
     labels[0, 3] = IGNORED
-    hidden = torch.randn(1, 8, weight.shape[1], generator=generator).to(place, weight.dtype)
+    hidden = torch.randn(1, 8, weight.shape[1], generator=generator).to(torch_device, weight.dtype)
     hidden.requires_grad_()
-    logits = torch.randn(1, 8, weight.shape[0], generator=generator).to(place)
+    logits = torch.randn(1, 8, weight.shape[0], generator=generator).to(torch_device)
 
     def ready(*args: Any, **kwargs: Any) -> Any:
         given.extend((*args, *kwargs.values()))
@@ -141,7 +141,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
     try:
         with (
-            torch.random.fork_rng(devices=[]), buffers_at(model, place), torch.enable_grad(),
+            torch.random.fork_rng(devices=[]), buffers_at(model, torch_device), torch.enable_grad(),
             _standing_in(decoder, ready), _standing_in(head, made),
         ):  # fmt: skip
             plain = model.forward(input_ids=None)

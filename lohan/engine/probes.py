@@ -226,8 +226,8 @@ class BlockProbe:
             half = self._sizes.hidden // self._sizes.heads // 2
             rates = ROTATED ** (-torch.arange(half) / half)
             angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
-            place = self._device.torch_device, self._dtype
-            self._tables[length] = angles.cos().to(*place), angles.sin().to(*place)
+            where = self._device.torch_device, self._dtype
+            self._tables[length] = angles.cos().to(*where), angles.sin().to(*where)
         return self._tables[length]
 
 
@@ -268,13 +268,13 @@ def head_flops(sizes: Sizes, tokens: int) -> float:
 
 
 def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
-    place, dtype = device.torch_device, dtype_of(STATE_FORMATS[device.default_dtype])
-    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(place, dtype)
+    torch_device, dtype = device.torch_device, dtype_of(STATE_FORMATS[device.default_dtype])
+    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(torch_device, dtype)
     weight.requires_grad_()
-    labels = torch.randint(sizes.vocabulary, (tokens,)).to(place)
+    labels = torch.randint(sizes.vocabulary, (tokens,)).to(torch_device)
 
     def run() -> float:
-        x = torch.randn(tokens, sizes.hidden).to(place, dtype).requires_grad_()
+        x = torch.randn(tokens, sizes.hidden).to(torch_device, dtype).requires_grad_()
         weight.grad = None
 
         def slice_of_tokens() -> None:

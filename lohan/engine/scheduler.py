@@ -63,8 +63,8 @@ class ActionScheduler:
         self._second_updates: frozenset[tuple[int, int]] = frozenset()
         self._scalars: StepScalars | None = None
         self._waiting_scalars: StepScalars | None = None
-        # Where activations of the current block lie: a host buffer, a place on the device.
-        self.activation_places: tuple[int, ...] = ()
+        # Where activations of the current block lie: a host buffer, a device buffer.
+        self.activation_buffers: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
         self._unreached: list[int] = []  # groups whose gradients count only when backward has ended
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
@@ -331,16 +331,14 @@ class ActionScheduler:
         self._updated = set()
         self._ahead, self._last_uses = False, None
 
-    def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    def _weights(self, site: int, at: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]
-        self.activation_places = places[len(groups) :]
-        return {
-            group: self._flat(group, place) for group, place in zip(groups, places, strict=False)
-        }
+        self.activation_buffers = at[len(groups) :]
+        return {group: self._flat(group, slot) for group, slot in zip(groups, at, strict=False)}
 
-    def _flat(self, group: int, place: int) -> torch.Tensor:
+    def _flat(self, group: int, slot: int) -> torch.Tensor:
         """Slots stay where they are: the same tensor every time."""
-        found = self._flats.get((group, place))
+        found = self._flats.get((group, slot))
         if found is None:
-            found = self._flats[group, place] = self._slots.flat(self._groups[group], place)
+            found = self._flats[group, slot] = self._slots.flat(self._groups[group], slot)
         return found

@@ -53,7 +53,7 @@ class WrappedSite:
         self.executor = executor
         self.module = module
         modules, groups = executor.model.get_submodule, executor.blocks.by_key
-        self._places = [
+        self._parameters = [
             (modules(ref.module)._parameters, ref.attribute, ref.group, ref.tensor)
             for ref in site.parameters
         ]
@@ -126,7 +126,7 @@ class WrappedSite:
         saves."""
         others = [
             (parameters, attribute, _as_parameter(tensors[group][index]))
-            for parameters, attribute, group, index in self._places
+            for parameters, attribute, group, index in self._parameters
         ]
         for (_, _, parameter), takes in zip(others, self._takes_grad, strict=True):
             if with_graph and parameter.requires_grad != takes:
@@ -299,7 +299,7 @@ class BlockRunner:
             if isinstance(wrapped.original, TiledForward):
                 wrapped.original.prepare(*call.arguments(call.tensors))
             output = self.compute.forward(
-                wrapped, call, self._scheduler.activation_places, backward_follows=backward_follows
+                wrapped, call, self._scheduler.activation_buffers, backward_follows=backward_follows
             )
             if backward_follows and self.first_calls.take_first(call.name):
                 self._check_results(wrapped, call, output.leaves)
@@ -323,7 +323,7 @@ class BlockRunner:
         """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
         site, parts = wrapped.number, len(call.slices(self.compute.micro_batch))
         flats = self._scheduler.begin_backward(site)
-        self.compute.activations.load_inputs(site, call, self._scheduler.activation_places)
+        self.compute.activations.load_inputs(site, call, self._scheduler.activation_buffers)
         self._collector.fetch_aside(wrapped.site.groups)
         leaves = self._collector.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
         with wrapped.installed(leaves):

@@ -368,9 +368,9 @@ class LohanMixin:
             self.session = None
         self._resumes, self._rewind = False, None
         asked = named.pop("resume_from_checkpoint", None) if not given else given[0]
-        with TemporaryDirectory(prefix="lohan-") as place:
+        with TemporaryDirectory(prefix="lohan-") as work:
             if asked is True:
-                asked = self._last_checkpoint(Path(place))
+                asked = self._last_checkpoint(Path(work))
             try:
                 output = super().train(asked, *given[1:], **named)  # type: ignore[misc]
             except RuntimeError:
@@ -485,9 +485,9 @@ class LohanMixin:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def _last_checkpoint(self, place: Path) -> str | bool:
+    def _last_checkpoint(self, work: Path) -> str | bool:
         """The last one that is whole: a process may have died while it saved one, or before it
-        saved any, and its steps are in the store all the same. Then one is made in `place` that
+        saved any, and its steps are in the store all the same. Then one is made in `work` that
         says that no step is done."""
         numbered = {
             int(path.name.rpartition("-")[2]): path
@@ -499,7 +499,7 @@ class LohanMixin:
         dirs = self._store_dirs()
         if not (dirs[0] / IDENTITY).exists() or describe(dirs)["state"] == "unfinished":
             return True  # which the library refuses: there is nothing to go on with
-        self._beginning = place / "checkpoint-0"
+        self._beginning = work / "checkpoint-0"
         self._beginning.mkdir()
         transformers.TrainerState().save_to_json(str(self._beginning / TRAINER_STATE_NAME))
         return str(self._beginning)
@@ -538,14 +538,14 @@ class LohanMixin:
 
     def _keep_state(self, session: Session, checkpoint: Path) -> None:
         session.commit()
-        place = self._state_folder(checkpoint)
+        state_folder = self._state_folder(checkpoint)
         try:
-            snapshot(session.store, place, with_fixed=False)
+            snapshot(session.store, state_folder, with_fixed=False)
         except NoRoomError as error:
             logger.warning(
-                f"{place}: no room for a copy of the optimizer state ({error}); training can go on "
-                "from here only as long as it is the last checkpoint; set save_total_limit, or "
-                "save_only_model"
+                f"{state_folder}: no room for a copy of the optimizer state ({error}); training "
+                "can go on from here only as long as it is the last checkpoint; set "
+                "save_total_limit, or save_only_model"
             )
 
     def _state_folder(self, checkpoint: Path) -> Path:
@@ -566,10 +566,10 @@ class LohanMixin:
         if self.session is None:
             return
         alone = self.args.save_only_model
-        place = self._state_folder(Path(self.args.output_dir) if alone else best)
-        self.session.rewind(find_snapshot(place))
+        state_folder = self._state_folder(Path(self.args.output_dir) if alone else best)
+        self.session.rewind(find_snapshot(state_folder))
         if alone:
-            remove([find_snapshot(place)])
+            remove([find_snapshot(state_folder)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights and optimizer state are in the store, which is opened when the first batch is

@@ -77,11 +77,10 @@ class Answer:
     aux_loss: torch.Tensor
 
     def __init__(self, labels: torch.Tensor, flat: Mapping[str, torch.Tensor]) -> None:
-        self.place = labels[:, 1:] != IGNORED
+        self.labelled = labels[:, 1:] != IGNORED
         for name, values in flat.items():
-            setattr(
-                self, name, values.new_zeros(self.place.shape).masked_scatter(self.place, values)
-            )
+            empty = values.new_zeros(self.labelled.shape)
+            setattr(self, name, empty.masked_scatter(self.labelled, values))
         self.aux_loss = flat["log_probs"].new_zeros(())
 
 

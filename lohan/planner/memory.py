@@ -121,7 +121,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 # -- What a device with a memory of its own holds --------------------------------------------------
 #
-# Slots and places that are always there, plus the peak of a step.
+# Slots and buffers that are always there, plus the peak of a step.
 #
 # Forward has no gradients of blocks: a block runs when its weights are updated, and links keep
 # their order. The head has none either. In backward, gradients of earlier blocks may be on their

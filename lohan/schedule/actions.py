@@ -1,4 +1,4 @@
-"""The alphabet of schedules: one token per action, `KIND INDEX [.CHUNK] [@PLACE,...] [(WAIT,...)]`
+"""The alphabet of schedules: one token per action, `KIND INDEX [.CHUNK] [@BUFFER,...] [(WAIT,...)]`
 without blanks.
 
     F3@0        compute    forward of site 3, its weights in slot 0
@@ -113,8 +113,8 @@ class Action(_Fields):
         return LANE_OF[self.kind]
 
     def token(self) -> str:
-        place = "@" + ",".join(map(str, self.at)) if self.at else ""
-        return self.name + place + (f"({','.join(self.waits)})" if self.waits else "")
+        at = "@" + ",".join(map(str, self.at)) if self.at else ""
+        return self.name + at + (f"({','.join(self.waits)})" if self.waits else "")
 
 
 def parse_token(token: str) -> Action:

@@ -1,7 +1,7 @@
 """Whether a schedule may run on lanes. Two questions, asked of every action in order:
 
 1. Is the plain order right: does each action find in slots, buffers and on SSD what it expects?
-2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second
+2. Can two lanes meet: of two actions that touch the same buffer, one of them writing, the second
    must know the first to be finished before it starts.
 
 What an action knows comes first.
@@ -26,7 +26,7 @@ from lohan.schedule.actions import (
 )
 from lohan.util.trace import LANES
 
-# -- What an action of a schedule knows to be finished, and how it uses a place --------------------
+# -- What an action of a schedule knows to be finished, and how it uses a buffer -------------------
 #
 # What an action knows is one number per lane: actions finish before the next of their lane starts;
 # only those of the ssd lane start in order and finish in order, but the next may start before the
@@ -54,7 +54,7 @@ def at_least(lane: str, count: int) -> Clock:
 
 @dataclass(frozen=True)
 class Use:
-    """One action's use of a place. `part` is a chunk of it, None all of it."""
+    """One action's use of a slot, a buffer or a region. `part` is a chunk of it, None all of it."""
 
     name: str
     position: int  # in its lane, from 1; BEFORE: from before the schedule
@@ -79,16 +79,16 @@ def from_before(name: str) -> Use:
     return Use(name, BEFORE, part, False)
 
 
-def split_places(
-    action: Action, spec: ScheduleSpec, places: tuple[int, ...]
+def split_buffers(
+    action: Action, spec: ScheduleSpec, buffers_at: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a site's activations lie: a buffer in host memory, a place on the device."""
+    """Where a site's activations lie: a buffer in host memory, one on the device."""
     if action.index in spec.offloaded:
-        return places[:-1], places[-1:]
-    return places, ()
+        return buffers_at[:-1], buffers_at[-1:]
+    return buffers_at, ()
 
 
-Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
+Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # buffer, part of it, writes
 
 
 def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
@@ -98,11 +98,11 @@ def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
         groups = len(spec.sites[index])
         for slot in at[:groups]:
             yield ("device" if spec.device_slots else "slot", slot), None, False
-        buffers, by = split_places(action, spec, at[groups:])
+        buffers, by = split_buffers(action, spec, at[groups:])
         for buffer in buffers:
             yield ("act", buffer), None, kind == Op.FORWARD
-        for place in by:
-            yield ("device_act", place), None, kind == Op.FORWARD
+        for buffer in by:
+            yield ("device_act", buffer), None, kind == Op.FORWARD
     elif kind == Op.READ_WEIGHTS:
         yield ("slot", at[0]), None, True
         yield ("weights of group", index), None, False
@@ -203,8 +203,8 @@ class _Check:
         self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind in ("slots", "device", "ring", "stage", "acts", "device_acts"):
             for number, names in enumerate(getattr(buffers, kind).overwrite_after):
-                place = kind.removesuffix("s")
-                self.uses[place, number] = [from_before(name) for name in names]
+                buffer = kind.removesuffix("s")
+                self.uses[buffer, number] = [from_before(name) for name in names]
         self.before = {use.name for uses in self.uses.values() for use in uses}
 
     def fail(self, action: Action, problem: str) -> None:
@@ -213,7 +213,7 @@ class _Check:
     # -- form -------------------------------------------------------------------------------------
 
     def form(self, action: Action) -> None:
-        """Names and places exist."""
+        """Names, slots and buffers exist."""
         if not self._exists(action.kind, action.index, action.chunk):
             self.fail(action, "there is no such site, group or chunk")
         for wait in action.waits:
@@ -229,12 +229,12 @@ class _Check:
         elif action.kind == Op.UPDATE:
             least = 2
         if len(action.at) not in (least, len(sizes)):
-            self.fail(action, f"has {len(action.at)} places, wants {len(sizes)}")
-        if any(place >= size for place, size in zip(action.at, sizes, strict=False)):
-            self.fail(action, "names a place that does not exist")
+            self.fail(action, f"has {len(action.at)} slots and buffers, wants {len(sizes)}")
+        if any(number >= size for number, size in zip(action.at, sizes, strict=False)):
+            self.fail(action, "names a slot or buffer that does not exist")
 
     def _sizes(self, action: Action) -> tuple[int, ...]:
-        """How many of each kind of place there are, for every place an action names."""
+        """How many slots or buffers there are, for each that an action names."""
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.spec.act_buffers,)
         moved = act if action.index in self.spec.moved_out else ()
@@ -276,13 +276,13 @@ class _Check:
         self.last_done[lane] = self.done[action.name] = done
 
     def races(self, action: Action) -> None:
-        for place, part, writes in touches(action, self.spec):
+        for touched, part, writes in touches(action, self.spec):
             use = Use(action.name, self.count[action.lane], part, writes)
-            others = self.uses.setdefault(place, [])
+            others = self.uses.setdefault(touched, [])
             for other in others:
                 if use.meets(other) and not other.known(self.start):
                     verb = "overwrites" if writes else "uses"
-                    where = " ".join(map(str, place))
+                    where = " ".join(map(str, touched))
                     self.fail(action, f"{verb} {where} while {other.name} may be in flight")
             if writes:
                 others[:] = [o for o in others if part is not None and o.part != part]
@@ -311,30 +311,30 @@ class _Check:
 
     def _weights(self, action: Action) -> None:
         held = self.device if self.spec.device_slots else self.slots
-        for group, place in zip(self.spec.sites[action.index], action.at, strict=False):
-            if held[place] != group:
-                self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
+        for group, slot in zip(self.spec.sites[action.index], action.at, strict=False):
+            if held[slot] != group:
+                self.fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
             self._new(action, group)
-            if self.spec.net and place not in self.whole_there:
-                self.fail(action, f"slot {place} holds a shard of group {group}, not all of it")
+            if self.spec.net and slot not in self.whole_there:
+                self.fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
 
     def _new(self, action: Action, group: int) -> None:
         if any(key[0] == group for key in self.old):
             self.fail(action, f"the weights of group {group} are those of the step before")
 
     def _load(self, action: Action) -> None:
-        slot, place = action.at
+        slot, device_slot = action.at
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
         self._new(action, action.index)
-        self.device[place] = action.index
-        self.whole_there.discard(place)
+        self.device[device_slot] = action.index
+        self.whole_there.discard(device_slot)
 
     def _all_gather(self, action: Action) -> None:
-        place = action.at[0]
-        if self.device[place] != action.index:
-            self.fail(action, f"slot {place} holds group {self.device[place]}")
-        self.whole_there.add(place)
+        slot = action.at[0]
+        if self.device[slot] != action.index:
+            self.fail(action, f"slot {slot} holds group {self.device[slot]}")
+        self.whole_there.add(slot)
 
     def _move_gradients(self, action: Action) -> None:
         self._gradient(action)
@@ -357,23 +357,23 @@ class _Check:
             self.fail(action, "these activations were not moved out")
         self.acts[action.at[0]] = action.index
 
-    def _put_activations(self, action: Action, places: tuple[int, ...]) -> None:
-        buffers, by = split_places(action, self.spec, places)
+    def _put_activations(self, action: Action, at: tuple[int, ...]) -> None:
+        buffers, by = split_buffers(action, self.spec, at)
         for buffer in buffers:
             self.acts[buffer] = action.index
-        for place in by:
-            self.device_acts[place] = action.index
+        for buffer in by:
+            self.device_acts[buffer] = action.index
 
-    def _activations(self, action: Action, places: tuple[int, ...]) -> None:
-        buffers, by = split_places(action, self.spec, places)
+    def _activations(self, action: Action, at: tuple[int, ...]) -> None:
+        buffers, by = split_buffers(action, self.spec, at)
         for buffer in buffers:
             self._holds(action, "buffer", self.acts[buffer])
-        for place in by:
-            self._holds(action, "the device", self.device_acts[place])
+        for buffer in by:
+            self._holds(action, "the device", self.device_acts[buffer])
 
-    def _holds(self, action: Action, place: str, site: int | None) -> None:
+    def _holds(self, action: Action, buffer: str, site: int | None) -> None:
         if site != action.index:
-            self.fail(action, f"{place} holds activations of {site}")
+            self.fail(action, f"{buffer} holds activations of {site}")
 
     def _end_backward(self, action: Action) -> None:
         self.last_gradient.clear()
@@ -398,9 +398,9 @@ class _Check:
         self.updated -= once
         self.second_updates -= once
         self.old |= once
-        places = [place for place, held in enumerate(self.slots) if held == group]
-        for place in places:
-            self.slots[place] = None
+        slots = [slot for slot, held in enumerate(self.slots) if held == group]
+        for slot in slots:
+            self.slots[slot] = None
         self.device = [None if held == group else held for held in self.device]
 
     def _read_state(self, action: Action) -> None:

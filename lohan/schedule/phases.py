@@ -178,7 +178,7 @@ class Builder:
                 dict.fromkeys((*self.slots.overwrite_after[slot], *names))
             )
 
-    def place(self, group: int) -> int:
+    def held_slot(self, group: int) -> int:
         slot = self.slot_of(group)
         assert slot is not None
         return slot
@@ -198,14 +198,14 @@ class Builder:
                 )
             return False
         free.sort(key=lambda i: -upcoming.distance(held[i], then=True))
-        for group, place in zip(missing, free, strict=False):
-            waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[place])
-            name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
-            held[place] = group
-            self.device.overwrite_after[place] = ()
+        for group, slot in zip(missing, free, strict=False):
+            waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[slot])
+            name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.held_slot(group), slot), waits=waits)
+            held[slot] = group
+            self.device.overwrite_after[slot] = ()
             if self.spec.net:  # the shards of other ranks, next to the one that was loaded
-                gathered = self.emit(Op.ALL_GATHER, group, at=(place,), waits=(name,))
-                self.device.overwrite_after[place] = (gathered,)
+                gathered = self.emit(Op.ALL_GATHER, group, at=(slot,), waits=(name,))
+                self.device.overwrite_after[slot] = (gathered,)
             self.hold_slot(group, (name,))
         return True
 
@@ -220,15 +220,15 @@ class Builder:
         waits = [
             name for g in groups for name in (f"R{g}", *(self.each("U", g) if updated else ()))
         ]
-        return tuple(map(self.place, groups)), waits
+        return tuple(map(self.held_slot, groups)), waits
 
     def used(self, groups: Sequence[int], name: str) -> None:
         """Compute has used the weights of these groups."""
         for group in groups:
             if self.spec.device_slots:
-                place = self.device.held.index(group)
-                self.device.overwrite_after[place] = tuple(
-                    dict.fromkeys((*self.device.overwrite_after[place], name))
+                slot = self.device.held.index(group)
+                self.device.overwrite_after[slot] = tuple(
+                    dict.fromkeys((*self.device.overwrite_after[slot], name))
                 )
             else:
                 self.hold_slot(group, (name,))
@@ -254,14 +254,14 @@ class Builder:
         """Room on the device for activations in flight, and after what it is free."""
         if site not in self.spec.offloaded:
             return (), ()
-        place = self.device_acts.take()
-        return (place,), self.device_acts.overwrite_after[place]
+        buffer = self.device_acts.take()
+        return (buffer,), self.device_acts.overwrite_after[buffer]
 
     def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
-        for place in by:
-            made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, place), waits=(made,))
-            self.device_acts.overwrite_after[place] = (made,)
+        for buffer in by:
+            made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, buffer), waits=(made,))
+            self.device_acts.overwrite_after[buffer] = (made,)
         for buffer in into:
             out = self.emit(
                 Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
@@ -282,10 +282,10 @@ class Builder:
         where = self.fetched_to.pop(site, ())
         there = (f"I{site}",) if where else ()
         by, room = self.device_act_buffer(site)
-        for place in by:
+        for buffer in by:
             waits = (f"K{site}", *there, *room)
-            there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, place), waits=waits),)
-            self.device_acts.overwrite_after[place] = (f"B{site}",)
+            there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, buffer), waits=waits),)
+            self.device_acts.overwrite_after[buffer] = (f"B{site}",)
         return (*where, *by), there
 
     # -- updates ----------------------------------------------------------------------------------
@@ -356,11 +356,11 @@ class Builder:
                 self.ring.overwrite_after[buffer] = (updates[-1],)
                 self.second_updates[key] = None
             elif not cached or self.spec.write_through or slot < self.spec.slots:
-                places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
+                at, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
                 if self.write_behind and cached and slot >= self.spec.slots:
-                    self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
+                    self.unwritten.append(Action(Op.WRITE, group, chunk, at, ready))
                 else:
-                    written = self.emit(Op.WRITE, group, chunk, places, ready)
+                    written = self.emit(Op.WRITE, group, chunk, at, ready)
                     writes.append(written)
                     self.last_write = written
                 if not cached:
@@ -437,10 +437,10 @@ def forward(
         reached.bring(position, then=update_first)
         reached.load(position)
         groups = spec.sites[site]
-        places, waits = b.ready(groups)
+        slots, waits = b.ready(groups)
         into, room = b.act_buffer(site) if training else ((), ())
         by, free = b.device_act_buffer(site) if training else ((), ())
-        name = b.emit(Op.FORWARD, site, at=(*places, *into, *by), waits=(*waits, *room, *free))
+        name = b.emit(Op.FORWARD, site, at=(*slots, *into, *by), waits=(*waits, *room, *free))
         b.used(groups, name)
         reached.passed(groups)
         b.keep(site, name, into, by)
@@ -485,13 +485,13 @@ def backward(
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
-        places, waits = b.ready(groups, updated=False)
+        slots, waits = b.ready(groups, updated=False)
         written = second.written(groups)
         if not spec.device_slots:
             waits += written
         where, restored = restoring.restore(position)
         room = gradients.waits_to_make()
-        name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *room, *restored))
+        name = b.emit(Op.BACKWARD, site, at=slots + where, waits=(*waits, *room, *restored))
         b.used(groups, name)
         reached.passed(groups)
         for group in last_use_groups[position]:
@@ -534,8 +534,8 @@ class _SecondUpdates:
         self._b, b = builder, builder
         self._groups = {group for group, _ in b.second_updates}
         self._step_end = [b.behind.pop()] if b.second_updates and b.behind else []
-        place = {group: at for at, group in reversed(list(enumerate(used)))}
-        b.queue = sorted(b.second_updates, key=lambda key: (place.get(key[0], len(used)), key))
+        first_use = {group: at for at, group in reversed(list(enumerate(used)))}
+        b.queue = sorted(b.second_updates, key=lambda key: (first_use.get(key[0], len(used)), key))
 
     def update(self, group: int) -> None:
         if group in self._groups and any(number == group for number, _ in self._b.second_updates):
@@ -675,9 +675,9 @@ def one_backward(
     reached.bring(0)
     restoring.fetch(0)
     reached.load(0)
-    places, waits = b.ready(groups, updated=False)
+    slots, waits = b.ready(groups, updated=False)
     where, restored = restoring.restore(0)
-    name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
+    name = b.emit(Op.BACKWARD, site, at=slots + where, waits=(*waits, *restored))
     b.used(groups, name)
     return b.result()
 

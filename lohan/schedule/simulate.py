@@ -246,7 +246,7 @@ class SiteWork:
         return (1 + self.trained) * self.forward_flops
 
 
-DEQUANTISING = 24  # bytes through device memory per value: codes, places, fp32 twice, 16 bits
+DEQUANTISING = 24  # bytes through device memory per value: codes, indices, fp32 twice, 16 bits
 SUMMED = (
     12  # bytes through device memory per gradient of a tile: 16 bits out and in, fp32 in and out
 )

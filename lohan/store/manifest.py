@@ -337,7 +337,7 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
     layout = layout_from_json(list(primary.layout), directories=primary.count)
     manifest = read_manifest(paths[0])
     assert manifest is not None
-    place = paths[0] / MANIFEST
+    file = paths[0] / MANIFEST
     for name, stated, expected in (
         ("store", manifest.uuid, primary.uuid),
         ("directory count", manifest.count, primary.count),
@@ -345,7 +345,7 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
     ):
         if stated != expected:
             raise StoreError(
-                f"{place}: {name} is {stated}, store.json says {expected};"
+                f"{file}: {name} is {stated}, store.json says {expected};"
                 " these files are not of one store"
             )
     if not manifest.clean:

@@ -109,14 +109,14 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
     check_vacant(folder, config)
     check_loggers(config.output.log)
     check_machine(config)
-    with TemporaryDirectory(prefix="lohan-dry-run-") as place:
+    with TemporaryDirectory(prefix="lohan-dry-run-") as work:
         if config.init is not None:
-            config = replace(config, out=Path(place), model=Path(place) / BASE)
+            config = replace(config, out=Path(work), model=Path(work) / BASE)
             make_base(config, config.model)
-        inputs = open_inputs(RunFolder(Path(place)), config, display)
-        places = folder.places(config)
+        inputs = open_inputs(RunFolder(Path(work)), config, display)
+        folders = folder.ssd_folders(config)
         seen = replace(config, train=replace(config.train, steps=inputs.total))
-        made = plan_traced(seen, known_profile(places, seen.budget), inputs=inputs)
+        made = plan_traced(seen, known_profile(folders, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
         check_room(made.plan, inputs.prompts)
     return inputs.total, made

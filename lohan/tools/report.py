@@ -609,8 +609,8 @@ def wear_card(run: RunRecord) -> str:
     if planned > steps:
         left = f"at {format_bytes(rate)} per step from here"
         rows.append(["written by the whole run", format_bytes(expected), left])
-    places = run.folder.all_places(run.config, run.last("start").get("ranks", 1))
-    drives = drives_at(places or run.folder.places(run.config))
+    folders = run.folder.all_ssd_folders(run.config, run.last("start").get("ranks", 1))
+    drives = drives_at(folders or run.folder.ssd_folders(run.config))
     for told, written in {f"taken by {counted(steps, 'step')}": total, "by all": expected}.items():
         wear = wear_of(drives, written)
         if total and (written == total or planned > steps):
@@ -622,8 +622,8 @@ def wear_card(run: RunRecord) -> str:
             Markup(f"with <code>{text(other['option'])}</code>"), describe_wear(wear),
             f"{format_seconds(other['step_s'])} per step, as planned; {other['note']}",
         ])  # fmt: skip
-    for place in places:
-        for drive in drives_of(place):
+    for folder in folders:
+        for drive in drives_of(folder):
             known = drive.health
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
             life = f"{format_bytes(known.written_bytes)} written in its life" if known else ""

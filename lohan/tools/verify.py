@@ -447,9 +447,9 @@ def verify(
     _check_comparable(config)
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
-        places = RunFolder(Path.cwd()).places(config)
-        made = group.broadcast_made(lambda: [str(_scratch(place, stack)) for place in places])
-        drives = [Path(place) for place in made]
+        folders = RunFolder(Path.cwd()).ssd_folders(config)
+        made = group.broadcast_made(lambda: [str(_scratch(folder, stack)) for folder in folders])
+        drives = [Path(folder) for folder in made]
         work, notes = drives[0], list[str]()
         facts = group.broadcast_made(lambda: _copied(config, work / "model", layers, notes))
         copy = ModelCopy(work / "model", *facts)
@@ -592,13 +592,13 @@ def _judged(
 # -- what fits ------------------------------------------------------------------------------------
 
 
-def _scratch(place: Path, stack: ExitStack) -> Path:
+def _scratch(folder: Path, stack: ExitStack) -> Path:
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix="lohan-verify-", dir=place)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="lohan-verify-", dir=folder)
     except OSError as error:
         raise ConfigError(
-            f"{place}: cannot be written to: {error.strerror}; give a folder with --ssd"
+            f"{folder}: cannot be written to: {error.strerror}; give a folder with --ssd"
         ) from None
     return Path(stack.enter_context(made))
 

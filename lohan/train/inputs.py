@@ -170,7 +170,7 @@ def open_session(
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     dtype = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=dtype).train()
-    places, name = folder.places(config, group.ranks.rank), folder.store_name(config)
+    ssd_folders, name = folder.ssd_folders(config, group.ranks.rank), folder.store_name(config)
 
     def lr(step: int) -> float:
         return train.lr_at(step, inputs.total)
@@ -179,7 +179,7 @@ def open_session(
         model,
         optimizer=train.optimizer_with(lr),
         budget=Budget(
-            host=budget.host, ssd=places, durability=budget.durability,
+            host=budget.host, ssd=ssd_folders, durability=budget.durability,
             commit_every=budget.commit_every,
         ),
         device=device,
@@ -190,7 +190,7 @@ def open_session(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
             overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
             grad_dtype=train.grad_dtype, run_again=True,
-            profile=known_profile(places, config.budget),
+            profile=known_profile(ssd_folders, config.budget),
         ),
         store_policy=StorePolicy(
             store_name=name, resume=resume,
@@ -245,15 +245,15 @@ def bytes_between_steps(plan: Plan) -> int:
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in compute)
 
 
-def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | None:
+def known_profile(folders: Sequence[Path], budget: BudgetConfig) -> Profile | None:
     """What `lohan profile` found for these drives and this device, or for the drives with compute
     on the cpu, if it was asked."""
-    if not all(place.is_dir() for place in places):
+    if not all(folder.is_dir() for folder in folders):
         return None
     asked = Where(known_name(budget.device), budget.device_memory, budget.link)
     for where in (asked, CPU):
-        if cache_file(places, where).is_file():
-            return cached_profile(places, where=where)
+        if cache_file(folders, where).is_file():
+            return cached_profile(folders, where=where)
     return None
 
 
@@ -287,11 +287,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
         sync_path(target / file.name)
     count = len(load_tokenizer(target, needed_by="--tokenizer"))
-    places = getattr(load_config(target).get_text_config(), "vocab_size", None)
-    if places is not None and count > places:
+    known = getattr(load_config(target).get_text_config(), "vocab_size", None)
+    if known is not None and count > known:
         raise ModelError(
             f"--tokenizer {source}: has {count} tokens, vocab_size in {target / CONFIG} is "
-            f"{places}; raise vocab_size"
+            f"{known}; raise vocab_size"
         )
 
 

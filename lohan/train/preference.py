@@ -118,9 +118,9 @@ class Preference(Task[Preferences]):
         wanted = labels.clone()
         if config.loss == "orpo":  # the prompt too
             wanted[:count] = ids[:count].masked_fill(mask[:count] == 0, IGNORE)
-        place = wanted[:, 1:] != IGNORE
-        row = place.nonzero()[:, 0]
-        answer = (labels[:, 1:] != IGNORE)[place]
+        labelled = wanted[:, 1:] != IGNORE
+        row = labelled.nonzero()[:, 0]
+        answer = (labels[:, 1:] != IGNORE)[labelled]
         counts = (labels[:, 1:] != IGNORE).sum(1)
 
         def sums(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:

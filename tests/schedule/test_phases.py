@@ -276,8 +276,8 @@ def test_what_is_right_passes():
         # what there is
         (STEP, TWO, ("R0@0 ", "R7@0 "), "R7@0: there is no such site, group or chunk"),
         (STEP, TWO, ("S1.0@0 ", "S1.3@0 "), "there is no such site, group or chunk"),
-        (STEP, TWO, ("R0@0 ", "R0@5 "), "names a place that does not exist"),
-        (STEP, TWO, ("R0@0 ", "R0 "), "R0: has 0 places, wants 1"),
+        (STEP, TWO, ("R0@0 ", "R0@5 "), "names a slot or buffer that does not exist"),
+        (STEP, TWO, ("R0@0 ", "R0 "), "R0: has 0 slots and buffers, wants 1"),
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,R9)"), "waits for R9, which no schedule"),
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
