@@ -49,10 +49,10 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
     from lohan import _core
     from lohan.capture.blocks import dtype_of, split
     from lohan.engine.buffers import MASTER_ARRAYS, HostPool
-    from lohan.model.state import MODES
+    from lohan.model.state import STATE_FORMATS
 
     _core.set_threads(threads)
-    kind, pool = MODES[mode], HostPool(32 * parameters)
+    kind, pool = STATE_FORMATS[mode], HostPool(32 * parameters)
     dtype, kernel = dtype_of(kind), getattr(_core, f"adamw_{mode}")
     weights = pool.allocate("weights", parameters * kind.weight_bytes).tensor(dtype)
     weights.copy_(torch.randn(parameters) * 0.02)

@@ -21,7 +21,7 @@ from common import Report, cores, median, note, parser_of
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
 from lohan.engine.buffers import MASTER_ARRAYS, HostPool
-from lohan.model.state import MODES, mode_with
+from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import StateKind
 from lohan.util.units import parse_bytes
 
@@ -65,8 +65,8 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def sides_of(mode: str, moments: str, count: int) -> dict[str, Callable[[], object]]:
-    kind = mode_with(mode, StateKind(moments=moments))
-    pool, dtype = HostPool(64 * COPIES * count), dtype_of(MODES[mode])
+    kind = state_format_of(mode, StateKind(moments=moments))
+    pool, dtype = HostPool(64 * COPIES * count), dtype_of(STATE_FORMATS[mode])
     kernel, chunks = getattr(_core, f"adamw_{mode}"), []
     for _ in range(COPIES):
         weights = pool.allocate("weights", count * kind.weight_bytes).tensor(dtype)

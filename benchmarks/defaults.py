@@ -89,7 +89,7 @@ def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
     from lohan.planner.planner import PlanOptions
 
     machine = presets.machine(SERVER)
-    wished = PlanOptions(mode="bf16", clip=clip, run_again=True, commit=None)
+    wished = PlanOptions(dtype="bf16", clip=clip, can_rerun=True, commit=None)
     return plan_for_machine(
         PlanRequest(
             model=presets.model(large), machine=machine, options=wished, batch=options.batch_there,
@@ -117,7 +117,7 @@ def proportions(
     flops = sum(site.forward_flops + site.recompute_flops for site in sites)
     flops += sum(site.gradient_flops for site in sites if not site.still)
     rates = slowed(
-        options, there.machine, flops=flops / there.forecast.busy_s["gpu"], step_s=there.step_s,
+        options, there.machine, flops=flops / there.forecast.busy_s["compute"], step_s=there.step_s,
         smaller=smaller,
     )  # fmt: skip
     room = there.machine.host_bytes * options.share * smaller

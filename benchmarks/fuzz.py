@@ -378,10 +378,10 @@ def store_kinds(work: Path) -> list[Kind]:
     from lohan.checkpoint.resharding import StoreSet
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.model.layout import FlatGroup, TensorSpec
-    from lohan.model.state import mode_with, regions, stored_model
+    from lohan.model.state import regions, state_format_of, stored_model
     from lohan.optim import DEFAULT_KIND
     from lohan.store.admin import describe
-    from lohan.store.engine import aligned_buffer
+    from lohan.store.io_engine import aligned_buffer
     from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
     from lohan.store.store import Store
 
@@ -394,7 +394,7 @@ def store_kinds(work: Path) -> list[Kind]:
         "metrics": {"step": 1, "loss": 2.0},
     }  # fmt: skip
     place = work / "store"
-    parts = regions((group,), mode=mode_with("fp32", DEFAULT_KIND), chunk_params=2048)
+    parts = regions((group,), state_format=state_format_of("fp32", DEFAULT_KIND), chunk_params=2048)
     with Store.create(place, parts) as store:
         for region in store.regions:
             buffer = aligned_buffer(region.chunks[0])
@@ -467,7 +467,7 @@ def settings_kinds(work: Path) -> list[Kind]:
 
     profile = presets.machine(presets.machine_names()[0])
     plan = Plan(
-        mode="fp32", micro_batch=None, chunk_params=2048, head_tokens=8, weight_slots=2,
+        dtype="fp32", micro_batch=None, chunk_params=2048, head_tokens=8, weight_slots=2,
         kept=(("inputs", 1), ("mlp", (0, 2))), host_cached_state=(("block0", 0),),
         ledger=(LedgerEntry("host", "weights", 4096),),
     )  # fmt: skip

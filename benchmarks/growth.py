@@ -91,9 +91,9 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     model = replace(model, blocks=stacked(block, blocks), name=f"{SHAPE} x {blocks}")
     request = PlanRequest(
         model=model, machine=presets.machine(MACHINE).with_drives(24), batch=8, seq=1024,
-        options=PlanOptions(mode="bf16", clip=1.0, run_again=True), host=10**12,
+        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True), host=10**12,
     )  # fmt: skip
-    workload = load_of_shape(model, batch=8, seq=1024, mode="bf16")
+    workload = load_of_shape(model, batch=8, seq=1024, dtype="bf16")
     how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
     closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
     simulated_s, made = timed(

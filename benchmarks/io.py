@@ -29,8 +29,8 @@ from children import alternate
 from common import Report, median, note, parser_of, work_folder
 
 from lohan.engine.buffers import HostPool
-from lohan.store.engine import open_engine
 from lohan.store.extents import Region
+from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
 from lohan.util.units import MiB, format_bytes, parse_bytes
 

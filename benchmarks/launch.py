@@ -48,9 +48,9 @@ from lohan.capture.tracing import SavePlans
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice
 from lohan.engine import wrapping
-from lohan.engine.gradients import GradientReducer
+from lohan.engine.gradients import GradientCollector
 from lohan.engine.offload import DeviceActivationOffload
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import ActionScheduler
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.util.units import MiB
 
@@ -62,11 +62,11 @@ PARTS: Parts = {
     "arguments": [(SavedCall, "__init__"), (SavedCall, "inputs"), (SavedCall, "arguments"),
                   (WrappedSite, "check_values"), (WrappedSite, "_check_hidden"),
                   (wrapping, "wrap_mappings"), (wrapping, "write_back_mappings")],
-    "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
-                 (Pipeline, "end_backward")],
+    "schedule": [(ActionScheduler, name)
+                 for name in ("begin_forward", "begin_backward", "end", "end_backward")],
     "weights": [(BlockRunner, "_views"),
-                (GradientReducer, "leaves"), (GradientReducer, "finish"),
-                (GradientReducer, "fetch_aside")],
+                (GradientCollector, "leaves"), (GradientCollector, "finish"),
+                (GradientCollector, "fetch_aside")],
     "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],
     "offload": [(DeviceActivationOffload, name) for name in (
         "save_inputs", "save_slice", "load_inputs", "load_slice", "release_slice", "release")],

@@ -145,7 +145,7 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
 
     from lohan.capture.blocks import dtype_of
     from lohan.checkpoint.hf_folder import build_from_config
-    from lohan.model.state import MODES
+    from lohan.model.state import STATE_FORMATS
     from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
@@ -155,14 +155,14 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     start = time.monotonic()
-    write_random_checkpoint(work / "model", config, dtype=dtype_of(MODES["bf16"]))
+    write_random_checkpoint(work / "model", config, dtype=dtype_of(STATE_FORMATS["bf16"]))
     rows = [
         {"input_ids": [(7 * i + j * j) % options.vocabulary for j in range(options.seq)]}
         for i in range(options.batch * options.steps)
     ]
     (work / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     print(f"checkpoint    written in {time.monotonic() - start:.0f} s", flush=True)
-    model = build_from_config(config, dtype=dtype_of(MODES["bf16"]))
+    model = build_from_config(config, dtype=dtype_of(STATE_FORMATS["bf16"]))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -82,10 +82,10 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 def slow_drives(rates: Rates) -> None:
     """The state and the activations have a store each, on the same drive."""
-    from lohan.store import engine
+    from lohan.store import io_engine
 
-    real, pace = engine.open_engine, Pace()
-    engine.open_engine = lambda name: PacedEngine(real(name), rates, pace)
+    real, pace = io_engine.open_engine, Pace()
+    io_engine.open_engine = lambda name: PacedEngine(real(name), rates, pace)
 
 
 def slow_updates(rate: float) -> None:
@@ -96,9 +96,9 @@ def slow_updates(rate: float) -> None:
 
     def paced(group: Any, chunk: Any, **options: Any) -> Any:
         done_s = pace.take((chunk.stop - chunk.start) / rate)
-        sums = update(group, chunk, **options)
+        checksums = update(group, chunk, **options)
         sleep_until(done_s)
-        return sums
+        return checksums
 
     actions.update_chunk = paced
 

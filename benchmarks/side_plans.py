@@ -35,7 +35,7 @@ def main() -> None:
 
     def plan_of(wish: str | Kept) -> Plan:
         options = PlanOptions(
-            mode="fp32", grad_offload=spec["grad_offload"], clip=spec["clip"],
+            dtype="fp32", update_mode=spec["grad_offload"], clip=spec["clip"],
             durability=spec["durability"], activations=wish,
         )  # fmt: skip
         host = parse_bytes(spec["host"], name="host")
@@ -47,7 +47,7 @@ def main() -> None:
         except LohanError as refused:
             return {"refused": str(refused)}
         made = forecast(machine, blocks, workload, plan, durable=spec["durability"] == "step")
-        memory = HostMemoryModel(blocks, plan.mode, workload, plan.micro_batch)
+        memory = HostMemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
             "kept": plan.kept, "moved_out": len(plan.moved_out), "swapped_bytes": kept,

@@ -20,8 +20,8 @@ from children import take_turns
 from common import Report, median, note, parser_of, work_folder
 
 CHECKPOINTED, WHOLE = "PyTorch in memory, checkpointing", "PyTorch in memory"
-GRAD_MODES = ("serial", "naive", "optimized", "balanced")
-LANES = {"gpu": "compute", "cpu": "adam"}  # as a machine without a GPU would call them
+UPDATE_MODES = ("serial", "naive", "optimized", "balanced")
+LANES = {"optimizer": "adam"}  # what it is here
 Child = dict[str, Any]
 
 
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     reference.add_options(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--host", nargs="+", default=["1GiB"])
-    parser.add_argument("--grad-offload", nargs="+", choices=GRAD_MODES, default=["balanced"])
+    parser.add_argument("--grad-offload", nargs="+", choices=UPDATE_MODES, default=["balanced"])
     parser.add_argument("--durability", nargs="+", default=["step"])
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--activations", default="recompute", help="as in `lohan train`")

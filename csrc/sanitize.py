@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
     "tests/test_native_adamw.py", "tests/test_native_updates.py", "tests/test_native_crc.py",
-    "tests/store/test_engine.py",
+    "tests/store/test_io_engine.py",
 ]  # fmt: skip
 
 # Found by every interpreter that the tests start, and ahead of an editable install.

@@ -53,7 +53,7 @@ from lohan.util.settings import (
 )
 from lohan.util.units import AUTO
 
-GRAD_MODES = ("serial", "naive", "optimized", "balanced")
+UPDATE_MODES = ("serial", "naive", "optimized", "balanced")
 CLIP_BY = ("global", "block")
 
 ACTIVATIONS = (
@@ -195,7 +195,7 @@ class TrainConfig:
     )
     grad_offload: str = setting(
         "balanced",
-        choice(GRAD_MODES),
+        choice(UPDATE_MODES),
         "When updates run: after backward, during it one by one, during it pipelined, or partly "
         "in the next forward. Changes speed, not the result.",
     )

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from lohan.capture.recompute import SavedCall
-from lohan.capture.selective_checkpoint import SavedOps, SavePlan, run_again, run_and_save
+from lohan.capture.selective_checkpoint import SavedOps, SavePlan, recompute_with, run_and_save
 from lohan.capture.slicing import find_cut
 
 SEQ = 24
@@ -99,7 +99,7 @@ def forward_and_backward(
                 out = out[0] if isinstance(out, tuple) else out
             else:
                 between(kept)
-                out = run_again(lambda a=args, k=kwargs: block(*a, **k), kept)[0]
+                out = recompute_with(lambda a=args, k=kwargs: block(*a, **k), kept)[0]
         after = torch.get_rng_state()
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
         out.backward(grad)

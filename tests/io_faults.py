@@ -84,7 +84,7 @@ def arm() -> None:
     words = [given[name].encode() for name in ("call", "under", "tally")]
     assert armed(words[0], given["at"], given["every"], kind, words[1], words[2]) == 0
     if given["engine"] != "auto":
-        from lohan.store import engine
+        from lohan.store import io_engine
 
-        opened = engine.open_engine
-        engine.open_engine = lambda kind: opened(given["engine"])  # type: ignore[assignment,misc]
+        opened = io_engine.open_engine
+        io_engine.open_engine = lambda kind: opened(given["engine"])  # type: ignore[assignment,misc]

@@ -75,7 +75,7 @@ class LiveMemory(TorchDispatchMode):
         work = self._session.executor.runner
         calls = list(self._calls)
         kept = [kept for call in calls for kept in call.saved_ops if kept is not None]
-        held = self._session.executor.reducer.sink._grads
+        held = self._session.executor.collector.sink._grads
         gradients = [*held.values(), *work.pending.on_host.values()]
         found, seen = {}, set[int]()
         for owner, tensors in (

@@ -15,7 +15,7 @@ import lohan
 from lohan.capture.blocks import split
 from lohan.checkpoint.store_io import store_reader
 from lohan.model.state import chunks, state_key, stored_model
-from lohan.store.engine import aligned_buffer
+from lohan.store.io_engine import aligned_buffer
 
 SMALL = {
     "hidden_size": 64,
@@ -134,7 +134,7 @@ def lohan_run(
 
 def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
     """The fp32 values of every parameter after the last step."""
-    session.settle()
+    session.commit()
     read = store_reader(session.store)
     return {
         tensor.name: read(tensor.name, 0, tensor.parameters).view(tensor.shape)
@@ -145,16 +145,16 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
     """Adam's means of the gradients after the last step."""
-    session.settle()
+    session.commit()
     held = stored_model(session.store.meta, session.store.regions)
     found = {}
     for group in held.groups:
         found.update({tensor.name: torch.zeros(tensor.shape) for tensor in group.tensors})
         for chunk in () if group.frozen else chunks(group, held.chunk_params):
             count = chunk.stop - chunk.start
-            buffer = aligned_buffer(held.mode.state_size(count))
+            buffer = aligned_buffer(held.state_format.state_size(count))
             session.store.wait(session.store.read(state_key(group), chunk.index, buffer))
-            values = split(held.mode, torch.from_numpy(buffer), count)["m"]
+            values = split(held.state_format, torch.from_numpy(buffer), count)["m"]
             for own_range in chunk.ranges:
                 flat = found[group.tensors[own_range.tensor].name].view(-1)
                 flat[own_range.start : own_range.stop] = values[own_range.at :][
@@ -165,7 +165,7 @@ def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
     """Weights and optimizer state of every group after the last step, byte by byte."""
-    session.settle()
+    session.commit()
     found = {}
     for region in session.store.regions:
         if region.scratch:

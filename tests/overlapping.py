@@ -21,7 +21,7 @@ from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
-from lohan.store.engine import Engine
+from lohan.store.io_engine import IOEngine
 from tests.models import attached, batches, stored_bytes
 from tests.store.memory_engine import MemoryEngine
 
@@ -131,7 +131,7 @@ class Tuning:
     grads: int = 1
     cached: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
-    again: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
+    twice: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
     own_thread: bool = False  # for updates, instead of the caller's
     device_slots: int = 0  # more than the widest site needs, on a device with its own memory
@@ -148,13 +148,13 @@ class Tuning:
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
         passing = set(keys) - {*weights, *(key for key, _ in state)}
-        again = some([key for key in keys if key in passing], self.again)
-        balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.defers_all
+        twice = some([key for key in keys if key in passing], self.twice)
+        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.defers_all
         return replace(
             plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
             ring=self.ring, grad_groups=self.grads, host_cached_weights=weights,
             host_cached_state=state,
-            made_again=again if plan.defers_all and plan.overlap else (),
+            updated_twice=twice if plan.defers_all and plan.overlap else (),
             spilled=some(keys, self.spilled) if plan.defers_all else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
@@ -193,9 +193,9 @@ def delay_lanes(session: lohan.Session, seed: int) -> None:
 
     session.executor.lanes.delay = delay
     if isinstance(session.context.device, EmulatedDevice):
-        streams = {lane: random_delay(seed + i) for i, lane in enumerate(("gpu", "h2d", "d2h"))}
+        streams = {lane: random_delay(seed + i) for i, lane in enumerate(("compute", "h2d", "d2h"))}
         session.context.device.delay = lambda lane: streams[lane]()
-    for site in session.executor.blocks.sites:  # the gpu lane is the model's own code
+    for site in session.executor.blocks.sites:  # the compute lane is the model's own code
         inner = session.model.get_submodule(site.name)
         leaf = next(iter(inner.children()), inner)
         leaf.register_forward_pre_hook(random_delay(seed + len(site.name)))
@@ -228,7 +228,7 @@ class Result:
         self.check(replace(other, norms=self.norms))
 
 
-def memory_engine(files: dict[str, bytearray] | None = None) -> Engine:
+def memory_engine(files: dict[str, bytearray] | None = None) -> IOEngine:
     return MemoryEngine(files=files)
 
 

@@ -143,7 +143,7 @@ def child(request: dict[str, Any]) -> int:
     import torch
 
     from lohan.__main__ import main
-    from lohan.store.engine import Volume
+    from lohan.store.io_engine import Volume
 
     place = Path(request["place"])
     for number, name in ((1, "out"), (2, "err")):

@@ -148,7 +148,7 @@ def smaller(
     blocks = cut(model)
     workload = workload_of(model, blocks, {"input_ids": batch_of(model, seq).to("meta")})
     options = PlanOptions(
-        mode="fp32", micro_batch=micro_batch, clip=clip, activations=policy, overlap=overlap
+        dtype="fp32", micro_batch=micro_batch, clip=clip, activations=policy, overlap=overlap
     )
     size = 2**26
     while size > 2**16:
@@ -216,7 +216,7 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     workload = workload_of(model, blocks, {"input_ids": batch_of(model, SEQ * 6).to("meta")})
     smallest = closed_form_plan(
         blocks,
-        PlanOptions(mode="fp32", activations="recompute"),
+        PlanOptions(dtype="fp32", activations="recompute"),
         host_bytes=2**26,
         workload=workload,
     )
@@ -224,7 +224,7 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     for size in sizes:
         try:
             tight = closed_form_plan(
-                blocks, PlanOptions(mode="fp32", activations="recompute", micro_batch=4),
+                blocks, PlanOptions(dtype="fp32", activations="recompute", micro_batch=4),
                 host_bytes=size, workload=workload,
             )  # fmt: skip
         except BudgetError:

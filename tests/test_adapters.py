@@ -192,7 +192,7 @@ def test_16_bit_base_with_fp32_adapters(tmp_path):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
     start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     with attached(model, tmp_path) as session:
-        assert session.plan.mode == "bf16"
+        assert session.plan.dtype == "bf16"
         first = master_weights(session)
         losses = train(model, data)
         session.export(tmp_path / "adapter", dtype="fp32")

@@ -201,7 +201,7 @@ def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
     (row,) = rows
     assert row["updates"] == "balanced" and row["measured s"] > 0 and row["predicted s"] > 0
     assert "GFLOP/s" in report["facts"]["rates"] and "link" in report["facts"]["measured"]
-    assert {f"{lane} busy" for lane in ("gpu", "h2d", "d2h", "ssd", "cpu")} <= set(row)
+    assert {f"{lane} busy" for lane in ("compute", "h2d", "d2h", "ssd", "optimizer")} <= set(row)
     assert list(tmp_path.iterdir()) == []
 
 

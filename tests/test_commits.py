@@ -18,7 +18,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
 from lohan.engine.executor import SETTLING, CommitClock
 from lohan.errors import ConfigError
-from lohan.store.engine import aligned_buffer
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
 from tests import ranked
@@ -43,10 +43,10 @@ def budget(place: Path, every: str | int) -> lohan.Budget:
         pytest.param(LLAMA, Tuning(ring=1, slots=0, window=0), 4, marks=pytest.mark.slow),
         pytest.param(DROPS, Tuning(cached=0.4, spilled=0.5), 100, marks=pytest.mark.slow),
         (HALF, Tuning(cached=0.4), 3),
-        (PLAIN, Tuning(cached=0.2, again=1.0, spilled=0.5), 3),
-        (TIED, Tuning(again=1.0, spilled=1.0, ring=1, slots=0, window=0), 5),
-        (LLAMA, Tuning(cached=0.2, again=0.5, spilled=0.0, own_thread=True), 4),
-        (HALF, Tuning(again=0.5, spilled=0.5), 3),
+        (PLAIN, Tuning(cached=0.2, twice=1.0, spilled=0.5), 3),
+        (TIED, Tuning(twice=1.0, spilled=1.0, ring=1, slots=0, window=0), 5),
+        (LLAMA, Tuning(cached=0.2, twice=0.5, spilled=0.0, own_thread=True), 4),
+        (HALF, Tuning(twice=0.5, spilled=0.5), 3),
     ],
 )
 def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
         for (step, found), (next_step, then) in pairwise(seen):
             assert (found == then) is (step == next_step)
         assert written[2] == written[3] == written[5] < 0.8 * written[1] == 0.8 * written[4]
-        session.settle()
+        session.commit()
         assert session.store.meta["progress"]["step"] == 9
 
 
@@ -139,7 +139,7 @@ def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path,
 def test_an_error_in_backward(clip, back_to, again, plain, tmp_path, monkeypatch):
     """Steps before it are committed, unless its own updates have run in place of theirs: then the
     last commit is what remains. Training goes on from there to the same bits."""
-    tuned(monkeypatch, Tuning(cached=0.0 if again else 0.5, again=again, spilled=0.0))
+    tuned(monkeypatch, Tuning(cached=0.0 if again else 0.5, twice=again, spilled=0.0))
     model = net()
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
         go_on(session, data(8), 7)

@@ -174,12 +174,12 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
 
 @pytest.mark.parametrize("every", ["step", 3])
 @pytest.mark.parametrize("number", [5, *(pytest.param(number, marks=SLOW) for number in range(12))])
-def test_kill_while_updates_are_made_again(number, every, forge, inputs, tmp_path):
+def test_kill_while_updates_are_made_twice(number, every, forge, inputs, tmp_path):
     """Every step is clipped, and its updates are written when they are made a second time, in
     steps between two commits too."""
     more = ("--clip", 0.001, "--host", "2MiB", "--commit-every", every)
     plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    how = {"before": "made_again:everywhere"}
+    how = {"before": "updated_twice:everywhere"}
     assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
     ended = forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace", **how)
     assert ended.code == 0, ended.err

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
@@ -38,7 +38,7 @@ def emulated() -> EmulatedDevice:
 # -- every mode of updates ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, GRAD_MODES, [0.0, CLIP]))
+@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
 def test_every_mode(kind, mode, clip, tmp_path):
     """One weight slot more than a block needs, gradients of one block: everything is used again
     and again."""
@@ -166,7 +166,7 @@ def test_leftover_memory_caches_weights():
     workload = workload_of(model, blocks, {"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     slots = {}
     for memory in (1 * MiB, 64 * MiB):
-        options = PlanOptions(mode="fp32", micro_batch=2)
+        options = PlanOptions(dtype="fp32", micro_batch=2)
         plan = closed_form_plan(
             blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
         )

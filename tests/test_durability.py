@@ -88,9 +88,9 @@ def test_nothing_is_written_twice(model: Path, tmp_path: Path) -> None:
     module, session = opened(model, tmp_path / "ssd")
     with session:
         train(module, session, 1)
-        session.settle()
+        session.commit()
         written = session.store.counters.bytes_written
         assert written > 0
-        session.settle()
+        session.settle()  # its old name
         session.export(tmp_path / "out")
         assert session.store.counters.bytes_written == written

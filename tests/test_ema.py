@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import lohan
 from lohan.checkpoint.store_io import store_reader
 from lohan.errors import ConfigError, StoreError
-from lohan.model.state import mode_with
+from lohan.model.state import state_format_of
 from lohan.planner.memory import HostMemoryModel
 from tests.architectures import data_of, model_of
 from tests.models import batches, loss_of, lr, master_weights, small_model
@@ -30,7 +30,7 @@ def adamw(**more) -> lohan.AdamW:
 
 
 def average(session: lohan.Session) -> dict[str, torch.Tensor]:
-    session.settle()
+    session.commit()
     read = store_reader(session.store, ema=True)
     return {
         tensor.name: read(tensor.name, 0, tensor.numel)
@@ -130,8 +130,9 @@ def test_counts_in_the_plan(tmp_path):
         optimizer = adamw(ema=decay)
         with lohan.attach(net, optimizer=optimizer, budget=budget) as session:
             plans[name] = session.plan
-            mode, blocks = mode_with("fp32", optimizer.kind), session.context.blocks
-            assert HostMemoryModel(blocks, "fp32", None, None, kind=optimizer.kind).mode == mode
+            blocks = session.context.blocks
+            memory = HostMemoryModel(blocks, "fp32", None, None, kind=optimizer.kind)
+            assert memory.state_format == state_format_of("fp32", optimizer.kind)
             for batch in batches(2, batch=2, seq=16):
                 before = session.store.counters
                 loss_of(net, batch).backward()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.choose import has_accelerator
 from lohan.util.units import GiB, MiB
@@ -71,7 +71,7 @@ def run(place: Path, kind: str, tuning: Tuning, **options: object) -> Result:
 def test_overlap_changes_no_bit(kind, clip, tmp_path):
     """Lanes late at random, every buffer used again and again."""
     wanted = run(tmp_path / "plain", kind, TINY, clip=clip, overlap=False, grad_offload="serial")
-    for seed, mode in enumerate(GRAD_MODES):
+    for seed, mode in enumerate(UPDATE_MODES):
         found = run(tmp_path / mode, kind, TINY, clip=clip, grad_offload=mode, seed=seed)
         if found.norms[0] is None:
             found = replace(found, norms=wanted.norms)

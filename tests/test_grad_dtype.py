@@ -71,10 +71,10 @@ def test_a_plan_holds_half(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "fp32"}, "this run has dtype fp32; leave it out"),
-        ({"mode": "fp16"}, "this run has dtype fp16; leave it out"),
-        ({"mode": "bf16", "world": 2}, "2 ranks sum them in fp32; leave it out"),
-        ({"mode": "bf16", "grad_dtype": "fp8"}, "'fp8'; choose fp32, bf16"),
+        ({"dtype": "fp32"}, "this run has dtype fp32; leave it out"),
+        ({"dtype": "fp16"}, "this run has dtype fp16; leave it out"),
+        ({"dtype": "bf16", "world": 2}, "2 ranks sum them in fp32; leave it out"),
+        ({"dtype": "bf16", "grad_dtype": "fp8"}, "'fp8'; choose fp32, bf16"),
     ],
 )
 def test_where_it_cannot_act_it_is_refused(options, message):

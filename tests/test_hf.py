@@ -285,7 +285,7 @@ def test_a_model_without_weights_in_memory(tmp_path, monkeypatch):
 def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
     ours = script(lohan.hf.Trainer, tmp_path / "ours", bf16=True, max_steps=4)
     theirs = script(transformers.Trainer, tmp_path / "theirs", max_steps=4)
-    assert ours.session.plan.mode == "bf16"
+    assert ours.session.plan.dtype == "bf16"
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0.02)
 
 

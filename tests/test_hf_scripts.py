@@ -119,7 +119,7 @@ def test_losses_of_ones_own_see_fp32_logits_with_bf16(label_smoothing_factor, tm
         changes = {"bf16": True, "label_smoothing_factor": label_smoothing_factor, "max_steps": 2}
         runs.append(made(noted(kind), tmp_path / kind.__module__, **changes))
         runs[-1].train()
-    assert set(seen) <= {torch.float32} and runs[1].session.plan.mode == "bf16"
+    assert set(seen) <= {torch.float32} and runs[1].session.plan.dtype == "bf16"
     for name, limit in (("loss", 1e-3), ("grad_norm", 2e-2)):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=limit), name
     for found in runs[1].evaluate()["eval_loss"], *logged(runs[1], "loss"):
@@ -151,7 +151,7 @@ def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
 def test_the_type_of_the_model_is_what_is_saved(tmp_path):
     trainer = made(lohan.hf.Trainer, tmp_path, bf16=True, max_steps=2)
     trainer.train()
-    assert trainer.session.plan.mode == "bf16"
+    assert trainer.session.plan.dtype == "bf16"
     trainer.save_model()
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == "float32"

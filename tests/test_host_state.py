@@ -69,7 +69,7 @@ def test_nothing_is_written_until_a_clean_stop(mode, clip, tmp_path, monkeypatch
         go_on(session, until=3)
         assert written(session) == first
         assert describe(tmp_path / "lohan-store")["meta"]["progress"]["step"] == 0
-        session.settle()
+        session.commit()
         assert written(session) == first + state_bytes(session)
         go_on(session, until=4)
         assert written(session) == first + state_bytes(session)
@@ -101,7 +101,7 @@ def test_snapshot_and_restore(tmp_path, monkeypatch, expected):
     tuned(monkeypatch, Tuning(cached=1.0))
     with opened(tmp_path / "run") as session:
         go_on(session, until=2)
-        session.settle()
+        session.commit()
         snapshot(session.store, tmp_path / "snapshots")
         go_on(session, until=4)
     shutil.rmtree(tmp_path / "run" / "lohan-store")
@@ -154,12 +154,12 @@ def test_an_error_in_backward_cannot_be_undone_in_place(cached, tmp_path, monkey
     tuned(monkeypatch, Tuning(cached=cached))
     session = opened(tmp_path, grad_offload="optimized")
     go_on(session, until=2)
-    session.settle()
+    session.commit()
     fail_once(session, where="backward")
     with pytest.raises(StoreError, match="did not finish"):
         go_on(session)
     with pytest.raises(StoreError, match="did not finish"):
-        session.settle()
+        session.commit()
     session.close(flush=False)
     if cached == 1.0:  # nothing was written in place
         with opened(tmp_path, resume=True) as session:

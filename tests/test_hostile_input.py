@@ -24,14 +24,14 @@ from lohan.data.images import _array, square
 from lohan.data.reading import read_examples
 from lohan.data.text import Encoder
 from lohan.device import ranks
-from lohan.device.ranks import Heartbeat, MissedBeats, count_of, local_meeting_place
+from lohan.device.ranks import Heartbeat, MissedBeats, count_of, local_rendezvous
 from lohan.errors import ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.model.layout import Ranks
 from lohan.planner import presets
 from lohan.store.admin import describe
-from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import LOCK, StoreLock, lock_holder
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.manifest import _canonical, checksum
 from lohan.store.store import Store
 from lohan.util.display import printable
@@ -52,7 +52,7 @@ def test_ranks_of_one_machine_meet_on_loopback_only() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    place = local_meeting_place(Ranks(0, 2), env)
+    place = local_rendezvous(Ranks(0, 2), env)
     with socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError):  # one that listens everywhere would answer here
@@ -62,9 +62,9 @@ def test_ranks_of_one_machine_meet_on_loopback_only() -> None:
 
 def test_a_meeting_place_of_torchrun_or_of_a_network_is_left_to_torch() -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert local_meeting_place(Ranks(0, 2), env) is None
+    assert local_rendezvous(Ranks(0, 2), env) is None
     env = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
-    assert local_meeting_place(Ranks(0, 2), env) is None
+    assert local_rendezvous(Ranks(0, 2), env) is None
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b"1.5", b"9" * 5000, b"\x1b[2J"])

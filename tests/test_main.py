@@ -11,8 +11,8 @@ import pytest
 
 from lohan import __version__
 from lohan.cli import main
-from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.interrupts import send_while_held

@@ -48,7 +48,7 @@ def test_every_rank_has_its_own_place(launched):
     config = folder.config()
     assert config.budget.gpus == 2
     for rank in range(2):
-        (place,) = folder.places(config, rank)
+        (place,) = folder.ssd_folders(config, rank)
         assert place == launched.parent / f"nvme{rank}"
         assert [p.name for p in place.iterdir()] == [f"{folder.tag(config)}-rank{rank}of2"]
 
@@ -180,8 +180,8 @@ def config_of(tmp_path: Path, *words: str):
 def test_names_in_ssd_stand_for_rank_and_machine(tmp_path):
     folder = RunFolder(tmp_path / "run")
     config = config_of(tmp_path, 'budget.ssd=["/a/{host}/{rank}", "/b"]')
-    assert folder.places(config, 3) == [Path("/a") / platform.node() / "3", Path("/b")]
-    assert folder.places(config_of(tmp_path), 3) == [tmp_path / "run"]
+    assert folder.ssd_folders(config, 3) == [Path("/a") / platform.node() / "3", Path("/b")]
+    assert folder.ssd_folders(config_of(tmp_path), 3) == [tmp_path / "run"]
 
 
 def test_more_ranks_than_rows_are_refused(tmp_path):

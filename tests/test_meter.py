@@ -41,12 +41,12 @@ def test_rows_follow_each_other(clock):
     trace.add(Span("ssd", "R0", 90.0, 99.0))  # before the loop
     meter = Meter(drive, trace)
     clock[0], drive.counters = 102.0, Counters(10, 4)
-    trace.add(Span("gpu", "B0", 100.5, 102.0))
+    trace.add(Span("compute", "B0", 100.5, 102.0))
     first = meter.row(tokens=8)
     assert (first["step_s"], first["tokens_per_s"]) == (2.0, 4.0)
     assert (first["ssd_read_bytes"], first["ssd_written_bytes"]) == (10, 4)
     assert (first["busy"], first["binding"]) == ({"gpu": 0.75}, "gpu")
-    trace.add(Span("cpu", "U0.0", 102.0, 105.0))  # an update after the row
+    trace.add(Span("optimizer", "U0.0", 102.0, 105.0))  # an update after the row
     clock[0], drive.counters = 106.0, Counters(10, 20)
     second = meter.row(tokens=8)
     assert (second["step_s"], second["busy"]) == (4.0, {"cpu": 0.75})

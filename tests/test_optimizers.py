@@ -14,9 +14,9 @@ import torch
 
 import lohan
 from lohan import _core
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.errors import ConfigError, StoreError
-from lohan.model.state import MODES, mode_with
+from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
 from lohan.tools.reference import in_memory
 from tests.models import (
@@ -139,7 +139,7 @@ def check(one: Result, other: Result) -> None:
 def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monkeypatch):
     clip = 0.3 if moments == "bf16" else 0.0
     plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, clip=clip)
-    for number, mode in enumerate(GRAD_MODES):
+    for number, mode in enumerate(UPDATE_MODES):
         tuning = Tuning(window=2, ring=1 + number % 3, cached=0.3 * (number % 2), spilled=0.5)
         place, seed = tmp_path / mode, None if number % 2 else number
         more = {"mode": mode, "tuning": tuning, "clip": clip, "seed": seed}
@@ -215,11 +215,11 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
 # -- the store -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", STATE_FORMATS)
 @pytest.mark.parametrize(("name", "moments"), KINDS)
 def test_arrays_of_a_chunk(name, moments, mode):
     """Aligned for the kernels, whole pages for the drives, and as many bytes as are told."""
-    kept = mode_with(mode, made(name, moments).kind)
+    kept = state_format_of(mode, made(name, moments).kind)
     each = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 32}[moments]
     other_bytes = {"fp32": 0, "bf16": 2, "fp16": 4}[mode]
     assert kept.state_bytes == each * len(OPTIMIZERS[name].moment_specs) + other_bytes
@@ -236,11 +236,11 @@ def test_arrays_of_a_chunk(name, moments, mode):
 
 def test_the_usual_arrays_are_what_they_were():
     """Stores of earlier versions have no kind; they are read as they were written."""
-    names = {mode: [array.name for array in kept.arrays] for mode, kept in MODES.items()}
+    names = {mode: [array.name for array in kept.arrays] for mode, kept in STATE_FORMATS.items()}
     assert names == {
         "fp32": ["m", "v"], "bf16": ["m", "v", "remainder"], "fp16": ["master", "m", "v"],
     }  # fmt: skip
-    assert {kept.state_bytes for kept in MODES.values()} == {8, 10, 12}
+    assert {kept.state_bytes for kept in STATE_FORMATS.values()} == {8, 10, 12}
 
 
 def test_another_optimizer_is_refused(tmp_path):

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
 from lohan.schedule.actions import Action, BufferState, Schedule
 from lohan.schedule.check import validate
 from lohan.schedule.steps import check_order
-from lohan.store.engine import open_engine
+from lohan.store.io_engine import open_engine
 from tests.grids import pairwise
 from tests.models import attached, stored_bytes
 from tests.overlapping import (
@@ -130,11 +130,11 @@ def evaluate(batches: list[dict[str, torch.Tensor]]) -> Callable[[nn.Module, int
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
 def test_one_after_the_other_does_not_depend_on_the_mode(clip, tmp_path):
-    for mode in GRAD_MODES:
+    for mode in UPDATE_MODES:
         check(Case(kind="several", clip=clip), tmp_path / mode, PLAIN, mode=mode, overlap=False)
 
 
-@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, GRAD_MODES, [0.0, CLIP]))
+@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
 def test_every_mode(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
     assert plain(case).norms[0] > CLIP
@@ -146,7 +146,7 @@ def test_every_mode(kind, mode, clip, tmp_path):
     ("window", "ring"), [(1, 1), (1, 4), (2, 2), (2, 3), (3, 1), (3, 3), (4, 2), (4, 4)]
 )
 def test_prefetch_windows_and_rings(window, ring, tmp_path):
-    mode, clip = GRAD_MODES[(window + ring) % 4], CLIP * (ring % 2)
+    mode, clip = UPDATE_MODES[(window + ring) % 4], CLIP * (ring % 2)
     tuning = Tuning(window=window, slots=window, ring=ring, grads=1 + window % 3)
     check(Case(kind="tied", clip=clip), tmp_path, tuning, mode=mode, seed=2)
 
@@ -155,7 +155,7 @@ def test_prefetch_windows_and_rings(window, ring, tmp_path):
 
 
 @pytest.mark.parametrize("cached", [0.4, 1.0])
-@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in GRAD_MODES), ("balanced", CLIP)])
+@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
 def test_state_in_memory(mode, clip, cached, tmp_path):
     tuning = Tuning(cached=cached, spilled=0.5)
     check(Case(kind="several", clip=clip), tmp_path, tuning, mode=mode, seed=3)
@@ -229,7 +229,7 @@ class Fork(Net):
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
     def run(name: str, tuning: Tuning, **options: object) -> Result:
         tuned(monkeypatch, tuning)
@@ -238,13 +238,13 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
         return train(Fork().train(), batches, tmp_path / name, clip=clip, **options)
 
     back: list[list[int]] = []
-    learn = Pipeline._learn
+    learn = ActionScheduler._learn
 
-    def recorded(self: Pipeline) -> None:
+    def recorded(self: ActionScheduler) -> None:
         back.append(self._backward)
         learn(self)
 
-    monkeypatch.setattr(Pipeline, "_learn", recorded)
+    monkeypatch.setattr(ActionScheduler, "_learn", recorded)
     wanted = run("plain", PLAIN, overlap=False, grad_offload=mode)
     found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, grad_offload=mode)
     found.check(wanted)
@@ -253,7 +253,7 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
     assert back[1] == back[2] and sorted(back[3]) == sorted(back[1]) != back[3]
 
 
-@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in GRAD_MODES), ("balanced", CLIP)])
+@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
 def test_bf16(mode, clip, tmp_path):
     case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
     check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=7)
@@ -386,7 +386,7 @@ def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_pa
         with pytest.raises(StorageIOError, match=cause) as raised:
             go_on(session)
         assert raised.value.__notes__[0].startswith("lane ssd, action ")
-        assert session.store._in_flight._busy == {}  # no buffer is the drive's any more
+        assert session.store._tracker._busy == {}  # no buffer is the drive's any more
         assert 1 <= session.step < STEPS
         assert session.store.meta["progress"]["step"] == session.step
         committed = session.step
@@ -421,7 +421,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
         session.executor.runner.submit, engine.read = failing, read
         with pytest.raises(StorageIOError, match="EIO"):
             go_on(session)
-        assert session.store._in_flight._busy == {}
+        assert session.store._tracker._busy == {}
         go_on(session)
         assert stored_bytes(session) == plain(Case()).stored
 
@@ -481,7 +481,7 @@ def stress(seed: int, place: Path) -> None:
     )  # fmt: skip
     engine = FaultyEngine(memory_engine(), max_delay_s=0.002, seed=seed)
     print(case, tuning)
-    check(case, place, tuning, mode=draw.choice(GRAD_MODES), seed=seed, engine=engine)
+    check(case, place, tuning, mode=draw.choice(UPDATE_MODES), seed=seed, engine=engine)
 
 
 @pytest.mark.parametrize("seed", range(6))

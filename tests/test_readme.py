@@ -175,7 +175,7 @@ def test_settings_page_is_up_to_date() -> None:
 def test_picture_is_drawn_from_a_trace(tmp_path: Path) -> None:
     made = runpy.run_path(str(ROOT / "docs" / "lanes_picture.py"))
     steps = [("F", 0, 1), ("B", 1, 3), ("F", 3, 4), ("B", 4, 6)]
-    spans = [Span("gpu", f"{kind}0", start, stop) for kind, start, stop in steps]
+    spans = [Span("compute", f"{kind}0", start, stop) for kind, start, stop in steps]
     write_chrome_trace(tmp_path / "trace.json", [*spans, Span("ssd", "W0.0", 5, 6)])
     picture = made["svg"](made["read"](tmp_path / "trace.json"), "a <title>")
     root = ElementTree.fromstring(picture)

@@ -32,9 +32,10 @@ WORK = StepWork(
 
 def test_rates_come_from_the_spans():
     spans = [
-        Span("gpu", "F0", 0.0, 1.0), Span("gpu", "F1", 1.0, 2.0), Span("gpu", "F2", 2.0, 5.0),
-        Span("gpu", "B1", 5.0, 8.0), Span("gpu", "B0", 8.0, 11.0),
-        Span("cpu", "U0.0", 11.0, 12.0), Span("cpu", "U0.1", 12.0, 13.0),
+        Span("compute", "F0", 0.0, 1.0), Span("compute", "F1", 1.0, 2.0),
+        Span("compute", "F2", 2.0, 5.0), Span("compute", "B1", 5.0, 8.0),
+        Span("compute", "B0", 8.0, 11.0),
+        Span("optimizer", "U0.0", 11.0, 12.0), Span("optimizer", "U0.1", 12.0, 13.0),
         Span("ssd", "R0", 0.0, 2.0), Span("ssd", "W0.0", 1.0, 4.0),
     ]  # fmt: skip
     found = profile_of_step(spans, WORK, moved_bytes=400, host_bytes=10**9)
@@ -48,17 +49,17 @@ def test_rates_come_from_the_spans():
 
 
 def test_a_step_without_updates_says_nothing():
-    spans = [Span("gpu", "F0", 0.0, 1.0), Span("gpu", "B0", 1.0, 2.0)]
+    spans = [Span("compute", "F0", 0.0, 1.0), Span("compute", "B0", 1.0, 2.0)]
     assert profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1) is None
 
 
 def test_lanes_are_compared_one_by_one():
-    predicted = {"gpu": 2.0, "ssd": 1.0, "cpu": 0.01, "h2d": 0.0}
-    measured = {"gpu": 2.3, "ssd": 1.3, "cpu": 0.05, "h2d": 0.0}
+    predicted = {"compute": 2.0, "ssd": 1.0, "optimizer": 0.01, "h2d": 0.0}
+    measured = {"compute": 2.3, "ssd": 1.3, "optimizer": 0.05, "h2d": 0.0}
     found = replan.surprises(predicted, measured, step_s=3.0)
     assert found == "ssd was busy for 1.3 s of a step, 1 s were predicted"
     assert replan.surprises(predicted, {**measured, "ssd": 1.1}, step_s=3.0) == ""
-    both = replan.surprises(predicted, {**measured, "gpu": 1.0}, step_s=3.0)
+    both = replan.surprises(predicted, {**measured, "compute": 1.0}, step_s=3.0)
     assert both.startswith("compute was busy for 1 s of a step, 2 s were predicted; ssd was busy")
 
 
@@ -123,7 +124,7 @@ def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
     from lohan.model.plan import Plan
 
     plan = Plan(
-        mode="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,
+        dtype="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,
         kept=(("mm v_proj", 4),),
     )  # fmt: skip
     file.write_text(json.dumps({"plan": plan.to_json()}))

@@ -68,10 +68,10 @@ HALF = Case("gpt2", dtype=torch.float16, scales=OVERFLOWING)
 
 
 def check(
-    case: Case, place: Path, tuning: Tuning, *, again: bool, seed: int = 3, share: float = 0.25,
+    case: Case, place: Path, tuning: Tuning, *, rerun: bool, seed: int = 3, share: float = 0.25,
     ways: list[tuple[int, int]] = EXPECTED, **options,
 ):  # fmt: skip
-    """`again`: held gradients would go to SSD, and clipped steps are run again. `share`: of recent
+    """`rerun`: held gradients would go to SSD, and clipped steps are run again. `share`: of recent
     steps, that may be clipped."""
     limit, expected = case.waiting
     losses, norms, counts = [], [], []
@@ -80,7 +80,7 @@ def check(
         tuned(patch, tuning)
         model = case.model()
         session = attached(
-            model, place, clip=limit, micro_batch=case.micro_batch, run_again=again, **options
+            model, place, clip=limit, micro_batch=case.micro_batch, run_again=rerun, **options
         )
     with session:
         executor = session.executor
@@ -106,7 +106,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("case", "tuning", "again"),
+    ("case", "tuning", "rerun"),
     thinned([
         (PLAIN, Tuning(cached=0.4, spilled=0.0), False),
         (TIED, Tuning(cached=1.0, spilled=0.0), False),
@@ -120,23 +120,23 @@ def check(
         (LLAMA, Tuning(cached=0.4), True),
         (DROPS, Tuning(cached=0.4), True),
         (HALF, Tuning(cached=0.4, own_thread=True), True),
-        (PLAIN, Tuning(spilled=0.0, again=1.0), False),
-        (PLAIN, Tuning(cached=0.2, again=1.0, own_thread=True), True),
-        (DROPS, Tuning(again=0.5, spilled=0.5), True),
-        (HALF, Tuning(again=0.5, spilled=0.5), True),
+        (PLAIN, Tuning(spilled=0.0, twice=1.0), False),
+        (PLAIN, Tuning(cached=0.2, twice=1.0, own_thread=True), True),
+        (DROPS, Tuning(twice=0.5, spilled=0.5), True),
+        (HALF, Tuning(twice=0.5, spilled=0.5), True),
     ], 0, 2, 4, 5, 6, 7, 8, 9, 13, 15),
 )  # fmt: skip
-def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
+def test_every_way_has_the_bits_of_waiting(case, tuning, rerun, tmp_path):
     """Speculated and kept, redone from held gradients or run again, and held, on late lanes."""
-    check(case, tmp_path, tuning, again=again)
+    check(case, tmp_path, tuning, rerun=rerun)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("rerun", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
-def test_on_a_device(mode, again, tmp_path):
-    tuning = Tuning(cached=0.2, spilled=float(again), again=0.5, device_slots=1)
+def test_on_a_device(mode, rerun, tmp_path):
+    tuning = Tuning(cached=0.2, spilled=float(rerun), twice=0.5, device_slots=1)
     device = EmulatedDevice(64 * MiB)
-    check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
+    check(TIED, tmp_path, tuning, rerun=rerun, grad_offload=mode, device=device)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_on_a_device(mode, again, tmp_path):
     ],
 )
 def test_the_plan_says_how_many_steps_may_be_clipped(share, ways, tmp_path):
-    check(PLAIN, tmp_path, Tuning(spilled=0.0), again=False, share=share, ways=ways)
+    check(PLAIN, tmp_path, Tuning(spilled=0.0), rerun=False, share=share, ways=ways)
 
 
 # -- plans for clipped steps ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import lohan
 from lohan.errors import LohanError, StorageIOError
-from lohan.store.engine import open_engine
+from lohan.store.io_engine import open_engine
 from tests.models import (
     assert_close,
     assert_same,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
+from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares, public_key
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
@@ -49,23 +49,29 @@ def test_busy_seconds(spans, busy):
 )
 def test_the_share_of_an_action_beside_others(spans, share):
     others = [Span("ssd", "R0", low, high) for low, high in spans]
-    spans = [*others, Span("gpu", "F0", 0, 10), Span("cpu", "U0.0", 1, 1), Span("net", "A0", 0, 1)]
-    assert overlap_shares(spans, ("gpu", "cpu"), ("ssd",), 0, 20) == {"F0": pytest.approx(share)}
+    spans = [
+        *others, Span("compute", "F0", 0, 10), Span("optimizer", "U0.0", 1, 1),
+        Span("net", "A0", 0, 1),
+    ]  # fmt: skip
+    found = overlap_shares(spans, ("compute", "optimizer"), ("ssd",), 0, 20)
+    assert found == {"F0": pytest.approx(share)}
 
 
 def test_only_actions_that_begin_in_time_count():
-    spans = [Span("ssd", "R0", 0, 2), *(Span("gpu", "F0", at, at + 2) for at in (0, 1, 3, 9))]
-    assert overlap_shares(spans, ("gpu",), ("ssd",), 1, 9) == {"F0": 0.25}
+    spans = [Span("ssd", "R0", 0, 2), *(Span("compute", "F0", at, at + 2) for at in (0, 1, 3, 9))]
+    assert overlap_shares(spans, ("compute",), ("ssd",), 1, 9) == {"F0": 0.25}
 
 
 def test_lanes_are_counted_apart():
-    spans = [Span("gpu", "F0", 0, 4), Span("ssd", "R1", 1, 2), Span("cpu", "U0.0", 3, 7)]
-    assert busy_s(spans, 0, 10) == {"gpu": 4, "h2d": 0, "d2h": 0, "ssd": 1, "cpu": 4, "net": 0}
+    spans = [Span("compute", "F0", 0, 4), Span("ssd", "R1", 1, 2), Span("optimizer", "U0.0", 3, 7)]
+    assert busy_s(spans, 0, 10) == {
+        "compute": 4, "h2d": 0, "d2h": 0, "ssd": 1, "optimizer": 4, "net": 0,
+    }  # fmt: skip
 
 
 def test_a_step_takes_its_spans_once():
     trace = Trace(keep=True)
-    trace.add(Span("gpu", "F0", 0, 1))
+    trace.add(Span("compute", "F0", 0, 1))
     assert [span.name for span in trace.take_step()] == ["F0"]
     assert trace.take_step() == []
 
@@ -73,7 +79,7 @@ def test_a_step_takes_its_spans_once():
 def test_spans_are_forgotten_unless_kept(tmp_path):
     for keep in (True, False):
         trace = Trace(keep=keep)
-        trace.add(Span("gpu", "F0", 0, 1))
+        trace.add(Span("compute", "F0", 0, 1))
         trace.take_step()
         trace.write(tmp_path / "trace.json")
         made = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -101,7 +107,7 @@ def rows(events: list[dict]) -> dict[str, list[dict]]:
 def test_chrome_trace():
     spans = [
         Span("ssd", "R0", 100.0, 101.0), Span("ssd", "R1", 100.5, 102.0),
-        Span("ssd", "R2", 101.5, 103.0), Span("gpu", "F0", 101.0, 101.25),
+        Span("ssd", "R2", 101.5, 103.0), Span("compute", "F0", 101.0, 101.25),
     ]  # fmt: skip
     made = chrome_trace(spans)
     found = rows(made["traceEvents"])
@@ -153,7 +159,7 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noq
             {"ph": "M", "tid": 0, "args": {"name": "all"}}
         ])  # fmt: skip
     for number, row in enumerate(metrics):
-        assert row["busy"].keys() <= set(LANES)
+        assert row["busy"].keys() <= set(map(public_key, LANES))
         assert {"gpu", "cpu"} <= row["busy"].keys()
         # With clipping the first step's updates come in the second, and nothing else need move.
         assert "ssd" in row["busy"] or number == 0 or more == ("--no-overlap",)

@@ -19,7 +19,7 @@ from tests.overlapping import Result, Tuning, data, net, train, tuned
 STEPS = 6
 CLIP = 1e-3  # far below every norm
 PARTLY = Tuning(cached=0.5, spilled=0.5)
-AGAIN = Tuning(again=1.0, spilled=0.5)
+TWICE = Tuning(twice=1.0, spilled=0.5)
 
 
 def plain(rows, kind="plain") -> Result:
@@ -67,14 +67,14 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
         phases = phases_of(session)
         backward, forward = phases[:-1:2], phases[1:-1:2]
         assert len(backward) == len(forward) == STEPS - 2
-        assert set(phases[-1]) == {*stay, Op.COMMIT}  # of the last step, by flush
+        assert set(phases[-1]) == {*stay, Op.END_STEP}  # of the last step, by flush
         for names in forward:
             assert {name for name in names if name[0] == "W"} == everything - stay
-            assert Op.COMMIT not in names
+            assert Op.END_STEP not in names
         for names in backward:
             written = [name for name in names if name[0] == "W"]
             assert sorted(written) == sorted(stay)
-            commit, last = names.index(Op.COMMIT), names.index(written[-1])
+            commit, last = names.index(Op.END_STEP), names.index(written[-1])
             assert names.index("B5") < names.index(written[0]) and last < commit
             assert commit < names.index(Op.BACKWARD_DONE)
             spills = [i for i, name in enumerate(names) if name[0] == Op.SPILL_GRADIENTS]
@@ -90,11 +90,11 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
         (Tuning(cached=1.0, spilled=1.0, own_thread=True), False),
         (Tuning(cached=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
         (Tuning(cached=0.5, spilled=0.5, device_slots=1), True),
-        (AGAIN, False),
-        (Tuning(cached=0.2, again=0.5, spilled=0.0, own_thread=True), False),
-        (Tuning(again=1.0, spilled=1.0, ring=1, slots=0, window=0), False),
-        (Tuning(again=1.0, spilled=0.5, device_slots=1), True),
-        (Tuning(again=1.0, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
+        (TWICE, False),
+        (Tuning(cached=0.2, twice=0.5, spilled=0.0, own_thread=True), False),
+        (Tuning(twice=1.0, spilled=1.0, ring=1, slots=0, window=0), False),
+        (Tuning(twice=1.0, spilled=0.5, device_slots=1), True),
+        (Tuning(twice=1.0, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
     ],
 )
 def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch):
@@ -108,30 +108,30 @@ def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch
 def test_updates_made_twice_in_models_of_any_shape(kind, device, tmp_path, monkeypatch):
     rows, more = data(STEPS, kind=kind), {"device": EmulatedDevice(64 * MiB)} if device else {}
     expected = plain(rows, kind)
-    tuned(monkeypatch, Tuning(again=1.0, spilled=0.5, device_slots=1))
+    tuned(monkeypatch, Tuning(twice=1.0, spilled=0.5, device_slots=1))
     train(net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
 
 
 def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(again=0.5, spilled=0.5))
+    tuned(monkeypatch, Tuning(twice=0.5, spilled=0.5))
     model = net()
     with attached(model, tmp_path, clip=CLIP) as session:
         spec = session.executor.spec
-        again = {f"{g}.{c}" for g in spec.made_again for c in range(spec.chunks[g])}
+        twice = {f"{g}.{c}" for g in spec.updated_twice for c in range(spec.chunks[g])}
         phases = phases_of(session)
         for names in phases:
             assert len(names) == len(set(names))
         for names in phases[1:-1:2]:
-            assert {f"{op}{key}" for op in "SU" for key in again} <= set(names)
-            assert not {f"W{key}" for key in again} & set(names) and Op.COMMIT not in names
+            assert {f"{op}{key}" for op in "SU" for key in twice} <= set(names)
+            assert not {f"W{key}" for key in twice} & set(names) and Op.END_STEP not in names
         for names in phases[:-1:2]:
-            assert {name[1:] for name in names if name[0] in "SUW"} == again
-            assert names.index(Op.COMMIT) == names.index(Op.BACKWARD_DONE) - 1
-        assert {f"W{key}" for key in again} < set(phases[-1])  # of the last step, by flush
+            assert {name[1:] for name in names if name[0] in "SUW"} == twice
+            assert names.index(Op.END_STEP) == names.index(Op.BACKWARD_DONE) - 1
+        assert {f"W{key}" for key in twice} < set(phases[-1])  # of the last step, by flush
         assert stored_bytes(session) == expected.stored
 
 
-@pytest.mark.parametrize("tuning", [PARTLY, AGAIN])
+@pytest.mark.parametrize("tuning", [PARTLY, TWICE])
 @pytest.mark.parametrize("what", ["skip", "still"])
 def test_a_backward_that_takes_another_way(what, tuning, tmp_path, monkeypatch):
     """What was to be written beside it is written all the same."""
@@ -140,7 +140,7 @@ def test_a_backward_that_takes_another_way(what, tuning, tmp_path, monkeypatch):
     train(net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))
 
 
-@pytest.mark.parametrize("tuning", [PARTLY, AGAIN])
+@pytest.mark.parametrize("tuning", [PARTLY, TWICE])
 def test_a_step_is_durable_before_its_backward(tuning, expected, tmp_path, monkeypatch):
     """Who flushes between forward and backward finds the step before committed."""
     tuned(monkeypatch, tuning)
@@ -154,7 +154,7 @@ def test_a_step_is_durable_before_its_backward(tuning, expected, tmp_path, monke
         assert stored_bytes(session) == expected.stored
 
 
-@pytest.mark.parametrize("tuning", [PARTLY, AGAIN])
+@pytest.mark.parametrize("tuning", [PARTLY, TWICE])
 @pytest.mark.parametrize("block", [0, 3])
 def test_an_error_in_backward_costs_its_own_step_only(
     block, tuning, expected, tmp_path, monkeypatch

@@ -28,7 +28,7 @@ def go_on(session: lohan.Session, until: int = STEPS) -> None:
 
 def contents(session: lohan.Session) -> dict[str, bytes]:
     """What is whole on SSD, wherever it was."""
-    session.settle()
+    session.commit()
     return stored_bytes(session)
 
 

@@ -346,15 +346,17 @@ class _Watch(TorchFunctionMode):
 # -- Flat bytes of weights and state as torch tensors ----------------------------------------------
 
 
-def dtype_of(mode: StateFormat) -> torch.dtype:
-    """The dtype a mode computes in."""
-    return getattr(torch, mode.dtype)
+def dtype_of(state_format: StateFormat) -> torch.dtype:
+    """The dtype that a state format computes in."""
+    return getattr(torch, state_format.dtype)
 
 
-def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
+def split(
+    state_format: StateFormat, flat: torch.Tensor, parameters: int
+) -> dict[str, torch.Tensor]:
     """Named arrays inside the state chunk of so many parameters, given as uint8."""
     offset, parts = 0, {}
-    for array in mode.arrays:
+    for array in state_format.arrays:
         size = array.size(parameters)
         parts[array.name] = flat[offset : offset + size].view(getattr(torch, array.dtype))
         offset += size
@@ -383,8 +385,8 @@ class OffloadedParameter(nn.Parameter):
     """Shape, type, device and name of a parameter, on torch's meta device underneath."""
 
     label: tuple[str, str] = ("(a copy)", "(unknown)")
-    place = torch.device("cpu")  # where its block computes
-    home: Any = None  # where its values are
+    compute_device = torch.device("cpu")  # where its block computes
+    stored_weights: Any = None  # where its values are
     stored_as: str = ""  # and their name there
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -395,20 +397,20 @@ class OffloadedParameter(nn.Parameter):
         kwargs = dict(kwargs or {})
         name, asked = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         one = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
-        if name == "__get__" and asked in _PLACES:
-            return _PLACES[asked](one.place)
+        if name == "__get__" and asked in _DEVICE_PROPERTIES:
+            return _DEVICE_PROPERTIES[asked](one.compute_device)
         if name == "get_device":
-            return -1 if one.place.type == "cpu" else one.place.index or 0
+            return -1 if one.compute_device.type == "cpu" else one.compute_device.index or 0
         if name in ("to", "type_as") and not isinstance(args[0], cls):  # another tensor to its kind
             how = {key: value for key, value in kwargs.items() if key != "other"}
-            return args[0].to(one.place, one.dtype, **how)
+            return args[0].to(one.compute_device, one.dtype, **how)
         if name == "__set__" and asked is torch.Tensor.data and not isinstance(args[1], cls):
             raise _refusal(one, CHANGED)
         if name in _BYTES:
             raise _refusal(one, READ)
         makes = name.startswith("new_") or name.endswith("_like")
         if makes and kwargs.get("device") is None:
-            kwargs["device"] = one.place
+            kwargs["device"] = one.compute_device
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **kwargs)
@@ -425,18 +427,18 @@ class OffloadedParameter(nn.Parameter):
         return out
 
 
-_PLACES = {
-    torch.Tensor.device: lambda place: place,
-    torch.Tensor.is_meta: lambda place: False,
-    torch.Tensor.is_cpu: lambda place: place.type == "cpu",
-    torch.Tensor.is_cuda: lambda place: place.type == "cuda",
-    torch.Tensor.is_xpu: lambda place: place.type == "xpu",
+_DEVICE_PROPERTIES = {
+    torch.Tensor.device: lambda device: device,
+    torch.Tensor.is_meta: lambda device: False,
+    torch.Tensor.is_cpu: lambda device: device.type == "cpu",
+    torch.Tensor.is_cuda: lambda device: device.type == "cuda",
+    torch.Tensor.is_xpu: lambda device: device.type == "xpu",
 }
 
 
 def _like(one: OffloadedParameter, out: torch.Tensor) -> OffloadedParameter:
     made = out.as_subclass(OffloadedParameter)
-    made.label, made.place = one.label, one.place
+    made.label, made.compute_device = one.label, one.compute_device
     return made
 
 
@@ -455,9 +457,10 @@ def lacks_values(tensor: torch.Tensor) -> bool:
 
 
 def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) -> None:
-    """In place of the one at `ref`, past the checks of `setattr`; its `home` stays known."""
+    """In place of the one at `ref`, past the checks of `setattr`; its store stays known."""
     parameters = model.get_submodule(ref.module)._parameters
-    parameter.home = getattr(parameters[ref.attribute], "home", None)  # type: ignore[attr-defined]
+    stored = getattr(parameters[ref.attribute], "stored_weights", None)
+    parameter.stored_weights = stored  # type: ignore[attr-defined]
     parameters[ref.attribute] = parameter
 
 
@@ -469,7 +472,7 @@ def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> Non
                 module._parameters[name] = new[id(parameter)]
 
 
-def install_placeholders(model: nn.Module, blocks: Blocks, place: torch.device) -> None:
+def install_placeholders(model: nn.Module, blocks: Blocks, compute_device: torch.device) -> None:
     """Every parameter that belongs to a site becomes a placeholder."""
     made: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
@@ -481,6 +484,6 @@ def install_placeholders(model: nn.Module, blocks: Blocks, place: torch.device) 
                 empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
                 made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
                 made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
-                made[key].place = place
+                made[key].compute_device = compute_device
                 made[key].stored_as = blocks.by_key[ref.group].tensors[ref.tensor].name
             put_parameter(model, ref, made[key])

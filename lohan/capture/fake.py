@@ -88,23 +88,25 @@ def with_least_values(
 
 
 def fake_like(
-    tensor: torch.Tensor, known: Known = Known.SHAPES, *, place: torch.device = CPU
+    tensor: torch.Tensor, known: Known = Known.SHAPES, *, torch_device: torch.device = CPU
 ) -> torch.Tensor:
     """For an input, on the device where it would be. Whole numbers that are to be known are zero
     where they have no values; others are fake then."""
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     if known < Known.NUMBERS or (not whole and (known < Known.INPUTS or tensor.is_meta)):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch_device
+        )
     if isinstance(tensor, FakeTensor):
         return tensor
     with unset_fake_temporarily():
         if tensor.is_meta:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=place)
-        return tensor.detach().to(place)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=torch_device)
+        return tensor.detach().to(torch_device)
 
 
 @contextmanager
-def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
+def buffers_at(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
     """Buffers are copies on this device for the while, and what modules remember is afterwards what
     it was before: a trial counts for nothing. Also what their dicts, lists and sets hold:
     transformers adds hooks in the first forward and notes it in an attribute; hooks that stayed
@@ -120,7 +122,7 @@ def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     with unset_fake_temporarily():
-                        module._buffers[name] = buffer.detach().to(place, copy=True)
+                        module._buffers[name] = buffer.detach().to(torch_device, copy=True)
         yield
     finally:
         for module, (attributes, contents) in zip(modules, before, strict=True):
@@ -164,8 +166,8 @@ class _Shapes(DispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func in _INDEXED:
-            places = [place for index in args[1] for place in _places(index)]
-            args = (args[0], places, *args[2:])
+            indices = [index for given in args[1] for index in _indices(given)]
+            args = (args[0], indices, *args[2:])
         return func(*args, **kwargs)
 
     def _makes_known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -186,8 +188,8 @@ def _makes_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """A mask that is known as the places where it holds."""
+def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """A mask that is known, as the indices where it holds."""
     if (
         index is None
         or isinstance(index, FakeTensor)

@@ -108,29 +108,29 @@ def attention_workspace(func: Any, args: Sequence[Any]) -> int:
 
 def measure(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
-    place: torch.device = CPU, training: bool = True, tiles: int = 0,
+    torch_device: torch.device = CPU, training: bool = True, tiles: int = 0,
 ) -> Footprint:  # fmt: skip
-    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors). `place`
-    is where it would run: which kernels there are for attention, say, depends on it. Without
-    `training` nothing is kept, and there is no backward. `tiles`: as in Plan."""
+    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors).
+    `torch_device` is where it would run: which kernels there are for attention, say, depends on
+    it. Without `training` nothing is kept, and there is no backward. `tiles`: as in Plan."""
     kind = _Probe if training else _ForwardProbe
 
     def run(known: Known) -> Footprint:
-        return _run(model, batch, kind(model, blocks, micro_batch, place, tiles), known)
+        return _run(model, batch, kind(model, blocks, micro_batch, torch_device, tiles), known)
 
     return _somehow(model, run, long=bool(tiles))
 
 
 def inventories(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int,
-    place: torch.device = CPU, tiles: int = 0,
+    torch_device: torch.device = CPU, tiles: int = 0,
 ) -> tuple[dict[str, Inventory], Footprint]:  # fmt: skip
     """What each repeated site could keep of the whole batch, by name, and the footprint of a
     micro-batch, in one run. Sites that are called more than once are left out: their activations
     have no place of their own."""
 
     def run(known: Known) -> tuple[dict[str, Inventory], Footprint]:
-        probe = _InventoryProbe(model, blocks, micro_batch, place, tiles)
+        probe = _InventoryProbe(model, blocks, micro_batch, torch_device, tiles)
         footprint = _run(model, batch, probe, known)
         found = {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
         return found, footprint
@@ -153,8 +153,8 @@ def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, known: Known) -> Footprint:
     random = torch.random.fork_rng(devices=[])
-    with faking(known), random, buffers_at(model, probe.place), probe:
-        fake = partial(fake_like, known=known, place=probe.place)
+    with faking(known), random, buffers_at(model, probe.torch_device), probe:
+        fake = partial(fake_like, known=known, torch_device=probe.torch_device)
         inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
         # With gradients, so that a site's inputs say which of them take one.
         with torch.enable_grad(), probe.between:
@@ -168,11 +168,11 @@ class _Probe:
     _trains = True
 
     def __init__(
-        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device,
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, torch_device: torch.device,
         tiles: int,
     ) -> None:  # fmt: skip
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
-        self.place = place
+        self.torch_device = torch_device
         self._tiling = Tiling(tiles, brief=True) if tiles else None  # only bytes are counted
         self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
         self._cuts: dict[Any, Cut] = {}
@@ -189,7 +189,7 @@ class _Probe:
             if key not in made:
                 old = parameters[ref.attribute]
                 assert old is not None
-                empty = torch.empty(spec.shape, dtype=old.dtype, device=self.place)
+                empty = torch.empty(spec.shape, dtype=old.dtype, device=self.torch_device)
                 made[key] = nn.Parameter(empty, requires_grad=spec.trainable)
             self._weights.append((parameters, ref.attribute, made[key]))
         self._swap = swapped(self._weights)
@@ -311,10 +311,10 @@ class _InventoryProbe(_Probe):
     """Takes the inventory of sites, too."""
 
     def __init__(
-        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device,
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, torch_device: torch.device,
         tiles: int,
     ) -> None:  # fmt: skip
-        super().__init__(model, blocks, micro_batch, place, tiles)
+        super().__init__(model, blocks, micro_batch, torch_device, tiles)
         self.found: dict[str, Inventory] = {}
         self.calls: Counter[str] = Counter()
         self._known = Inventories()

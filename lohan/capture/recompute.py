@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture.selective_checkpoint import EarlyStop, run_again, run_and_save
+from lohan.capture.selective_checkpoint import EarlyStop, recompute_with, run_and_save
 from lohan.capture.slicing import Cut, Cuts, NotSliceable
 from lohan.device.base import Device
 from lohan.device.choose import Compiled
@@ -346,12 +346,12 @@ class SavedCall:
             raise ModelError(changed_input(self.name))
 
 
-class ActivationOffload:
+class ActivationHooks:
     """What becomes of a call's activations between its forward and its backward. This one leaves
     them where they are; others move them and bring them back."""
 
-    def save_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        """Forward begins. `places` are those that the schedule names."""
+    def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
+        """Forward begins. `buffers` are those that the schedule names."""
 
     def save_slice(self, site: int, call: SavedCall) -> None:
         """One more slice has run."""
@@ -359,7 +359,7 @@ class ActivationOffload:
     def forward_done(self, site: int, call: SavedCall) -> None:
         """Forward has ended."""
 
-    def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+    def load_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
         """Backward begins and needs the inputs."""
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
@@ -500,8 +500,8 @@ def _wrapped(value: Any) -> Any:
 # the values that forward found, and what it makes of them is dropped.
 
 
-Place = tuple[dict[str, Any], str]  # a module's buffers or attributes, and a name in it
-Saved = list[tuple[Place, Any]]
+Attribute = tuple[dict[str, Any], str]  # a module's buffers or attributes, and a name in it
+Saved = list[tuple[Attribute, Any]]
 _ABSENT = object()
 
 
@@ -522,9 +522,9 @@ class BlockState:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
-        self._changing: set[int] | None = None  # numbers of places, known after the first forward
+        self._changing: set[int] | None = None  # by number; known after the first forward
         self._modules = list(module.modules())
-        self._places: list[Place] = [
+        self._attributes: list[Attribute] = [
             (child._buffers, key)
             for child in self._modules
             for key, buffer in child._buffers.items()
@@ -533,7 +533,7 @@ class BlockState:
 
     def snapshot(self) -> Snapshot:
         """Before a forward: copies of all buffers at first, then of those known to change."""
-        copied = range(len(self._places)) if self._changing is None else self._changing
+        copied = range(len(self._attributes)) if self._changing is None else self._changing
         buffers = [
             (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
             for number, tensor in enumerate(self._current())
@@ -551,12 +551,12 @@ class BlockState:
                 continue
             if old is None:
                 raise ModelError(
-                    f"block {self._name} changes buffer {self._places[number][1]}, which it left "
-                    "alone in its first forward, so it cannot be recomputed; change it in every "
-                    "forward or in none"
+                    f"block {self._name} changes buffer {self._attributes[number][1]}, which it "
+                    "left alone in its first forward, so it cannot be recomputed; change it in "
+                    "every forward or in none"
                 )
             changed.add(number)
-            saved.append((self._places[number], old))
+            saved.append((self._attributes[number], old))
         self._changing = changed | (self._changing or set())
         return saved + self._other_attributes(before)
 
@@ -577,30 +577,30 @@ class BlockState:
             tensor, version, old = before.buffers[number]
             moved = now is not tensor or now._version != version
             if moved and (old is None or not torch.equal(now, old)):
-                return f"buffer {self._places[number][1]}"
+                return f"buffer {self._attributes[number][1]}"
         for (attributes, key), was in self._other_attributes(before):
             if isinstance(attributes.get(key), int | float) and isinstance(was, int | float):
                 return f"attribute {key}"
         return ""
 
     def _current(self) -> list[torch.Tensor]:
-        return [there[key] for there, key in self._places]
+        return [there[key] for there, key in self._attributes]
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """For a run that must leave no trace."""
         before = self.snapshot()
-        pairs = zip(self._places, self._current(), strict=True)
-        with with_old_values([(place, tensor) for place, tensor in pairs]):
+        pairs = zip(self._attributes, self._current(), strict=True)
+        with with_old_values([(attribute, tensor) for attribute, tensor in pairs]):
             try:
                 yield
             finally:
-                for place, old in self._other_attributes(before):
-                    _put(place, old)
+                for attribute, old in self._other_attributes(before):
+                    _put(attribute, old)
 
 
-def _put(place: Place, value: Any) -> None:
-    there, key = place
+def _put(attribute: Attribute, value: Any) -> None:
+    there, key = attribute
     if value is _ABSENT:
         there.pop(key, None)
     else:
@@ -608,20 +608,20 @@ def _put(place: Place, value: Any) -> None:
 
 
 def restore_values(saved: Saved) -> None:
-    for place, old in saved:
-        _put(place, old.detach().clone() if isinstance(old, torch.Tensor) else old)
+    for attribute, old in saved:
+        _put(attribute, old.detach().clone() if isinstance(old, torch.Tensor) else old)
 
 
 @contextmanager
 def with_old_values(saved: Saved) -> Iterator[None]:
     """Old values in their places for a recomputation, tensors as copies."""
-    current = [(place, place[0].get(place[1], _ABSENT)) for place, _ in saved]
+    current = [(attribute, attribute[0].get(attribute[1], _ABSENT)) for attribute, _ in saved]
     try:
         restore_values(saved)
         yield
     finally:
-        for place, value in current:
-            _put(place, value)
+        for attribute, value in current:
+            _put(attribute, value)
 
 
 # -- Computing a call, slice by slice --------------------------------------------------------------
@@ -644,7 +644,7 @@ class SlicedCompute:
     """Runs blocks forward and, by recomputation, backward."""
 
     def __init__(
-        self, device: Device, *, micro_batch: int | None, activations: ActivationOffload,
+        self, device: Device, *, micro_batch: int | None, activations: ActivationHooks,
         save_plans: SavePlans, compiled: Compiled,
     ) -> None:  # fmt: skip
         self._device, self.micro_batch, self.activations = device, micro_batch, activations
@@ -652,13 +652,13 @@ class SlicedCompute:
         self._early_stop = EarlyStop()
 
     def forward(
-        self, block: Block, call: SavedCall, places: Sequence[int], *, backward_follows: bool
+        self, block: Block, call: SavedCall, buffers: Sequence[int], *, backward_follows: bool
     ) -> Output:
-        """`places`: where the schedule has room for its activations."""
+        """`buffers`: where the schedule has room for its activations."""
         output = Output(call)
         self._find_cut(block, call)
         if backward_follows:
-            self.activations.save_inputs(block.number, call, places)
+            self.activations.save_inputs(block.number, call, buffers)
         before = block.state.snapshot()
         for part in call.slices(self.micro_batch):
             call.rng.append(self._device.random_state())
@@ -744,7 +744,7 @@ class SlicedCompute:
 
         with torch.enable_grad():
             if saved is not None:
-                out = run_again(run, saved)
+                out = recompute_with(run, saved)
             elif fast is not None:
                 out = tree_leaves(run())
             else:

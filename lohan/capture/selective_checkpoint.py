@@ -427,7 +427,7 @@ def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, Save
     return result, mode.seal()
 
 
-def run_again(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
+def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
     """Calls `run` once more, now with a graph, and returns the leaves of its result. Leaves whose
     values nothing in backward needs have none. Uses `saved` up."""
     saved.check()

@@ -205,10 +205,10 @@ class NoChance(DispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # attention
-            place = names.index("dropout_p")
-            if place >= len(args):
+            index = names.index("dropout_p")
+            if index >= len(args):
                 return func(*args, **{**kwargs, "dropout_p": 0.0})
-            return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+            return func(*args[:index], 0.0, *args[index + 1 :], **kwargs)
         out = func(*args, **kwargs)
         for made in tensors_in(out):
             chance = 0.5 if made.is_floating_point() else 0

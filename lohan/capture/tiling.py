@@ -197,7 +197,7 @@ class _TiledCall:
         self.made: Any = None  # the layout of what it returns
         self._context = CallContext()
         self._random: Any = None
-        self._places: list[tuple[dict[str, Any], str, int]] = []  # of weights, by number
+        self._weights: list[tuple[dict[str, Any], str, int]] = []  # of weights, by number
 
     def weights(self) -> list[torch.Tensor]:
         """Those that the part has now."""
@@ -207,7 +207,7 @@ class _TiledCall:
                 if weight is not None:
                     found.setdefault(id(weight), weight)
                     number = list(found).index(id(weight))
-                    self._places.append((child._parameters, name, number))
+                    self._weights.append((child._parameters, name, number))
         return list(found.values())
 
     def release(self) -> list[torch.Tensor]:
@@ -253,15 +253,15 @@ class _TiledCall:
             leaves, self.made = pytree.tree_flatten(self._part.forward(*args, **kwargs))
             joined = joined or [None] * len(leaves)
             has = iter(self._cut.outputs)
-            for place, leaf in enumerate(leaves):
+            for index, leaf in enumerate(leaves):
                 if not isinstance(leaf, torch.Tensor) or not next(has):
-                    joined[place] = leaf if joined[place] is None else joined[place]
+                    joined[index] = leaf if joined[index] is None else joined[index]
                     continue
-                if joined[place] is None:
+                if joined[index] is None:
                     shape = list(leaf.shape)
                     shape[self._cut.dim] = length
-                    joined[place] = leaf.new_empty(shape)
-                joined[place][_at(self._cut.dim, tile)] = leaf
+                    joined[index] = leaf.new_empty(shape)
+                joined[index][_at(self._cut.dim, tile)] = leaf
             del args, kwargs, leaves
         return joined
 
@@ -291,7 +291,7 @@ class _TiledCall:
         made: list[torch.Tensor | None] = [None] * len(tensors)
         tiled = [*self._cut.inputs, *(False for _ in weights)]
         context = CallContext(autocast=self._context.autocast)
-        own = [(there, name, weights[number]) for there, name, number in self._places]
+        own = [(there, name, weights[number]) for there, name, number in self._weights]
         with swapped(own), self._as_in_forward(tensors[0].device):
             for number, tile in enumerate(tiles[: self._most]):
                 pieces = self.narrowed(tensors[:count], tile)
@@ -303,7 +303,7 @@ class _TiledCall:
                 with torch.enable_grad():
                     out = tensors_in(context.run(self._part.forward, *args, **kwargs)[0])
                 leaves = [*inputs, *weights]
-                places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+                indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
                 pairs = [
                     (result, grad[_at(self._cut.dim, tile)] if has else grad)
                     for result, grad, has in zip(out, grads, self._cut.outputs, strict=True)
@@ -312,19 +312,19 @@ class _TiledCall:
                 if not pairs:
                     continue
                 found = torch.autograd.grad(
-                    [result for result, _ in pairs], [leaves[place] for place in places],
+                    [result for result, _ in pairs], [leaves[index] for index in indices],
                     [grad for _, grad in pairs], allow_unused=True,
                 )  # fmt: skip
                 del out, pairs, args, kwargs
-                for place, grad in zip(places, found, strict=True):
+                for index, grad in zip(indices, found, strict=True):
                     if grad is None:
                         continue
-                    if tiled[place]:
-                        if made[place] is None:
-                            made[place] = torch.zeros_like(tensors[place], dtype=grad.dtype)
-                        made[place][_at(self._cut.dim, tile)] = grad  # type: ignore[index]
+                    if tiled[index]:
+                        if made[index] is None:
+                            made[index] = torch.zeros_like(tensors[index], dtype=grad.dtype)
+                        made[index][_at(self._cut.dim, tile)] = grad  # type: ignore[index]
                     else:
-                        made[place] = _added(made[place], grad)
+                        made[index] = _added(made[index], grad)
                 del found, leaves, inputs, pieces
         return [
             None if grad is None else grad.to(tensor.dtype)

@@ -110,7 +110,9 @@ def _fake_inputs(leaves: list[Any]) -> list[Any]:
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return leaf
-        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_place(leaf))
+        made = torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_device_of(leaf)
+        )
         return made.requires_grad_(id(leaf) in wanted)
 
     return [fake(leaf) for leaf in leaves]
@@ -119,24 +121,24 @@ def _fake_inputs(leaves: list[Any]) -> list[Any]:
 @contextmanager
 def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Fake tensors in the place of all parameters that are not fake already."""
-    places = [
+    parameters = [
         (child._parameters, attribute, parameter)
         for child in module.modules()
         for attribute, parameter in child._parameters.items()
         if parameter is not None
     ]
     made: dict[int, nn.Parameter] = {}
-    for _, _, old in places:
+    for _, _, old in parameters:
         if id(old) not in made:
             new: torch.Tensor = old
             if not isinstance(old, FakeTensor):
-                new = torch.empty(old.shape, dtype=old.dtype, device=_place(old))
+                new = torch.empty(old.shape, dtype=old.dtype, device=_device_of(old))
             made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
-    with swapped((tensors, attribute, made[id(old)]) for tensors, attribute, old in places):
+    with swapped((tensors, attribute, made[id(old)]) for tensors, attribute, old in parameters):
         yield list(made.values())
 
 
-def _place(tensor: torch.Tensor) -> torch.device:
+def _device_of(tensor: torch.Tensor) -> torch.device:
     """What has a shape only stands for something on the CPU."""
     return CPU if tensor.device.type == "meta" else tensor.device
 
@@ -511,9 +513,9 @@ class _Block:
     def _label(self, part: _Part) -> str:
         """The operation, and where its most expensive work is done."""
         heavy = [self._nodes[index] for index in sorted(self._heavy(part.saved_work))]
-        places = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.saved)
+        modules = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.saved)
         ops = dict.fromkeys(_ATTENTION.sub("attention", node.op) for node in part.saved)
-        return f"{'+'.join(ops)} {'+'.join(filter(None, places))}".strip()
+        return f"{'+'.join(ops)} {'+'.join(filter(None, modules))}".strip()
 
     def _work(self, indices: Iterable[int]) -> tuple[float, float]:
         """FLOPs that do not grow with the sequence, and those that do."""

@@ -183,9 +183,9 @@ def draw_head(model: PreTrainedModel, *, seed: int) -> None:
         values = torch.zeros(parameter.shape)
         if parameter.ndim >= 2:
             values.normal_(std=std, generator=generator)
-        place, _, own = name.rpartition(".")
+        owner, _, own = name.rpartition(".")
         made = nn.Parameter(values.to(parameter.dtype), requires_grad=parameter.requires_grad)
-        setattr(model.get_submodule(place), own, made)
+        setattr(model.get_submodule(owner), own, made)
 
 
 def is_of_another_class(model: nn.Module | None, folder: Path) -> bool:
@@ -440,34 +440,34 @@ def diffusers_class(name: str, of: Path) -> Any:
     return getattr(diffusers, name)
 
 
-def build_diffusers(place: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module:
+def build_diffusers(source: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module:
     """The transformer in `dtype`: parameters on the meta device, buffers real on the CPU."""
-    raw = place.config()
+    raw = source.config()
     name = str(raw.get(CLASS))
     if name not in TRANSFORMERS:
         raise ModelError(
-            f"{place.model}: {name} is not a model that LoHan loads from a diffusers folder; it "
+            f"{source.model}: {name} is not a model that LoHan loads from a diffusers folder; it "
             f"loads {', '.join(TRANSFORMERS)}; build others in memory and attach them"
         )
     if "quantization_config" in raw:
         raise ModelError(
-            f"{place.model}: config.json says the weights are quantized; training every parameter "
+            f"{source.model}: config.json says the weights are quantized; training every parameter "
             "needs the unquantized checkpoint, give that folder"
         )
-    kind = diffusers_class(name, place.model)
+    kind = diffusers_class(name, source.model)
     try:
         with parameters_on_meta():
             built: Any = kind.from_config(raw)
     except Exception as error:
         raise ModelError(
-            f"{place.model}: diffusers cannot build the model: {first_line(error)}; check "
+            f"{source.model}: diffusers cannot build the model: {first_line(error)}; check "
             "config.json"
         ) from error
     # That of diffusers warns of parameters kept wide.
     model: nn.Module = nn.Module.to(built, dtype)
-    built.register_to_config(_name_or_path=str(place.model))
-    if has_weights(place.model):
-        load_buffers(model, place.model)
+    built.register_to_config(_name_or_path=str(source.model))
+    if has_weights(source.model):
+        load_buffers(model, source.model)
     return model
 
 

@@ -126,11 +126,11 @@ def _nf4(
     blocks.view(-1)[:count] = values
     torch.amax(blocks.abs(), 1, out=scales)
     blocks /= torch.where(scales > 0, scales, 1.0)[:, None]
-    places = torch.zeros(blocks.numel(), dtype=torch.uint8)
-    for own, into in zip(_cached(blocks.view(-1)), _cached(places), strict=True):
+    codes = torch.zeros(blocks.numel(), dtype=torch.uint8)
+    for own, into in zip(_cached(blocks.view(-1)), _cached(codes), strict=True):
         for middle in _MIDDLES:  # bucketize takes more than twice as long
             into.add_(own > middle)
-    pairs = (places[0::2] << 4) | places[1::2]
+    pairs = (codes[0::2] << 4) | codes[1::2]
     codes[start // 2 : start // 2 + -(-count // 2)] = pairs[: -(-count // 2)]
 
 
@@ -226,14 +226,14 @@ def _by_row(grid: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 @cache
-def _nf4_pairs(place: torch.device) -> torch.Tensor:
+def _nf4_pairs(torch_device: torch.device) -> torch.Tensor:
     pairs = [(_NF4[byte >> 4], _NF4[byte & 15]) for byte in range(256)]
-    return torch.tensor(pairs).view(torch.int64).view(-1).to(place)
+    return torch.tensor(pairs).view(torch.int64).view(-1).to(torch_device)
 
 
 @cache
-def _fp8_values(place: torch.device) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(_FP8).float().to(place)
+def _fp8_values(torch_device: torch.device) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(_FP8).float().to(torch_device)
 
 
 # -- Where codes and scales lie --------------------------------------------------------------------

@@ -344,9 +344,10 @@ class RowScaled:
 
 @dataclass(frozen=True)
 class Blockwise4Bit:
-    """Two values to a byte, the first in the high half, each a place in a table of 16; a scale for
-    `block` values in turn. Scales may be bytes themselves: places in a table of 256, with scales
-    for `nested` of them in turn and an offset. Rounded to `dtype`, which it was quantized from."""
+    """Two values to a byte, the first in the high half, each an index into a table of 16; a scale
+    for `block` values in turn. Scales may be bytes themselves: indices into a table of 256, with
+    scales for `nested` of them in turn and an offset. Rounded to `dtype`, which it was quantized
+    from."""
 
     name: str
     shape: tuple[int, ...]
@@ -365,11 +366,11 @@ class Blockwise4Bit:
     def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
         low = start // 2
         nibbles = packed(self.name, low, (stop + 1) // 2)
-        places = torch.stack([nibbles >> 4, nibbles & 15], dim=1).view(-1)
-        places = places[start - 2 * low : stop - 2 * low].int()
+        codes = torch.stack([nibbles >> 4, nibbles & 15], dim=1).view(-1)
+        codes = codes[start - 2 * low : stop - 2 * low].int()
         first, last = start // self.block, math.ceil(stop / self.block)
         scales = self._scales(first, last, packed)
-        values = packed(f"{self.name}.quant_map", 0, 16)[places]
+        values = packed(f"{self.name}.quant_map", 0, 16)[codes]
         values.mul_(scales[torch.arange(start, stop) // self.block - first])
         return values.to(self.dtype).float()
 

@@ -204,10 +204,10 @@ def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str,
 def _files(folder: Path) -> dict[str, str]:
     """What all files hold, by their path, without the mark."""
     found = {}
-    for place, folders, files in os.walk(folder):
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
         for name in (*files, *links):
-            path = Path(place) / name
+            path = Path(parent) / name
             found[str(path.relative_to(folder))] = _held_by(path)
     found.pop(MARK, None)
     return found

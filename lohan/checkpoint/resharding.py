@@ -23,9 +23,9 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.store.admin import remove
-from lohan.store.engine import Buffer, aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import IDENTITY, StoreLock
+from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.manifest import (
     COMMITS,
     apply_recovery,
@@ -45,7 +45,7 @@ from lohan.store.store import Store
 # come furthest is the run's.
 
 
-Places = Callable[[int], Sequence[Path]]  # folders in which a rank's store is spread
+FoldersOf = Callable[[int], Sequence[Path]]  # folders in which a rank's store is spread
 
 
 @dataclass(frozen=True)
@@ -89,26 +89,26 @@ class StoreSet:
                 remove(dirs)
 
 
-def set_of(places: Places, name: str, world: int) -> StoreSet:
+def set_of(folders_of: FoldersOf, name: str, world: int) -> StoreSet:
     """The stores that so many ranks have, or would have."""
     return StoreSet(
         tuple(
-            tuple(place / ranks.store_name(name) for place in places(ranks.rank))
+            tuple(parent / ranks.store_name(name) for parent in folders_of(ranks.rank))
             for ranks in Ranks(world=world).all()
         )
     )
 
 
-def find_sets(places: Places, name: str, *, seen_by: int = 0) -> list[StoreSet]:
+def find_sets(folders_of: FoldersOf, name: str, *, seen_by: int = 0) -> list[StoreSet]:
     """Whatever there is of the run's stores where a rank has its own, whole or not; the smallest
     number of ranks first."""
     worlds = set()
-    for place in places(seen_by):
-        for folder in place.iterdir() if place.is_dir() else ():
+    for parent in folders_of(seen_by):
+        for folder in parent.iterdir() if parent.is_dir() else ():
             own, ranks = parse_store_name(folder.name)
             if own == name and (folder / IDENTITY).is_file():
                 worlds.add(ranks.world)
-    return [set_of(places, name, world) for world in sorted(worlds)]
+    return [set_of(folders_of, name, world) for world in sorted(worlds)]
 
 
 def current_set(sets: Sequence[StoreSet], *, wanted: int | None = None) -> StoreSet | None:
@@ -153,12 +153,13 @@ RANK, WORLD = "rank", "world"  # in the meta of a rank's store
 
 
 def reshard_to_world(
-    places: Places, name: str, world: int, *, note: Callable[[str], None] = lambda text: None,
+    folders_of: FoldersOf, name: str, world: int, *,
+    note: Callable[[str], None] = lambda text: None,
     progress: OnProgress = lambda done, total: None,
 ) -> None:  # fmt: skip
     """Brings a run's stores to those of `world` ranks. What an interrupted change has left behind
     goes. Stores that are not on this machine are left to those who have them."""
-    sets = find_sets(places, name)
+    sets = find_sets(folders_of, name)
     now = current_set(sets, wanted=world)
     if now is None:
         if sets and all(found.world != world for found in sets):
@@ -179,7 +180,7 @@ def reshard_to_world(
             other.remove()
     if now.world != world:
         note(f"the state of {now.describe()} is resharded for {world}")
-        reshard(now, set_of(places, name, world), progress=progress)
+        reshard(now, set_of(folders_of, name, world), progress=progress)
         now.remove()
 
 
@@ -247,7 +248,7 @@ class _Source:
     def __init__(self, stores: Sequence[Store]) -> None:
         held = stored_model(stores[0].meta, stores[0].regions)
         self._stores, self._world = stores, Ranks(world=len(stores))
-        self._groups, self._mode = held.groups, held.mode
+        self._groups, self._state_format = held.groups, held.state_format
         self._chunk_params = held.chunk_params
         self._gradients = any(region.scratch for region in stores[0].regions)
         largest = max(store.layout.largest_chunk for store in stores)
@@ -257,7 +258,10 @@ class _Source:
     def regions_of(self, ranks: Ranks) -> list[Region]:
         shards = tuple(map(ranks.shard, self._groups))
         return regions(
-            shards, mode=self._mode, chunk_params=self._chunk_params, gradients=self._gradients
+            shards,
+            state_format=self._state_format,
+            chunk_params=self._chunk_params,
+            gradients=self._gradients,
         )
 
     def fill(self, target: Store, ranks: Ranks) -> Iterator[int]:
@@ -265,10 +269,10 @@ class _Source:
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
-            weights = (StateArray("weights", self._mode.dtype),)
+            weights = (StateArray("weights", self._state_format.dtype),)
             kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
             if not group.frozen:
-                kinds[state_key(group)] = self._mode.arrays
+                kinds[state_key(group)] = self._state_format.arrays
             for (key, arrays), chunk in product(kinds.items(), cuts):
                 piece = out[: target.layout.find(key, chunk.index).nbytes]
                 piece[:] = 0  # padding behind the group's end and behind the last array

@@ -144,7 +144,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor and the place in a file where its bytes begin."""
+    """A tensor and the offset in a file where its bytes begin."""
 
     spec: FileTensor
     file: Path

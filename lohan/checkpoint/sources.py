@@ -163,7 +163,7 @@ class Saved:
         layout = saved_layout(model, every)
         order = {name: number for number, name in enumerate(shapes)}
 
-        def place(found: str | Assembly) -> tuple[int, int]:
+        def position(found: str | Assembly) -> tuple[int, int]:
             if isinstance(found, str):
                 return order[found], 0
             return order[found.runs[0].tensor], found.runs[0].start
@@ -171,7 +171,7 @@ class Saved:
         own = {new: found for new, found in layout.items() if found not in buffers}
         tensors = {
             new: shapes[found] if isinstance(found, str) else found.shape
-            for new, found in sorted(own.items(), key=lambda item: place(item[1]))
+            for new, found in sorted(own.items(), key=lambda item: position(item[1]))
         }
         used = {new: buffers[str(found)] for new, found in layout.items() if found in buffers}
         return cls(layout, tensors, used)
@@ -440,8 +440,8 @@ class InitialValues:
         others: list[tuple[dict[str, Any], str, Any]] = []
         made: dict[str, torch.Tensor] = {}
         for name in own:
-            place, _, last = name.rpartition(".")
-            owner = model.get_submodule(place)._parameters
+            module, _, last = name.rpartition(".")
+            owner = model.get_submodule(module)._parameters
             made[name] = torch.full(owner[last].shape, torch.nan)
             others.append((owner, last, nn.Parameter(made[name], owner[last].requires_grad)))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -35,24 +35,24 @@ from lohan.model.layout import Blocks, FlatGroup, Ranks, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import (
     EMA,
-    MODES,
+    STATE_FORMATS,
     Chunk,
     StateFormat,
     StoredModel,
     chunks,
     damaged,
-    mode_with,
     regions,
+    state_format_of,
     state_key,
     stored,
     stored_kind,
-    stored_mode,
     stored_model,
+    stored_state_format,
     weight_key,
 )
 from lohan.optim import StateKind
-from lohan.store.engine import Engine, aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import MiB, format_bytes
 
@@ -83,8 +83,8 @@ class TrainState:
         return found
 
     @classmethod
-    def start(cls, mode: str) -> TrainState:
-        return cls(loss_scale=65536.0 if mode == "fp16" else 1.0)
+    def start(cls, dtype: str) -> TrainState:
+        return cls(loss_scale=65536.0 if dtype == "fp16" else 1.0)
 
     def updated(self, *, scaled: bool, absent: Sequence[str]) -> TrainState:
         scale, clean = self.loss_scale, self.clean_updates + 1
@@ -226,23 +226,29 @@ OnProgress = Callable[[int, int], None]  # parameters done, in all
 
 
 def fill(
-    store: Store, groups: Sequence[FlatGroup], read: ReadFlat, *, mode: StateFormat,
-    chunk_params: int, progress: OnProgress, weights_only: bool = False,
-) -> None:  # fmt: skip
+    store: Store,
+    groups: Sequence[FlatGroup],
+    read: ReadFlat,
+    *,
+    state_format: StateFormat,
+    chunk_params: int,
+    progress: OnProgress,
+    weights_only: bool = False,
+) -> None:  # state_format: skip
     """Writes first weights of every group, and zero moments of those that are trained."""
-    read = PackingSource(read, groups, dtype_of(mode)).read_flat
+    read = PackingSource(read, groups, dtype_of(state_format)).read_flat
     trained = [] if weights_only else [group for group in groups if not group.frozen]
     values = aligned(_largest_chunk(trained, chunk_params) * 4).view(torch.float32)
-    weights = aligned(_largest_chunk(groups, chunk_params) * mode.weight_bytes)
-    state = aligned(mode.state_size(_largest_chunk(trained, chunk_params)))
+    weights = aligned(_largest_chunk(groups, chunk_params) * state_format.weight_bytes)
+    state = aligned(state_format.state_size(_largest_chunk(trained, chunk_params)))
     done, total = 0, sum(group.numel for group in groups)
     for group in groups:
         for chunk in chunks(group, chunk_params):
             count = chunk.stop - chunk.start
-            w = weights[: count * mode.weight_bytes]
+            w = weights[: count * state_format.weight_bytes]
             learns = group in trained
             # Of what is packed every bit counts: it is not taken for numbers on its way.
-            part = (values[:count] if learns else w.view(dtype_of(mode))).zero_()
+            part = (values[:count] if learns else w.view(dtype_of(state_format))).zero_()
             for own_range in chunk.ranges:
                 spec = group.tensors[own_range.tensor]
                 part[own_range.at : own_range.at + own_range.stop - own_range.start] = read(
@@ -250,12 +256,12 @@ def fill(
                 )
             tickets = []
             if learns:
-                s = state[: mode.state_size(count)].zero_()
-                arrays = split(mode, s, count)
-                if mode.name == "bf16":
+                s = state[: state_format.state_size(count)].zero_()
+                arrays = split(state_format, s, count)
+                if state_format.name == "bf16":
                     _core.split_bf16(part, w.view(torch.bfloat16), arrays["remainder"])
                 else:
-                    w.view(dtype_of(mode)).copy_(part)
+                    w.view(dtype_of(state_format)).copy_(part)
                 for copied in {"master", EMA} & arrays.keys():
                     arrays[copied].copy_(part)
                 tickets.append(store.write(state_key(group), chunk.index, s.numpy()))
@@ -276,12 +282,12 @@ class ShardReader:
 
     def __init__(self, store: Store, ranks: Ranks, *, ema: bool = False) -> None:
         held = stored_model(store.meta, store.regions)
-        if ema and not held.mode.kind.ema:
+        if ema and not held.state_format.kind.ema:
             raise StoreError(
                 f"the store in {store.dirs[0]} holds no averaged weights; they are kept by a run "
                 "that is started with --ema"
             )
-        self._store, self._mode, self._ema = store, held.mode, ema
+        self._store, self._state_format, self._ema = store, held.state_format, ema
         groups = tuple(map(ranks.shard, held.groups))
         self._where = {
             tensor.name: (group, index)
@@ -291,8 +297,9 @@ class ShardReader:
         self._chunks = {group.key: chunks(group, held.chunk_params) for group in groups}
         trained = [group for group in groups if not group.frozen]
         largest = _largest_chunk(groups, held.chunk_params)
-        self._weights = aligned(largest * held.mode.weight_bytes)
-        self._state = aligned(held.mode.state_size(_largest_chunk(trained, held.chunk_params)))
+        self._weights = aligned(largest * held.state_format.weight_bytes)
+        largest = _largest_chunk(trained, held.chunk_params)
+        self._state = aligned(held.state_format.state_size(largest))
         self._loaded: tuple[str, int] | None = None
 
     def overlap(self, name: str, start: int, stop: int) -> tuple[int, int]:
@@ -314,11 +321,11 @@ class ShardReader:
                     out[low - start : high - start] = values[at : at + high - low]
 
     def _master(self, group: FlatGroup, chunk: Chunk) -> torch.Tensor:
-        count, mode = chunk.stop - chunk.start, self._mode
-        w = self._weights[: count * mode.weight_bytes]
-        s = self._state[: mode.state_size(count)]
+        count, fmt = chunk.stop - chunk.start, self._state_format
+        w = self._weights[: count * fmt.weight_bytes]
+        s = self._state[: fmt.state_size(count)]
         # Of some the weights are all there is.
-        alone = group.frozen or (mode.name == "fp32" and not self._ema)
+        alone = group.frozen or (fmt.name == "fp32" and not self._ema)
         if self._loaded != (group.key, chunk.index):
             self._loaded = None
             tickets = [self._store.read(weight_key(group), chunk.index, w.numpy())]
@@ -328,11 +335,11 @@ class ShardReader:
                 self._store.wait(ticket)
             self._loaded = (group.key, chunk.index)
         if alone:
-            return w.view(dtype_of(mode))
-        arrays = split(mode, s, count)
+            return w.view(dtype_of(fmt))
+        arrays = split(fmt, s, count)
         if self._ema:
             return arrays[EMA]
-        if mode.name == "fp16":
+        if fmt.name == "fp16":
             return arrays["master"]
         values = aligned(count * 4).view(torch.float32)
         _core.join_bf16(w.view(torch.bfloat16), arrays["remainder"], values)
@@ -371,7 +378,7 @@ def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadF
             return read(name, start, stop, torch.float32)
         if last[0] != name:
             last = "", torch.empty(0)
-            last = name, read(name, 0, spec.numel, dtype_of(held.mode))
+            last = name, read(name, 0, spec.numel, dtype_of(held.state_format))
         return dequantised_range(last[1], spec.packing, spec.shape, start, stop)
 
     return values
@@ -428,27 +435,32 @@ def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
 
 def create_store(
     read: ReadFlat, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
-    durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
+    durability: str, engine: str | IOEngine, meta: Mapping[str, Any], progress: OnProgress,
     process_group: ProcessGroup = ALONE,
 ) -> Store:  # fmt: skip
     """A store with a model's first weights, or a rank's shard of them, committed."""
-    mode = mode_with(plan.mode, plan.kind)
+    state_format = state_format_of(plan.dtype, plan.kind)
     ranks = process_group.ranks
     own = ranks.shards(blocks).groups
-    layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.defers_all)
+    layout = regions(
+        own, state_format=state_format, chunk_params=plan.chunk_params, gradients=plan.defers_all
+    )
     barrier = process_group.barrier if ranks.several else None
     store = Store.create(dirs, layout, durability=durability, engine=engine, barrier=barrier)
     try:
         first = {
             **meta,
-            **TrainState.start(plan.mode).to_meta(),
-            "mode": plan.mode,
+            **TrainState.start(plan.dtype).to_meta(),
+            "mode": plan.dtype,
             "kind": asdict(plan.kind),
             "chunk_params": plan.chunk_params,
             "layout": blocks.to_json(),
             **({"rank": ranks.rank, "world": ranks.world} if ranks.several else {}),
         }
-        fill(store, own, read, mode=mode, chunk_params=plan.chunk_params, progress=progress)
+        fill(
+            store, own, read, state_format=state_format, chunk_params=plan.chunk_params,
+            progress=progress,
+        )  # fmt: skip
         store.commit(first)
     except BaseException:
         store.close()
@@ -456,17 +468,17 @@ def create_store(
     return store
 
 
-def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None = None) -> None:
+def check_same(store: Store, blocks: Blocks, dtype: str, kind: StateKind | None = None) -> None:
     """Whether the store was made for this model and, if it is to be trained, optimizer."""
     if store.meta.get("layout") != json.loads(json.dumps(blocks.to_json())):
         raise StoreError(
             f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
             "parameters cut this way; resume with the model and options it was made with"
         )
-    made = stored_mode(store.meta).name
-    if made != mode:
+    made = stored_state_format(store.meta).name
+    if made != dtype:
         raise StoreError(
-            f"the store in {store.dirs[0]} was made for {made}, the model is {mode}; load it with "
+            f"the store in {store.dirs[0]} was made for {made}, the model is {dtype}; load it with "
             f"dtype={made!r}"
         )
     stored = stored_kind(store.meta)
@@ -535,11 +547,11 @@ def to_meta(model: nn.Module) -> None:
 
 
 def create_weights_store(
-    read: ReadFlat, blocks: Blocks, mode: str, *, chunk_params: int, dirs: Sequence[Path],
+    read: ReadFlat, blocks: Blocks, dtype: str, *, chunk_params: int, dirs: Sequence[Path],
     progress: OnProgress = lambda done, total: None,
 ) -> Store:  # fmt: skip
     """The weights in the type that compute uses, rounded as transformers rounds them."""
-    made, groups = MODES[mode], blocks.groups
+    made, groups = STATE_FORMATS[dtype], blocks.groups
     sizes = {
         weight_key(group): [c.stop - c.start for c in chunks(group, chunk_params)]
         for group in groups
@@ -550,12 +562,12 @@ def create_weights_store(
     store = Store.create(dirs, layout, durability="checkpoint")
     try:
         fill(
-            store, groups, read, mode=made, chunk_params=chunk_params, progress=progress,
+            store, groups, read, state_format=made, chunk_params=chunk_params, progress=progress,
             weights_only=True,
         )  # fmt: skip
-        first = TrainState.start(mode).to_meta()
+        first = TrainState.start(dtype).to_meta()
         store.commit(
-            {**first, "mode": mode, "chunk_params": chunk_params, "layout": blocks.to_json()}
+            {**first, "mode": dtype, "chunk_params": chunk_params, "layout": blocks.to_json()}
         )
     except BaseException:
         store.close()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of, option
-from lohan.config import GRAD_MODES, TrainConfig
+from lohan.config import UPDATE_MODES, TrainConfig
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
@@ -22,7 +22,7 @@ from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, PolicyResult, policy, run, with_choices
 from lohan.util.display import echo
 from lohan.util.files import OutputFile
-from lohan.util.trace import LANES, trace_output
+from lohan.util.trace import LANES, public_key, trace_output
 from lohan.util.units import format_bytes
 
 # -- One question for every policy by name, `auto` included: what does it do on this machine? ------
@@ -30,17 +30,17 @@ from lohan.util.units import format_bytes
 
 def outcome_of(
     name: str, model: ModelShape, machine: Profile, *, batch: int, seq: int,
-    grad_offload: str | None = None, activations: str | None = None, clip: float | None = None,
+    update_mode: str | None = None, activations: str | None = None, clip: float | None = None,
 ) -> PolicyResult:  # fmt: skip
     """`clip` is for `auto`, by default as in training; the others do not clip."""
-    _check("--grad-offload", grad_offload, GRAD_MODES)
+    _check("--grad-offload", update_mode, UPDATE_MODES)
     _check("--activations", activations, CHOOSERS)
     if name == AUTO:
         return _auto(
-            model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
+            model, machine, batch=batch, seq=seq, update_mode=update_mode,
             activations=activations, clip=TrainConfig.clip if clip is None else clip,
         )  # fmt: skip
-    chosen = with_choices(policy(name), grad_offload=grad_offload, activations=activations)
+    chosen = with_choices(policy(name), update_mode=update_mode, activations=activations)
     return run(chosen, model, machine, batch=batch, seq=seq)
 
 
@@ -50,7 +50,7 @@ def _check(option: str, value: str | None, known: Collection[str]) -> None:
 
 
 def _auto(
-    model: ModelShape, machine: Profile, *, batch: int, seq: int, grad_offload: str | None,
+    model: ModelShape, machine: Profile, *, batch: int, seq: int, update_mode: str | None,
     activations: str | None, clip: float,
 ) -> PolicyResult:  # fmt: skip
     """LoHan as it is built here: the planner's choice, forecast."""
@@ -60,10 +60,10 @@ def _auto(
             "--policy lohan"
         )
     options = PlanOptions(
-        mode="bf16",
-        grad_offload=grad_offload or TrainConfig.grad_offload,
+        dtype="bf16",
+        update_mode=update_mode or TrainConfig.grad_offload,
         clip=clip,
-        run_again=True,
+        can_rerun=True,
         commit=None,
     )
     request = PlanRequest(
@@ -102,7 +102,7 @@ BAR = 30  # characters of a full bar
 
 def simulate_command(
     model: ModelShape, machine: Profile, policy: str, *, batch: int, seq: int,
-    grad_offload: str | None = None, activations: str | None = None, clip: float | None = None,
+    update_mode: str | None = None, activations: str | None = None, clip: float | None = None,
     trace: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `--json` prints. `trace`: file for a Chrome trace of the simulated steps."""
@@ -110,7 +110,7 @@ def simulate_command(
     if target is not None:
         target.check()
     outcome = outcome_of(
-        policy, model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
+        policy, model, machine, batch=batch, seq=seq, update_mode=update_mode,
         activations=activations, clip=clip,
     )  # fmt: skip
     if target is not None and outcome.timeline is not None:
@@ -135,7 +135,7 @@ def describe_simulation(made: dict[str, Any]) -> list[str]:
     if not made["feasible"]:
         return [*lines, "does not fit", made["reason"]]
     lines += [f"step      {made['step_s']:.2f} s", f"tokens/s  {made['tokens_per_s']:,.1f}", ""]
-    for lane in LANES:
+    for lane in map(public_key, LANES):
         share = made["lane_busy_s"].get(lane, 0.0) / made["step_s"]
         if lane == "net" and not share:
             continue
@@ -367,7 +367,7 @@ def simulate(
     ssds: Ssds = None,
     gpus: Gpus = None,
     host: Host = None,
-    grad_offload: Annotated[str | None, option("train.grad_offload")] = None,
+    update_mode: Annotated[str | None, option("train.grad_offload")] = None,
     activations: Annotated[
         str | None, typer.Option("--activations", help="Activation policy, such as holistic.")
     ] = None,
@@ -386,7 +386,7 @@ def simulate(
 
     profile = machine_of(machine or "", ssds=ssds, gpus=gpus, host=host)
     made = simulate_command(
-        presets.model(model), profile, policy, batch=batch, seq=seq, grad_offload=grad_offload,
+        presets.model(model), profile, policy, batch=batch, seq=seq, update_mode=update_mode,
         activations=activations, clip=clip, trace=trace,
     )  # fmt: skip
     echo(json.dumps(made, indent=1) if as_json else "\n".join(describe_simulation(made)))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lohan.engine.attach import Budget
     from lohan.train.forward_only import Sampling
 
-Place = Annotated[
+ModelOrRun = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
 ]
 Host = Annotated[str | None, option("budget.host")]
@@ -73,7 +73,7 @@ Fewshot = Annotated[
 
 
 def evaluate(
-    place: Place,
+    folder: ModelOrRun,
     data: Data = None,
     tasks: Tasks = None,
     tasks_dir: TasksDir = None,
@@ -108,14 +108,14 @@ def evaluate(
 
             names = [name.strip() for name in tasks.split(",")]
             how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
-            found = run_tasks(place, names, shown=shown, **how)
+            found = run_tasks(folder, names, shown=shown, **how)
             lines = [
                 f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
                 for task, metrics in found.items()
             ]
         else:
             assert data is not None
-            found = evaluate_file(place, data, pack=pack, shown=shown, **how)
+            found = evaluate_file(folder, data, pack=pack, shown=shown, **how)
             lines = [
                 f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.4g}  on "
                 f"{counted(found['tokens'], 'token')} of {counted(found['examples'], 'example')}, "
@@ -139,7 +139,7 @@ def _check_asked(data: Path | None, tasks: str | None, others: dict[str, Any]) -
 
 
 def generate(
-    place: Place,
+    folder: ModelOrRun,
     prompt: Annotated[
         list[str],
         typer.Option(
@@ -178,7 +178,7 @@ def generate(
     budget = Budget(host=host, device=device_memory, ssd=ssd or ())
     with display(stderr=True) as shown:
         pairs = answer(
-            place, prompt, sampling, budget=budget, device=device, dtype=dtype, shown=shown,
+            folder, prompt, sampling, budget=budget, device=device, dtype=dtype, shown=shown,
             live=not as_json,
         )  # fmt: skip
     if as_json:
@@ -203,7 +203,7 @@ def tidy_end() -> Iterator[None]:
 
 
 def evaluate_file(
-    place: Path, data: Path, *, budget: Budget, device: str, dtype: str | None, batch: int,
+    folder: Path, data: Path, *, budget: Budget, device: str, dtype: str | None, batch: int,
     seq: int, pack: bool, shown: Display,
 ) -> dict[str, Any]:  # fmt: skip
     """Loss of the model on every example of a file."""
@@ -212,7 +212,7 @@ def evaluate_file(
     from lohan.train import forward_only
     from lohan.train.language import CausalLM
 
-    source = forward_only.source_of(place)
+    source = forward_only.source_of(folder)
     vocabulary = getattr(causal_config(source.folder).get_text_config(), "vocab_size", None)
     with tidy_end(), TemporaryDirectory(prefix="lohan-eval-") as cache:
         dataset = prepare(
@@ -243,7 +243,7 @@ def evaluate_file(
 
 
 def answer(
-    place: Path, prompts: Sequence[str], sampling: Sampling, *, budget: Budget, device: str,
+    folder: Path, prompts: Sequence[str], sampling: Sampling, *, budget: Budget, device: str,
     dtype: str | None, shown: Display, live: bool,
 ) -> list[dict[str, str]]:  # fmt: skip
     """Each prompt with what the model makes of it; a single one is printed as it comes."""
@@ -251,7 +251,7 @@ def answer(
     from lohan.data import Encoder
     from lohan.train import forward_only
 
-    source = forward_only.source_of(place)
+    source = forward_only.source_of(folder)
     causal_config(source.folder)
     encoder = Encoder(source.folder, template=source.template)
     texts = forward_only.read_prompts(prompts)

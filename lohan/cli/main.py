@@ -87,7 +87,7 @@ def fail(error: LohanError) -> None:
     sys.exit(EXIT_ERROR)
 
 
-Places = Annotated[
+RunsOrStores = Annotated[
     list[Path],
     typer.Argument(
         metavar="DIR...",
@@ -98,12 +98,12 @@ Dirs = Path | list[Path]
 
 
 @store_app.command("ls")
-def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
+def store_ls(folders: RunsOrStores = [Path()]) -> None:  # noqa: B006
     """List stores: state, step, size and directories."""
     from lohan.store.admin import describe
     from lohan.util.units import counted, format_bytes
 
-    for dirs in named_stores(places):
+    for dirs in named_stores(folders):
         facts = describe(dirs)
         step = "-" if facts["step"] is None else facts["step"]
         holder = facts["in_use_by"]
@@ -117,14 +117,14 @@ def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
 
 
 @store_app.command("verify")
-def store_verify(places: Places) -> None:
+def store_verify(folders: RunsOrStores) -> None:
     """Read a whole store and compare every chunk with its checksum."""
     from lohan.cli.train import display
     from lohan.store.admin import verify
     from lohan.store.store import Store
 
     bad = 0
-    for dirs in named_stores(places):
+    for dirs in named_stores(folders):
         with display() as shown, Store.open(dirs) as store:
             findings = verify(store, progress=lambda d, t: shown.advance("verifying", d, t))
             for finding in findings:
@@ -138,17 +138,17 @@ def store_verify(places: Places) -> None:
 
 @store_app.command("rm")
 def store_rm(
-    places: Places, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+    folders: RunsOrStores, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
 ) -> None:
     """Remove stores and give their space back. The run's log and exported model stay."""
     from lohan.store.admin import remove
     from lohan.train.run_folder import RunFolder, check_original
 
-    for place in places:
-        folder = RunFolder(place.absolute())
+    for path in folders:
+        folder = RunFolder(path.absolute())
         if folder.config_file.is_file():
             check_original(folder, folder.config())
-    for dirs in named_stores(places):
+    for dirs in named_stores(folders):
         if yes or _sure(f"remove the store {first_of(dirs)}?"):
             for path in remove(dirs):
                 echo(f"removed {path}")
@@ -163,33 +163,33 @@ def _sure(question: str) -> bool:
         raise ConfigError(f"{question} there is nobody to answer; add --yes") from None
 
 
-def named_stores(places: Sequence[Path]) -> list[Dirs]:
+def named_stores(folders: Sequence[Path]) -> list[Dirs]:
     """The stores that paths mean, each by its first directory, or one by all of its directories."""
     from lohan.store.files import IDENTITY
     from lohan.store.manifest import read_identity
 
-    if len(places) > 1 and (places[0] / IDENTITY).is_file():
-        identity = read_identity(places[0])
-        if identity.index == 0 and identity.count == len(places):
-            return [list(places)]
-    return [primary for place in places for primary in stores_at(place)]
+    if len(folders) > 1 and (folders[0] / IDENTITY).is_file():
+        identity = read_identity(folders[0])
+        if identity.index == 0 and identity.count == len(folders):
+            return [list(folders)]
+    return [primary for folder in folders for primary in stores_at(folder)]
 
 
 def first_of(dirs: Dirs) -> Path:
     return dirs if isinstance(dirs, Path) else dirs[0]
 
 
-def stores_at(place: Path) -> list[Path]:
+def stores_at(path: Path) -> list[Path]:
     """Primary store directories that a path means: of a run, or in and below a folder."""
     from lohan.store.admin import list_stores
     from lohan.train.run_folder import RunFolder, sets_of
 
-    folder = RunFolder(place.absolute())
+    folder = RunFolder(path.absolute())
     if folder.config_file.is_file():
         sets = sets_of(folder, config := folder.config())
-        own = [path for found in sets for path in found.primaries if path.exists()]
+        own = [one for found in sets for one in found.primaries if one.exists()]
         return own or [folder.store_dirs(config)[0]]
-    found = list_stores(place) if place.is_dir() else []
+    found = list_stores(path) if path.is_dir() else []
     if not found:
-        raise ConfigError(f"{place}: no store here or below; give a run or an --ssd folder")
+        raise ConfigError(f"{path}: no store here or below; give a run or an --ssd folder")
     return found

@@ -26,14 +26,15 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import MINIMISE, OLD_KEYS, BatchWorkload, Plan, options_of
-from lohan.model.state import MODES, mode_with
+from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.display import echo
-from lohan.util.trace import LANE_NAMES, LANES
+from lohan.util.files import json_object
+from lohan.util.trace import LANE_NAMES, LANES, by_public_key, public_key
 from lohan.util.units import counted, format_bytes, format_seconds
 
 WIDTH = 100
@@ -52,7 +53,7 @@ def describe(
     count = f"{size / 1e9:.3g}B" if size >= 1e8 else f"{size:,}"
     lines = [
         f"{made.model} on {machine}: {count} parameters, batch {made.batch} x "
-        f"{made.workload.seq} tokens, {plan.mode}, {host} of memory",
+        f"{made.workload.seq} tokens, {plan.dtype}, {host} of memory",
         "", "fits", "",
         *([f"of each of {ranks} ranks:"] if ranks > 1 else []),
         *plan.describe(host_bytes=made.host_bytes, device_bytes=made.device_bytes),
@@ -92,8 +93,8 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         lines.append(f"price         {_price(machine)}")
     lines += ["", *lane_lines(foreseen)]
     lines.append(
-        f"{foreseen.binding} binds: without it a step would take {format_seconds(faster_s)} "
-        f"({step_s / faster_s:.2f}x)"
+        f"{public_key(foreseen.binding)} binds: without it a step would take "
+        f"{format_seconds(faster_s)} ({step_s / faster_s:.2f}x)"
     )
     written = foreseen.written_bytes
     return [*lines, "", *wear_lines(machine.drives, written, steps=steps, instead=made.instead)]
@@ -115,7 +116,8 @@ def lane_lines(made: Forecast) -> list[str]:
     for lane in (*LANES, BUS):
         if busy := busy_s[lane]:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
-            lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {names[lane]}")
+            share = f"{100 * busy / made.step_s:5.0f} %"
+            lines.append(f"{public_key(lane):4} {share}  {bar:30}  {names[lane]}")
     return lines
 
 
@@ -125,7 +127,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     trained = len(made.blocks.trained)
     held = trained if plan.defers_all else len(plan.deferred)
     moving = [group for group in made.blocks.groups if not group.resident]
-    width = MODES[plan.mode].weight_bytes
+    width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
     whole = width * sum(group.numel for group in moving)
     scarce = "; the drives have no room for more" if made.scarce else ""
@@ -143,7 +145,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained, durable=made.durable),
         **_clipping(plan),
-        **_made_twice(plan),
+        **_updated_twice(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
@@ -153,10 +155,10 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     }
 
 
-def _made_twice(plan: Plan) -> dict[str, str]:
-    if not plan.made_again:
+def _updated_twice(plan: Plan) -> dict[str, str]:
+    if not plan.updated_twice:
         return {}
-    groups = counted(len(plan.made_again), "group")
+    groups = counted(len(plan.updated_twice), "group")
     return {"updates twice": f"where they wait, of {groups}: written during backward"}
 
 
@@ -199,8 +201,8 @@ def _optimizer(made: MachinePlan) -> dict[str, str]:
 
 def bytes_of(plan: Plan) -> float:
     """Weights and state of a parameter."""
-    mode = mode_with(plan.mode, plan.kind)
-    return mode.weight_bytes + mode.state_bytes
+    state_format = state_format_of(plan.dtype, plan.kind)
+    return state_format.weight_bytes + state_format.state_bytes
 
 
 def _activations(plan: Plan) -> str:
@@ -212,23 +214,23 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
-    if plan.grad_offload == "serial" or (plan.defers_all and not plan.overlap):
-        return f"{plan.grad_offload}: all {groups} groups after backward"
+    if plan.update_mode == "serial" or (plan.defers_all and not plan.overlap):
+        return f"{plan.update_mode}: all {groups} groups after backward"
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         if plan.most_clipped < 0:
-            return f"{plan.grad_offload}: in the next forward, which is as fast as in backward"
+            return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
         return (
-            f"{plan.grad_offload}: in backward; above norm {plan.clip:g} {again}; "
+            f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
     if plan.speculates(durable=durable):
-        return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"
+        return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.defers_all:
         scaled = plan.block_clip or not plan.clip
         why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
-        return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
-    return f"{plan.grad_offload}: {len(plan.deferred)} of {groups} groups in the next forward"
+        return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
+    return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"
 
 
 def _clipping(plan: Plan) -> dict[str, str]:
@@ -261,7 +263,7 @@ def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
     """What one block could keep of the batch, in the planner's order."""
     if not workload.shapes:
         return []
-    width, kept, tokens = MODES[plan.mode].weight_bytes, plan.kept_counts, workload.tokens
+    width, kept, tokens = STATE_FORMATS[plan.dtype].weight_bytes, plan.kept_counts, workload.tokens
     shape = next(iter(workload.shapes.values()))
     inputs = format_bytes(shape.input_elements * tokens * width)
     lines = [
@@ -303,7 +305,7 @@ def schedule_lines(made: MachinePlan) -> list[str]:
 def _rows(phase: Schedule) -> list[list[Action]]:
     rows: list[list[Action]] = [[]]
     for action in phase:
-        if action.lane == "gpu":
+        if action.lane == "compute":
             rows.append([])
         rows[-1].append(action)
     return [row for row in rows if row]
@@ -327,7 +329,8 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "step_s_clipped": None if clipped is None else clipped.step_s,
             "tokens_per_s_clipped": None if clipped is None else clipped.tokens_per_s,
             "total_s": None if steps is None else steps * foreseen.step_s,
-            "lane_busy_s": foreseen.busy_s, "binding_lane": foreseen.binding,
+            "lane_busy_s": by_public_key(foreseen.busy_s),
+            "binding_lane": public_key(foreseen.binding),
             "step_s_without_binding_lane": made.without_binding_s,
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,
@@ -353,7 +356,7 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
     if made.traced and schedule:
         spec = {
             name: sorted(value) if isinstance(value, frozenset) else value
-            for name, value in asdict(made.spec).items()
+            for name, value in json_object(made.spec).items()
         }
         told["schedule"] = {
             "groups": [group.key for group in made.blocks.groups],
@@ -499,11 +502,11 @@ def _show(
 
 def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> PlanRequest:
     _check_prices(profile, minimise)
-    mode = settings.train.dtype or ("bf16" if profile.has_link else "fp32")
+    dtype = settings.train.dtype or ("bf16" if profile.has_link else "fp32")
     host = settings.budget.host
     profile = profile if host is None else profile.with_host(host)
     return PlanRequest(
-        model=model, machine=profile, options=options_of(settings, mode=mode, minimise=minimise),
+        model=model, machine=profile, options=options_of(settings, dtype=dtype, minimise=minimise),
         batch=settings.train.batch, seq=settings.train.seq, host=profile.host_bytes,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of, optio
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.display import echo
 from lohan.util.files import write_atomic
+from lohan.util.trace import public_key
 from lohan.util.units import GiB, align_up, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ def init(
         return
     answers = 2 if task == "preference" else 1  # of each row
     seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
-    mode = "bf16" if profile.has_link else "fp32"
+    dtype = "bf16" if profile.has_link else "fp32"
     request = PlanRequest(
         model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
-        options=PlanOptions(mode=mode, clip=1.0, run_again=True, commit=None),
+        options=PlanOptions(dtype=dtype, clip=1.0, can_rerun=True, commit=None),
     )  # fmt: skip
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = made.batch // answers
@@ -105,20 +106,20 @@ def _this_machine(
 
     set_up_libraries()
     last = None if ssd else latest_profile()
-    places = ssd or [Path(drive.name) for drive in (last.drives if last else ())]
-    if not places or (last and not all(place.is_dir() for place in places)):
-        places, last = [out.absolute().parent], None
+    folders = ssd or [Path(drive.name) for drive in (last.drives if last else ())]
+    if not folders or (last and not all(folder.is_dir() for folder in folders)):
+        folders, last = [out.absolute().parent], None
     if last is None:
         from rich.console import Console
 
         shown = open_display(Console(stderr=True))
         try:
             where = Where(known_name("auto"))
-            last = cached_profile(places, where=where, progress=shown.advance)
+            last = cached_profile(folders, where=where, progress=shown.advance)
         finally:
             shown.close()
     profile = last if gpus is None else replace(last, gpus=gpus)
-    return profile, [str(place.resolve()) for place in places]
+    return profile, [str(folder.resolve()) for folder in folders]
 
 
 def _host(free: int) -> int:
@@ -241,11 +242,11 @@ def _recipe(
     pairs = task == "preference"
     kind = ['task = "preference"  # by the first row; docs/preference.md'] if pairs else []
     loss = ["[preference]", f"loss = {quoted(_loss(data))}", "beta = 0.1", ""] if pairs else []
+    busiest = public_key(made.forecast.binding) if made.forecast else ""
     lines = [
         f"# {made.model} on {machine.name}: lohan train --config {out.name}",
         f"# Forecast: a step takes {format_seconds(made.step_s)}, 1,000 steps "
-        f"{format_seconds(1000 * made.step_s)}; {made.forecast.binding if made.forecast else ''} "
-        "is busiest.",
+        f"{format_seconds(1000 * made.step_s)}; {busiest} is busiest.",
         "",
         f"model = {quoted(str(folder))}",
         f"data = {quoted(str(data.resolve()))}",
@@ -256,7 +257,7 @@ def _recipe(
         f"# Tokens a second by batch: {table}.",
         f"batch = {batch}  # the smallest that has {ENOUGH:.0%} of the best",
         f"seq = {made.workload.seq}  # {why_seq}",
-        f"dtype = {quoted(made.options.mode)}",
+        f"dtype = {quoted(made.options.dtype)}",
         "epochs = 1.0",
         *(
             ["lr = 1e-6  # usual for preferences; 1e-5 with lora"]

@@ -187,13 +187,13 @@ def report(
 
     folder = RunFolder(run.absolute())
     story = read_run(folder)
-    place, remedy = out or folder.path / "report.html", "choose another -o"
-    target = OutputFile(place, remedy, "a report", GENERATOR)
+    file, remedy = out or folder.path / "report.html", "choose another -o"
+    target = OutputFile(file, remedy, "a report", GENERATOR)
     target.check()
     text = page(story, advice_for(story))
     with owner_only():
         target.write(text.encode())
-    echo(f"report: {place}")
+    echo(f"report: {file}")
     traces = read_traces(folder)
     if len(traces) > 1:
         write_merged(folder.path / MERGED, traces)
@@ -345,7 +345,7 @@ def to_json(made: Verification) -> dict[str, Any]:
 def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
     mode = each.mode
     return {
-        "grad_offload": mode.grad_offload, "activations": mode.activations,
+        "grad_offload": mode.update_mode, "activations": mode.activations,
         "overlap": mode.overlap, "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
         "other_bits_than": each.other_bits or None,
         "steps": [

@@ -159,7 +159,7 @@ def export_run(
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.data.text import chosen_template
     from lohan.engine.session import export_merged, export_store
-    from lohan.model.state import stored_mode
+    from lohan.model.state import stored_state_format
     from lohan.train.inputs import task_of
     from lohan.train.run_folder import RunFolder, check_export_to, stores_of
 
@@ -170,8 +170,8 @@ def export_run(
     check_export_to(folder, config, out)
     with display() as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
-        mode = stored_mode(meta).name
-        trained = task_of(config).load(config, dtype=mode)
+        own = stored_state_format(meta).name
+        trained = task_of(config).load(config, dtype=own)
         restore_buffers(trained, meta)
         how: dict[str, Any] = {
             "source_folder": config.model, "overwrite": overwrite,
@@ -180,7 +180,7 @@ def export_run(
         }  # fmt: skip
         if merge:
             read = store_reader(*stores, ema=ema)
-            export_merged(trained, read, out, dtype=dtype or mode, **how)
+            export_merged(trained, read, out, dtype=dtype or own, **how)
         else:
             export_store(stores, out, dtype=dtype, model=trained, ema=ema, **how)
         step = TrainState.of(meta).step
@@ -196,17 +196,17 @@ def merge_adapter(
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
     from lohan.engine.session import export_merged
-    from lohan.train.forward_only import own_mode
+    from lohan.train.forward_only import own_dtype
 
     base = model or named_base(adapter)
     for what, path in (("the adapter", adapter), ("--model", base)):
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
-    mode = own_mode(base)
+    own = own_dtype(base)
     with display() as shown:
-        adapted = load(base, dtype=mode, adapter=adapter)
+        adapted = load(base, dtype=own, adapter=adapter)
         export_merged(
-            adapted, source_of(adapted), out, dtype=dtype or mode, source_folder=base,
+            adapted, source_of(adapted), out, dtype=dtype or own, source_folder=base,
             overwrite=overwrite,
             progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip

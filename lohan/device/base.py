@@ -202,18 +202,18 @@ class Passed:
 def to_device(device: Device, tree: Any) -> Any:
     """Tensors of a batch, wherever they lie, on the device. CUDA reads pageable memory before it
     returns, and holds pinned memory until it has read it: nobody need wait."""
-    place, later = device.torch_device, device.torch_device.type == "cuda"
+    torch_device, later = device.torch_device, device.torch_device.type == "cuda"
     return torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.to(place, non_blocking=later), tree
+        torch.Tensor, lambda t: t.to(torch_device, non_blocking=later), tree
     )
 
 
-def move_buffers(model: nn.Module, place: torch.device) -> None:
+def move_buffers(model: nn.Module, torch_device: torch.device) -> None:
     """Buffers are small and shared by blocks: they stay where compute is."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != place:
-                module._buffers[name] = buffer.to(place)
+            if buffer is not None and buffer.device != torch_device:
+                module._buffers[name] = buffer.to(torch_device)
 
 
 # -- The cpu as a device with a memory of its own, for one of several ranks ------------------------

@@ -387,7 +387,7 @@ class _ComputeStream:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
-        self.stream = EmulatedStream("gpu")
+        self.stream = EmulatedStream("compute")
         self._busy_until_s = 0.0
 
     def record_event(self) -> EmulatedEvent:
@@ -399,7 +399,7 @@ class _ComputeStream:
             self._busy_until_s = done_s
 
         def work() -> None:
-            device.delay("gpu")
+            device.delay("compute")
             if (left_s := done_s - time.perf_counter()) > 0:
                 time.sleep(left_s)
 

@@ -81,11 +81,11 @@ def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
     not know of each other."""
     from hashlib import sha256
 
-    place = (os.environ if env is None else env).get(SAID)
-    if place is None:
+    said_folder = (os.environ if env is None else env).get(SAID)
+    if said_folder is None:
         return True
     try:
-        (Path(place) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
+        (Path(said_folder) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # rather twice than never
@@ -106,9 +106,9 @@ def _end_with_parent() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return int(place.getsockname()[1])
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:

@@ -89,7 +89,7 @@ class Heartbeat:
         import torch.distributed
 
         self._ranks, self._run = ranks, run
-        self._place: Any = torch.distributed.TCPStore(
+        self._rendezvous: Any = torch.distributed.TCPStore(
             host, port, is_master=False, timeout=timedelta(seconds=BEAT_S * SILENT)
         )
         self._done = threading.Event()
@@ -103,7 +103,7 @@ class Heartbeat:
         self._done.set()
 
     def _beat(self, number: int) -> None:
-        self._place.set(self._key(self._ranks.rank), str(number))
+        self._rendezvous.set(self._key(self._ranks.rank), str(number))
 
     def _key(self, rank: int) -> str:
         return f"lohan/{self._run}/{rank}"
@@ -115,7 +115,7 @@ class Heartbeat:
             try:
                 self._beat(number)
                 keys = [self._key(rank) for rank in range(self._ranks.world)]
-                found = self._place.multi_get(keys)
+                found = self._rendezvous.multi_get(keys)
             except RuntimeError:  # the meeting place itself does not answer: see `_guard`
                 continue
             try:
@@ -288,7 +288,7 @@ class ProcessGroup:
 
     # -- net: the net lane's thread ---------------------------------------------------------------
 
-    def open_net(self, place: torch.device) -> None:
+    def open_net(self, torch_device: torch.device) -> None:
         """For tensors where compute is. All ranks call it."""
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
@@ -362,12 +362,12 @@ class SeveralRanks(ProcessGroup):
         with self._lost_rank():
             distributed().recv(shard, src=rank, group=self._talk)
 
-    def open_net(self, place: torch.device) -> None:
+    def open_net(self, torch_device: torch.device) -> None:
         if self._net is None:
             with self._lost_rank():
                 backend = "gloo"
-                if place.type != "cpu":
-                    backend = distributed().get_default_backend_for_device(place)
+                if torch_device.type != "cpu":
+                    backend = distributed().get_default_backend_for_device(torch_device)
                 self._net = distributed().new_group(backend=backend, timeout=PATIENCE)
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
@@ -441,10 +441,11 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
     ours = not distributed().is_initialized()  # a library may have made the default group
     try:
         if ours:
-            place = local_meeting_place(ranks, env) if here else None
+            rendezvous = local_rendezvous(ranks, env) if here else None
             distributed().init_process_group(
-                "gloo", store=place, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE
-            )
+                "gloo", store=rendezvous, rank=ranks.rank, world_size=ranks.world,
+                timeout=PATIENCE,
+            )  # fmt: skip
         talk = distributed().new_group(backend="gloo", timeout=PATIENCE)
         commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
         heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
@@ -479,7 +480,7 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
     return found[0]
 
 
-def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
+def local_rendezvous(ranks: Ranks, env: Mapping[str, str]) -> Any:
     """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
     listens on all interfaces, and any host that reaches it can write to it. None if it is not ours
     to make: another address, or a store that torchrun itself serves."""
@@ -505,15 +506,15 @@ def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
 
 def _listening(family: int, address: Any) -> int:
     """A descriptor, which the TCPStore closes."""
-    place = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(address)
-        place.listen(BACKLOG)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
     except OSError:
-        place.close()
+        listening.close()
         raise
-    return place.detach()
+    return listening.detach()
 
 
 def run_of(env: Mapping[str, str]) -> str:

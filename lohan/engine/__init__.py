@@ -1,19 +1,20 @@
 """What runs a step: attach, session, executor, lanes, buffers, offload.
 
 One batch, from the call of the model to the commit. schedule/phases.py says in which order and
-after what, Pipeline enqueues it, Lanes (lanes.py) hold to it, ActionRunner (actions.py) is what the
-lanes do. In brackets: the thread, and the letter of the action (schedule/actions.py). `caller` runs
-the model; in backward on an accelerator it is autograd's own thread. `ssd` submits I/O, `done`
-completes it, `cpu` runs the optimizer (the caller does where one rank computes on the CPU), `h2d`
-and `d2h` copy to and from a device with memory of its own, where `gpu` waits for compute's events;
+after what, ActionScheduler (scheduler.py) enqueues it, Lanes (lanes.py) hold to it, ActionRunner
+(actions.py) is what the lanes do. In brackets: the thread, and the letter of the action
+(schedule/actions.py). `caller` runs the model; in backward on an accelerator it is autograd's own
+thread. `ssd` submits I/O, `done`
+completes it, `optimizer` runs updates (the caller does where one rank computes on the CPU), `h2d`
+and `d2h` copy to and from a device with memory of its own, where `compute` waits for its events;
 `net` exchanges with other ranks. `overlap=False` does all of it on the caller, in order.
 
 Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
    labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
  2 [caller] A block is called: WrappedSite, _BlockFunction, BlockRunner.forward,
-   Pipeline.begin_forward. If the order is known, all of forward has been enqueued by the end of
-   the step before, or is now after a flush; else this block is.
+   ActionScheduler.begin_forward. If the order is known, all of forward has been enqueued by the
+   end of the step before, or is now after a flush; else this block is.
  3 [ssd R] Unless they are cached in host memory or still there, its weights are read into a host
    slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
    the ranks' shards.
@@ -36,18 +37,18 @@ A gradient
                        fp32 where several are summed); with one rank, those of shared weights are
                        set aside in host memory meanwhile if the device has its own
                        (GradientOffload.set_aside)
-   pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
+   pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                        [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
    pending.on_host     where updates find it; on the CPU right after the sink
-   Spill               a held gradient without room: [ssd P] written, [ssd G] read for its update
-   Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of
+   GradientSpill       a held gradient without room: [ssd P] written, [ssd G] read for its update
+   Resident parameters have theirs in `.grad` until finish_step. [optimizer H] takes the squares of
    gradients for a norm; a device has summed them before it handed them over, and H reads that.
 
 The optimizer
  9 [ssd S] A chunk of state into the state ring: moments; the master weights where weights are fp16,
    what bf16 rounds off of them, nothing more where they are fp32; a moving average if asked for.
-10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is freed,
-   or held until the step is accepted.
+10 [optimizer U] update_chunk: state in place, new weights into the host slot; the gradient is
+   freed, or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
    waiting for the norm if every step is committed, while few steps are clipped (`Clipping` has
@@ -70,7 +71,7 @@ The end of the step
    others. Where all updates run in the next forward, what is cached is written during the
    backward after it, and C comes there: a crash can cost the step in flight and the one before it.
 
-With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
+With durability = "checkpoint" there is one generation, written in place, and Session.commit or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is
 queued, completes what is in flight and reads cached weights and state of the last commit again. If
 no lane has failed, but the model's own code, it commits the steps before first.

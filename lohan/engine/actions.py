@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.capture.recompute import ActivationOffload
+from lohan.capture.recompute import ActivationHooks
 from lohan.engine.buffers import (
-    ChunkSums,
+    ChunkChecksums,
     DeviceSlots,
     HostPool,
     StateRing,
@@ -24,9 +24,9 @@ from lohan.engine.buffers import (
 from lohan.engine.clipping import clip_by_block
 from lohan.engine.gradients import (
     GradientOffload,
+    GradientSpill,
     GroupGrads,
     PendingGradients,
-    Spill,
     StepCollectives,
     sum_of_squares,
 )
@@ -34,7 +34,7 @@ from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import MODES, TensorRange, chunks, mode_with
+from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
 from lohan.optim import Optimizer
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
@@ -66,9 +66,9 @@ class ActionRunner:
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store, self._optimizer = spec, store, optimizer
-        self._collectives, self._place = collectives, context.device.torch_device
+        self._collectives, self._torch_device = collectives, context.device.torch_device
         self._block_clip, self._needs_norm = plan.block_clip, plan.needs_norm
-        self._state_format = state_format = mode_with(plan.mode, plan.kind)
+        self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
             store, pool, state_format=state_format, chunk_params=chunk_params, slots=spec.slots,
@@ -80,9 +80,11 @@ class ActionRunner:
             largest=max(g.numel for g in own.trained),
             cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )  # fmt: skip
-        self._spill: Spill | None = None
+        self._gradient_spill: GradientSpill | None = None
         if plan.spilled:
-            self._spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=chunk_params)
+            self._gradient_spill = GradientSpill(
+                store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
+            )
         self.pending = PendingGradients()
         # One for each step whose end is to come, and whether that is a commit.
         self.metas: deque[tuple[dict[str, Any], bool]] = deque()
@@ -90,10 +92,12 @@ class ActionRunner:
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._made_once: set[int] = set()  # groups whose gradients stay until a write
+        self._updated_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
-        self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
-        self._lock = threading.Lock()  # of the two before: the caller decides, the cpu lane updates
+        # Of chunks that are updated and not yet written.
+        self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
+        # Of the two before: the caller decides, the optimizer lane updates.
+        self._lock = threading.Lock()
         self.device: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
@@ -105,11 +109,11 @@ class ActionRunner:
             raise
 
     @property
-    def activations(self) -> ActivationOffload:
+    def activations(self) -> ActivationHooks:
         """What becomes of activations between forward and backward."""
         if self.device is not None:
             return self.device.activation_offload
-        return self.activation_spill or ActivationOffload()
+        return self.activation_spill or ActivationHooks()
 
     @property
     def gradient_offload(self) -> GradientOffload | None:
@@ -128,7 +132,7 @@ class ActionRunner:
     def load_host_cached(self, *, trained: bool = False) -> None:
         """Fills the cached slots and buffers from the committed generation; `trained`: only those
         that a step changes."""
-        self._sums.clear()
+        self._checksums.clear()
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
             if trained and not self._spec.chunks[number]:
@@ -188,28 +192,29 @@ class ActionRunner:
         elif action.kind == Op.READ_STATE:
             yield self._ring.read(self._groups[number], chunk, action.at[0])
         elif action.kind == Op.WRITE:
-            group, sums = self._groups[number], self._sums.pop((number, chunk), None)
-            state, weights = (None, None) if sums is None else (sums.state, sums.weights)
+            group, known = self._groups[number], self._checksums.pop((number, chunk), None)
+            state, weights = (None, None) if known is None else (known.state, known.weights)
             yield self._ring.write(group, chunk, action.at[0], crc=state)
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
-            assert self._spill is not None
+            assert self._gradient_spill is not None
             grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
-            yield self._spill.put(number, chunk, action.at[0], grads)
+            yield self._gradient_spill.write(number, chunk, action.at[0], grads)
         elif action.kind == Op.FETCH_GRADIENTS:
-            assert self._spill is not None
-            yield self._spill.get(number, chunk, action.at[0])
+            assert self._gradient_spill is not None
+            yield self._gradient_spill.read(number, chunk, action.at[0])
         elif action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
             assert self.activation_spill is not None
             spill = self.activation_spill
             move = spill.write if action.kind == Op.SPILL_ACTIVATIONS else spill.read
             yield from move(number, action.at[0])
-        elif action.kind != Op.COMMIT:
+        elif action.kind != Op.END_STEP:
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
+        number = action.index
         self._wait(action, tickets)
-        if action.kind == Op.COMMIT:
+        if action.kind == Op.END_STEP:
             meta, commits = self.metas.popleft()
             if commits:
                 self._store.commit(meta)
@@ -217,12 +222,12 @@ class ActionRunner:
             self.finished.append(meta)
             self.unfinished = False
         elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
-            self.activation_spill.written(action.index)
+            self.activation_spill.written(number)
         elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
-            self._release_gradients(action.index)
-        elif action.kind == Op.WRITE and self._is_last(action) and action.index in self._made_once:
-            self._made_once.discard(action.index)
-            self._drop_gradients_of(action.index)  # of the step before: none of these is kept
+            self._release_gradients(number)
+        elif action.kind == Op.WRITE and self._is_last(action) and number in self._updated_once:
+            self._updated_once.discard(number)
+            self._drop_gradients_of(number)  # of the step before: none of these is kept
 
     # -- the links, and the net lane --------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class ActionRunner:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.pending.on_device.pop(number, {}))
-            shard = self._collectives.reduce_scatter(number, whole, self._place)
+            shard = self._collectives.reduce_scatter(number, whole, self._torch_device)
             if self._needs_norm:
                 self.pending.squares[number] = self._squares_of(shard)
             if shard:
@@ -268,7 +273,9 @@ class ActionRunner:
             if made is None
             else float(made)
         )
-        return self._collectives.added_squares(own, self._place) if self._block_clip else own
+        if not self._block_clip:
+            return own
+        return self._collectives.all_reduce_squares(own, self._torch_device)
 
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
@@ -286,7 +293,7 @@ class ActionRunner:
         if self.device is not None:
             self.device.gradient_offload.release(number)
 
-    # -- the cpu lane -----------------------------------------------------------------------------
+    # -- the optimizer lane -----------------------------------------------------------------------
 
     def update(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
@@ -304,23 +311,23 @@ class ActionRunner:
 
         def grad_of(own_range: TensorRange) -> torch.Tensor | None:
             if staged:
-                assert self._spill is not None
-                count = own_range.stop - own_range.start
-                return self._spill.grad(number, staged[0], own_range.tensor, own_range.at, count)
+                spill, count = self._gradient_spill, own_range.stop - own_range.start
+                assert spill is not None
+                return spill.grad(number, staged[0], own_range.tensor, own_range.at, count)
             grad = grads.get(own_range.tensor)
             return None if grad is None else grad.view(-1)[own_range.start : own_range.stop]
 
-        sums = update_chunk(
+        checksums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
             grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
             scalars=scalars,
         )  # fmt: skip
         if not group.resident:  # the user's code may change those before they are written
-            self._sums[number, action.chunk] = sums
+            self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            if number in scalars.made_again:
-                self._made_once.add(number)
+            if number in scalars.updated_twice:
+                self._updated_once.add(number)
             else:
                 self._release_gradients(number)
 
@@ -343,7 +350,7 @@ class ActionRunner:
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
-        self._made_once.clear()
+        self._updated_once.clear()
         self.pending.clear()
         if self.device is not None:
             self.device.gradient_offload.clear()
@@ -367,7 +374,7 @@ def _device_parts(
     try:
         slots = DeviceSlots(
             device, groups=[group for group in context.blocks.groups if not group.resident],
-            slots=spec.device_slots, state_format=MODES[plan.mode],
+            slots=spec.device_slots, state_format=STATE_FORMATS[plan.dtype],
             process_group=context.process_group,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
@@ -377,7 +384,7 @@ def _device_parts(
             "else uses it, or lower --device-memory"
         ) from None
     offload = DeviceActivationOffload(
-        device, sites=spec.offloaded, places=DEVICE_BUFFERS, spill=activation_spill
+        device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
     )
     gradient_offload = GradientOffload(device, waiting, norms=len(context.blocks.groups))
     return DeviceParts(slots, gradient_offload, offload)

@@ -52,18 +52,18 @@ from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
-from lohan.engine.stored import taking_over, weights_source
+from lohan.engine.stored_weights import taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, commit_interval
-from lohan.model.state import MODES, stored_model
+from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
-from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
+from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.util.settings import tile_tokens, without_aliases
@@ -158,7 +158,7 @@ class StorePolicy:
 
     store_name: str = STORE_FOLDER
     resume: bool = False
-    engine: str | Engine = "auto"
+    engine: str | IOEngine = "auto"
     meta: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[int, int], None] = lambda done, total: None
 
@@ -229,7 +229,7 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
 
 
 def open_store(
-    process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | Engine
+    process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | IOEngine
 ) -> Store:  # fmt: skip
     """The store of this rank, at the commit that all agree on."""
     if not process_group.several:
@@ -262,7 +262,7 @@ def open_store(
 # -- Attach ---------------------------------------------------------------------------------------
 
 
-_MODE_OF = {dtype_of(mode): name for name, mode in MODES.items()}
+_DTYPE_NAMES = {dtype_of(fmt): name for name, fmt in STATE_FORMATS.items()}
 _OFFLOAD, _MODEL, _STORE = OffloadPolicy(), ModelPolicy(), StorePolicy()
 
 
@@ -274,12 +274,14 @@ def load(
     buffers now, weights at `attach`. Of a diffusers folder, or pipeline, the transformer. With
     `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
     is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
-    if dtype not in MODES:
-        raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(MODES)}")
-    place, kind = find_diffusers_folder(folder), dtype_of(MODES[dtype])
+    if dtype not in STATE_FORMATS:
+        raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(STATE_FORMATS)}")
+    pipeline, kind = find_diffusers_folder(folder), dtype_of(STATE_FORMATS[dtype])
     with offline():
         model: nn.Module = (
-            build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)
+            build_model(folder, dtype=kind)
+            if pipeline is None
+            else build_diffusers(pipeline, dtype=kind)
         )
         if adapter is not None:
             return open_adapter(model, adapter)
@@ -315,14 +317,14 @@ def attach(
     process_group = team or process_group
     offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
     check_durability(budget.durability, budget.commit_every, process_group)
-    source, mode, found = _prepared(model, batch, cut, new=not store_at.resume)
+    source, dtype, found = _prepared(model, batch, cut, new=not store_at.resume)
     with ExitStack() as undo:  # of what was opened, if the rest cannot be had
         if isinstance(device, str):
             device = open_device(device, memory=budget.device_bytes())
             undo.callback(device.close)
         device = rank_device(device, process_group)
         host_bytes = budget.host_bytes(process_group.local_size)
-        options = _options(mode, offload, budget, optimizer, clip, clip_by)
+        options = _options(dtype, offload, budget, optimizer, clip, clip_by)
         context = PlanContext(
             found, replace(options, device_overhead=device_overhead(device, model, host_bytes)),
             None if batch is None else workload_of(model, found, batch, device.torch_device),
@@ -344,15 +346,15 @@ def attach(
 
 
 def _options(
-    mode: str, offload: OffloadPolicy, budget: Budget, optimizer: Optimizer, clip: float,
+    dtype: str, offload: OffloadPolicy, budget: Budget, optimizer: Optimizer, clip: float,
     clip_by: str,
 ) -> PlanOptions:  # fmt: skip
     return PlanOptions(
-        mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
+        dtype=dtype, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
         clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
-        grad_offload=offload.grad_offload, activations=offload.activations,
-        durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
+        update_mode=offload.grad_offload, activations=offload.activations,
+        durability=budget.durability, kind=optimizer.kind, can_rerun=offload.run_again,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip
 
@@ -379,7 +381,7 @@ def _reopened(
     opened = open_store(context.process_group, dirs, engine=store_at.engine)
     store = undo.enter_context(opened)
     held = stored_model(store.meta, store.regions)
-    check_same(store, context.blocks, context.options.mode, optimizer.kind)
+    check_same(store, context.blocks, context.options.dtype, optimizer.kind)
     options = replace(
         context.options, chunk_params=held.chunk_params, durability=store.durability,
         commit=commit_interval(store.durability, budget.commit_every),
@@ -400,23 +402,23 @@ def _prepared(
     model: nn.Module, batch: Mapping[str, Any] | None, cut: ModelPolicy, *, new: bool
 ) -> tuple[ReadFlat | None, str, Blocks]:
     """Checks the model, gives it one compute type and cuts it into blocks: where the weights of a
-    `new` store come from, the mode, and the blocks."""
+    `new` store come from, the dtype, and the blocks."""
     check_trainable(model)
     check_adapters(model)
     without_cache(model)
     source = weights_source(model) if new else None  # before adapters take the type of their base
-    unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
-    mode = _mode_of(model)
+    unify_dtype(model, None if cut.dtype is None else dtype_of(STATE_FORMATS[cut.dtype]))
+    dtype = _dtype_name(model)
     shapes = None if batch is None else _shapes(model, batch)
     found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
     if cut.base:
-        found = pack_base(model, found, cut.base, MODES[mode].weight_bytes)
-    if mode == "fp16" and find_decoder(base_of(model)) is None:
+        found = pack_base(model, found, cut.base, STATE_FORMATS[dtype].weight_bytes)
+    if dtype == "fp16" and find_decoder(base_of(model)) is None:
         raise ModelError(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    return source, mode, found
+    return source, dtype, found
 
 
 def running(
@@ -470,7 +472,7 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
     tier = "device" if context.device.has_own_memory else "host"
     total = context.device_bytes if tier == "device" else context.host_bytes
     left = (total or 0) - plan.tier_bytes(tier)
-    sizes = MODES[plan.mode].weight_bytes
+    sizes = STATE_FORMATS[plan.dtype].weight_bytes
     found = workload.measure(plan.micro_batch or workload.batch).sites
     groups = context.blocks.by_key
     return {
@@ -522,22 +524,22 @@ def device_overhead(
 
 
 def blocks_of(
-    model: nn.Module, batch: Mapping[str, Any], *, base: str = "", mode: str = "fp32"
+    model: nn.Module, batch: Mapping[str, Any], *, base: str = "", dtype: str = "fp32"
 ) -> Blocks:
-    """The cut of a model, for what a call with this batch shows; with its base packed for a mode,
+    """The cut of a model, for what a call with this batch shows; with its base packed for a dtype,
     if that is given."""
     found = cut_for(model, _shapes(model, batch))
-    return pack_base(model, found, base, MODES[mode].weight_bytes) if base else found
+    return pack_base(model, found, base, STATE_FORMATS[dtype].weight_bytes) if base else found
 
 
 def workload_of(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device = CPU
 ) -> BatchWorkload:
-    """What a batch of these shapes asks of the plan, if blocks run in this place."""
+    """What a batch of these shapes asks of the plan, if blocks run on this device."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
         """Backward repeats in tiles what it repeats as a whole without them."""
-        found = _workload(model, blocks, batch, place, tiles=tokens)
+        found = _workload(model, blocks, batch, torch_device, tiles=tokens)
         seq, shapes = whole.seq, dict(found.shapes)
         for name, shape in shapes.items():
             untiled = whole.shapes[name]
@@ -548,13 +550,14 @@ def workload_of(
             )  # fmt: skip
         return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
 
-    whole = replace(_workload(model, blocks, batch, place, tiles=0), tiled=in_tiles)
+    whole = replace(_workload(model, blocks, batch, torch_device, tiles=0), tiled=in_tiles)
     return whole
 
 
 def _workload(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device, *, tiles: int
-) -> BatchWorkload:
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device, *,
+    tiles: int,
+) -> BatchWorkload:  # fmt: skip
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
@@ -562,15 +565,16 @@ def _workload(
     head = base.get_output_embeddings() if find_decoder(base) is not None else None
     head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
     kinds, whole = inventories(
-        model, blocks, shapes, micro_batch=first.shape[0], place=place, tiles=tiles
+        model, blocks, shapes, micro_batch=first.shape[0], torch_device=torch_device, tiles=tiles
     )
     seen = {first.shape[0]: whole}
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
             seen[micro_batch] = measure(
-                model, blocks, shapes, micro_batch=micro_batch, place=place, tiles=tiles
-            )
+                model, blocks, shapes, micro_batch=micro_batch, torch_device=torch_device,
+                tiles=tiles,
+            )  # fmt: skip
         if head_site is not None:  # runs in slices of tokens, planned apart
             seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
@@ -617,12 +621,12 @@ def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels" or not sliced}
 
 
-def _mode_of(model: nn.Module) -> str:
+def _dtype_name(model: nn.Module) -> str:
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or (dtype := dtypes.pop()) not in _MODE_OF:
+    if len(dtypes) != 1 or (dtype := dtypes.pop()) not in _DTYPE_NAMES:
         found = ", ".join(sorted(str(d) for d in dtypes | {p.dtype for p in model.parameters()}))
         raise ModelError(
             f"{type(model).__name__} has parameters of {found}; convert all of them to one of "
-            f"{', '.join(str(dtype) for dtype in _MODE_OF)} first"
+            f"{', '.join(str(dtype) for dtype in _DTYPE_NAMES)} first"
         )
-    return _MODE_OF[dtype]
+    return _DTYPE_NAMES[dtype]

@@ -31,7 +31,7 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import Optimizer
-from lohan.store.engine import Buffer
+from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
 
@@ -163,22 +163,22 @@ class DeviceSlots:
         size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
-    def flat(self, group: FlatGroup, place: int) -> torch.Tensor:
+    def flat(self, group: FlatGroup, slot: int) -> torch.Tensor:
         """A whole group."""
-        return self._slots[place].view(self._dtype)[: group.numel]
+        return self._slots[slot].view(self._dtype)[: group.numel]
 
-    def load(self, place: int, shard: torch.Tensor) -> None:
+    def load(self, slot: int, shard: torch.Tensor) -> None:
         """This rank's shard of a group is there when it returns."""
-        self._device.copy("h2d", [(self._own_shard(place, shard.numel()), shard)]).synchronize()
+        self._device.copy("h2d", [(self._own_shard(slot, shard.numel()), shard)]).synchronize()
 
-    def gather(self, place: int, count: int) -> None:
+    def gather(self, slot: int, count: int) -> None:
         """The shards of all ranks, of so many elements each, are there when it returns."""
-        whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
-        self._process_group.all_gather_into(whole, self._own_shard(place, count))
+        whole = self._slots[slot].view(self._dtype)[: count * self._ranks.world]
+        self._process_group.all_gather_into(whole, self._own_shard(slot, count))
 
-    def _own_shard(self, place: int, count: int) -> torch.Tensor:
+    def _own_shard(self, slot: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
-        return self._slots[place].view(self._dtype)[start : start + count]
+        return self._slots[slot].view(self._dtype)[start : start + count]
 
 
 class Dequantised:
@@ -234,7 +234,7 @@ MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
 
 
 @dataclass(frozen=True)
-class ChunkSums:
+class ChunkChecksums:
     """CRC-32C of a chunk's weights and of its state, as an update has left them."""
 
     weights: int
@@ -251,7 +251,8 @@ class StepScalars:
     skipped_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
     # Of each group's gradients, where groups are clipped one by one; taken before its update.
     squares: dict[int, float] = field(default_factory=dict)
-    made_again: frozenset[int] = frozenset()  # groups whose gradients are still needed afterwards
+    # Groups whose gradients are needed for a second update.
+    updated_twice: frozenset[int] = frozenset()
 
 
 class StateRing:
@@ -277,8 +278,8 @@ class StateRing:
         return self._buffers[buffer].part(0, self._size(group, chunk))
 
     def read(self, group: FlatGroup, chunk: int, buffer: int) -> Ticket:
-        place = self.part(group, chunk, buffer).bytes
-        return self._store.read(state_key(group), chunk, place, fresh=None)
+        data = self.part(group, chunk, buffer).bytes
+        return self._store.read(state_key(group), chunk, data, fresh=None)
 
     def write(self, group: FlatGroup, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
         part = self.part(group, chunk, buffer).bytes
@@ -289,7 +290,7 @@ def update_chunk(
     group: FlatGroup, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[TensorRange], torch.Tensor | None],
     optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
-) -> ChunkSums:  # fmt: skip
+) -> ChunkChecksums:  # fmt: skip
     """One update of a chunk, in place: `weights` are its weights, `state` its bytes. What is
     updated is checksummed in the same pass; the rest, padding and tensors without a gradient,
     afterwards."""
@@ -297,7 +298,7 @@ def update_chunk(
     kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
-    masters, sums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
+    masters, checksums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
     for own_range in chunk.ranges:
         grad = grad_of(own_range)
         if grad is None:
@@ -313,16 +314,16 @@ def update_chunk(
             **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]
-        sums += zip(written, made, strict=True)
+        checksums += zip(written, made, strict=True)
     if optimizer.ema:
-        sums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
-    return ChunkSums(_checksum(weights, sums), _checksum(state, sums))
+        checksums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
+    return ChunkChecksums(_checksum(weights, checksums), _checksum(state, checksums))
 
 
-def _checksum(flat: torch.Tensor, sums: Sequence[tuple[torch.Tensor, int]]) -> int:
+def _checksum(flat: torch.Tensor, checksums: Sequence[tuple[torch.Tensor, int]]) -> int:
     """Of a flat buffer, with the known checksums of the arrays that lie in it."""
     first, size = flat.data_ptr(), flat.numel() * flat.itemsize
-    starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in sums]
+    starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in checksums]
     parts = sorted((at, at + count, crc) for at, count, crc in starts if 0 <= at < size)
     return _core.crc32c_around(flat.view(torch.uint8), parts)
 

@@ -8,9 +8,9 @@ is cached in host memory is read again from the committed one, and the step is
 
 * redone: updated once more with its factor from the gradients, where the plan holds those in
   memory anyway;
-* run again: from the same batch and random state, with its factor known, where they would go to
-  SSD. That takes a caller who does it where `must_run_again` says so, as `lohan train` does, and
-  a model whose buffers a step leaves alone.
+* rerun: as a whole, from the same batch and random state, with its factor known, where they would
+  go to SSD. That takes a caller who does it where `Session.must_run_again` says so, as `lohan
+  train` does, and a model whose buffers a step leaves alone.
 
 Every way gives the bits of waiting. `clip_by = "block"` clips each group by its own norm, in its
 update, and nothing waits for the norm of all.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.gradients import StepCollectives, sum_of_squares
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import ActionScheduler
 from lohan.model.plan import Plan
 from lohan.store.store import Store
 
@@ -60,15 +60,15 @@ class Clipping:
     takes it, and accepts updates that did not wait or rolls them back."""
 
     def __init__(
-        self, plan: Plan, *, durable: bool, pipeline: Pipeline, runner: ActionRunner, store: Store,
-        collectives: StepCollectives,
+        self, plan: Plan, *, durable: bool, scheduler: ActionScheduler, runner: ActionRunner,
+        store: Store, collectives: StepCollectives,
     ) -> None:  # fmt: skip
         """`durable`: there is a committed generation to go back to."""
-        self._plan, self._pipeline, self._runner = plan, pipeline, runner
+        self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
         self._possible = plan.speculates(durable=durable)
         self.holds_gradients = not plan.spilled  # in memory, until the norm is known
-        self._known: Factor | None = None  # of the step that is to be run again
+        self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
         self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
@@ -79,33 +79,33 @@ class Clipping:
         return bool(self._clipped) and self._clipped[-1]
 
     @property
-    def must_run_again(self) -> bool:
+    def must_rerun(self) -> bool:
         """The last backward was that of a clipped step, and did not count."""
         return self._known is not None
 
     @property
     def known_factor(self) -> float:
-        """Of updates that do not wait for the norm: 1, but for a step that is run again."""
+        """Of updates that do not wait for the norm: 1, but for a step that is rerun."""
         return 1.0 if self._known is None else self._known.clip_factor
 
     def speculates(self, *, repeatable: bool) -> bool:
         """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
-        a step that is run again finds what it found."""
+        a step that is rerun finds what it found."""
         able = self._possible and (self.holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         return pays or self._known is not None
 
-    def after_backward(self, scale: float, *, unsummed: Sequence[int]) -> float | None:
+    def clip_step(self, scale: float, *, unsummed: Sequence[int]) -> float | None:
         """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
         they are the mean over). `unsummed`: groups without the sum of their squares.
         Returns the factor of updates that have waited, or None if a gradient has left the range of
         fp16, so that the step must be skipped. Updates that did not wait for the norm count if the
-        factor is 1; else they are rolled back, and with their gradients gone the step must run
-        again."""
+        factor is 1; else they are rolled back, and with their gradients gone the step must be
+        rerun."""
         if not self._plan.needs_norm:
             return 1.0
-        speculated, known = self._pipeline.speculated, self._known
+        speculated, known = self._scheduler.speculated, self._known
         norm = self._norm(scale, unsummed)
         if not self._plan.defers_all:  # no update waits for more than the norm of its own group
             self.norm = norm
@@ -126,7 +126,7 @@ class Clipping:
         if speculated and not clipped:
             self._runner.accept_updates()
         elif speculated:
-            self._pipeline.roll_back()
+            self._scheduler.roll_back()
             self._store.discard()
             self._runner.undo_updates()
             if factor is not None and not self.holds_gradients:
@@ -135,7 +135,7 @@ class Clipping:
         return factor
 
     def forget(self) -> None:
-        """After an error: no step is to be run again."""
+        """After an error: no step is to be rerun."""
         self._known = None
 
     def _norm(self, scale: float, unsummed: Sequence[int]) -> float:
@@ -149,11 +149,11 @@ class Clipping:
             norms = (math.sqrt(own) / scale for own in squares.values())
             self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
         if not (limit and self._collectives.process_group.several):  # else of all ranks already
-            summed = self._collectives.added(summed)
+            summed = self._collectives.all_reduce_sum(summed)
         return math.sqrt(summed) / scale
 
     def _factor(self, norm: float) -> float | None:
         """Of all gradients alike."""
-        if not math.isfinite(norm) and self._plan.mode == "fp16":
+        if not math.isfinite(norm) and self._plan.dtype == "fp16":
             return None
         return clip_factor(norm, 0.0 if self._plan.block_clip else self._plan.clip)

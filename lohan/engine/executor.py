@@ -33,17 +33,17 @@ from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.clipping import Clipping
 from lohan.engine.gradients import (
     Accumulated,
-    GradientReducer,
+    GradientCollector,
     GroupGrads,
     StepCollectives,
 )
 from lohan.engine.lanes import Lanes
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.scheduler import ActionScheduler
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.optim import Optimizer
 from lohan.schedule.steps import deferred_groups, spec_of
 from lohan.store.store import Status, Store
@@ -69,16 +69,16 @@ class Resident:
 
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[FlatGroup, torch.Tensor]],
-        refs: tuple[ParameterRef, ...], place: torch.device, process_group: ProcessGroup,
+        refs: tuple[ParameterRef, ...], torch_device: torch.device, process_group: ProcessGroup,
     ) -> None:  # fmt: skip
         self._process_group = process_group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
         made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
         for group, flat in groups:
             if group.frozen:
-                current = self._gathered(flat, group.numel).to(place)
+                current = self._gathered(flat, group.numel).to(torch_device)
             else:
-                current = flat.new_empty(group.numel, device=place)
+                current = flat.new_empty(group.numel, device=torch_device)
                 self._copies.append((current, flat))
             made[group.key] = [
                 _resident_parameter(view, spec)
@@ -198,16 +198,16 @@ class Executor:
             updates_on_caller=not device.has_own_memory,
         )  # fmt: skip
         on_device = self.runner.device
-        self.pipeline = Pipeline(
+        self.scheduler = ActionScheduler(
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
-            update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
+            update_mode=plan.update_mode, deferred=deferred_groups(blocks, plan),
             speculates=plan.speculates(durable=durable),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
-        self.reducer = GradientReducer(
-            blocks, plan, pipeline=self.pipeline, pending=self.runner.pending,
+        self.collector = GradientCollector(
+            blocks, plan, scheduler=self.scheduler, pending=self.runner.pending,
             gradient_offload=self.runner.gradient_offload, collectives=self.collectives,
         )  # fmt: skip
         self.block_runner = self._make_block_runner(context, saved_classes)
@@ -216,7 +216,7 @@ class Executor:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
-            plan, durable=durable, pipeline=self.pipeline, runner=self.runner,
+            plan, durable=durable, scheduler=self.scheduler, runner=self.runner,
             store=store, collectives=self.collectives,
         )  # fmt: skip
         try:
@@ -236,9 +236,9 @@ class Executor:
             compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
         )  # fmt: skip
         return BlockRunner(
-            blocks.groups, self.pipeline, self.reducer, compute, device=device,
+            blocks.groups, self.scheduler, self.collector, compute, device=device,
             guarded=self.guarded,
-            dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
+            dequantised=Dequantised(blocks, self.pool, device, dtype_of(STATE_FORMATS[plan.dtype])),
         )  # fmt: skip
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
@@ -246,7 +246,7 @@ class Executor:
         if blocks.resident:
             cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
-                model, groups=cached, refs=blocks.resident, place=self.device.torch_device,
+                model, groups=cached, refs=blocks.resident, torch_device=self.device.torch_device,
                 process_group=self.process_group,
             )  # fmt: skip
             for parameter in self.resident.parameters:
@@ -288,12 +288,12 @@ class Executor:
         self._roll_back_unfinished()
         if self.resident is not None and RESIDENT in self.numbers and not self._resident_current:
             with self.guarded():
-                self.pipeline.wait_updated(self.numbers[RESIDENT])
+                self.scheduler.wait_updated(self.numbers[RESIDENT])
             self.resident.copy_updated()
             self._resident_current = True
         if not torch.is_grad_enabled():
             with self.guarded():
-                self.pipeline.enter_inference()
+                self.scheduler.enter_inference()
 
     def _roll_back_unfinished(self) -> None:
         """Rolls a step back whose backward died outside our code before it finished."""
@@ -313,15 +313,15 @@ class Executor:
         self._check_usable()
         if not self._in_backward:
             self._in_backward = True
-            whole = self.reducer.accumulated is None
+            whole = self.collector.accumulated is None
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
             self.runner.pending.squares = {}
-            self.pipeline.schedule_backward(
+            self.scheduler.schedule_backward(
                 self._scalars(self.clipping.known_factor), whole=whole,
                 speculate=self.clipping.speculates(repeatable=self.buffers.unchanged),
             )  # fmt: skip
-            if self.pipeline.speculated and self.clipping.holds_gradients:
+            if self.scheduler.speculated and self.clipping.holds_gradients:
                 self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
@@ -352,21 +352,21 @@ class Executor:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Every backward inside adds to the gradients of one step, which is taken at the end."""
-        if self.reducer.accumulated is not None:
+        if self.collector.accumulated is not None:
             raise LohanError(
                 "accumulate: gradients are added up already; one `with session.accumulate()` is "
                 "one step, and the next begins behind it"
             )
         self._roll_back_unfinished()
-        place, step = self.store.dirs[0].parent, self.train_state.step
-        sums = self.reducer.accumulated = Accumulated(self.blocks.groups, self.pool, place)
+        folder, step = self.store.dirs[0].parent, self.train_state.step
+        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, folder)
         try:
             yield
             self._roll_back_unfinished()
             if sums.numbers() or (self.resident is not None and self.resident.has_gradients):
                 self._in_backward = True
                 with self.guarded():
-                    self.pipeline.schedule_backward(self._scalars(1.0), whole=False)
+                    self.scheduler.schedule_backward(self._scalars(1.0), whole=False)
                 self.finish_step()
         except BaseException:
             if self.train_state.step == step and self.resident is not None:
@@ -374,14 +374,14 @@ class Executor:
             raise
         finally:
             sums.close()
-            self.reducer.accumulated = None
+            self.collector.accumulated = None
 
     def _finish_part(self) -> None:
         """Runs when autograd has finished, and the step has not."""
         with self.guarded():
-            self.reducer.accumulate_rest()
-            self.pipeline.pause()
-            self.reducer.clear()
+            self.collector.accumulate_rest()
+            self.scheduler.pause()
+            self.collector.clear()
             self._in_backward = False
 
     def finish_step(self) -> None:
@@ -390,11 +390,11 @@ class Executor:
             resident: dict[int, GroupGrads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
-            self.reducer.finish_rest(resident)
-            self.pipeline.finish()
-            unsummed = self.pipeline.wait_for_squares() if self.plan.needs_norm else ()
-            factor = self.clipping.after_backward(self._gradient_scale, unsummed=unsummed)
-            if self.clipping.must_run_again:
+            self.collector.finish_rest(resident)
+            self.scheduler.finish()
+            unsummed = self.scheduler.wait_for_squares() if self.plan.needs_norm else ()
+            factor = self.clipping.clip_step(self._gradient_scale, unsummed=unsummed)
+            if self.clipping.must_rerun:
                 self._begin_step()
                 return
             scalars = None if factor is None else self._scalars(factor)
@@ -402,22 +402,22 @@ class Executor:
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
-                scaled = self.plan.mode == "fp16"
+                scaled = self.plan.dtype == "fp16"
                 self.train_state = self.train_state.updated(
-                    scaled=scaled, absent=self.reducer.absent()
+                    scaled=scaled, absent=self.collector.absent()
                 )
             meta = {
                 **committed, **self.train_state.to_meta(self.device.random_state()),
                 **self.buffers.to_meta(), **self.extra_meta(),
             }  # fmt: skip
-            commits = self.pipeline.commits
+            commits = self.scheduler.commits
             next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
                 self.runner.metas.append((meta, commits))
-            self.pipeline.end_step(scalars)
+            self.scheduler.end_step(scalars)
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
-            self.pipeline.commits = next_commits
+            self.scheduler.commits = next_commits
             self._begin_step()
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
@@ -432,7 +432,7 @@ class Executor:
                 self.runner.commit()
 
     def _begin_step(self) -> None:
-        self.reducer.clear()
+        self.collector.clear()
         self._in_backward = False
         self._resident_current = False
 
@@ -441,7 +441,7 @@ class Executor:
         durable."""
         self._roll_back_unfinished()
         with self.guarded():
-            self.pipeline.drain()
+            self.scheduler.drain()
 
     def commit(self) -> None:
         """Every finished step is durable when it returns, where there are two generations."""
@@ -487,14 +487,14 @@ class Executor:
                 # Steps whose backward has returned are not given up with the one after them, unless
                 # a lane has failed. What counts is the error of the step that failed.
                 with suppress(Exception):
-                    self.pipeline.finish_earlier_steps(in_backward=self._in_backward)
+                    self.scheduler.finish_earlier_steps(in_backward=self._in_backward)
                     if not self.runner.unfinished:  # no update of the step that failed has run
                         self.runner.commit()
             lost = len(self.runner.metas)
             if self.runner.uncommitted is not None:
                 lost += TrainState.of(self.runner.uncommitted).step
                 lost -= TrainState.of(self.store.meta).step
-            self.pipeline.reset()
+            self.scheduler.reset()
             self.store.discard()
             if self.runner.activation_spill is not None:
                 self.runner.activation_spill.check_idle()
@@ -518,7 +518,7 @@ class Executor:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
         self._begin_step()
-        self.pipeline.commits = True
+        self.scheduler.commits = True
         self.commit_clock.committed()
         if lost:
             warnings.warn(

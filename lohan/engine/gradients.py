@@ -8,10 +8,10 @@ gradient is, in this order,
                         until the last use of its group (fp32 where several are summed)
     set aside           by GradientOffload, in host memory, where a device has its own memory and an
                         earlier block will add to it: tied weights of head and embedding, say
-    pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
+    pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                         reduced over the ranks by X, offloaded to host memory by D
     pending.on_host     where its update U finds it; on the CPU at once
-    in Spill            held without room in host memory: written by P, read by G for U
+    in GradientSpill    held without room in host memory: written by P, read by G for U
 
 `pending` is PendingGradients. Inside `session.accumulate()` sums of several backward calls are in
 Accumulated, and the step takes all of them from there to `on_host`. Gradients of resident
@@ -40,12 +40,12 @@ from lohan.errors import BudgetError, RankError, StorageIOError
 from lohan.model.layout import Blocks, FlatGroup, Ranks, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
-from lohan.store.engine import Buffer
+from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.pipeline import Pipeline
+    from lohan.engine.scheduler import ActionScheduler
 
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
@@ -108,7 +108,7 @@ class GradientSink:
     def take(self, group: str) -> dict[int, torch.Tensor]:
         return self._grads.pop(group, {})
 
-    def put(
+    def add_scaled(
         self, group: str, made: dict[int, torch.Tensor], *, factor: float | torch.Tensor
     ) -> None:
         """Adds gradients that were made ahead of backward, in forward, times `factor`."""
@@ -170,7 +170,7 @@ class GradientsInFlight(Mapping[int, torch.Tensor]):
         self.wait()
         return float(self._squares)
 
-    def places(self) -> Iterable[tuple[int, torch.Tensor]]:
+    def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Where they will be; what a lane reads there must come after the event."""
         return self._grads.items()
 
@@ -240,7 +240,7 @@ class GradientOffload:
             return {}
         aside = self._aside.pop(number)
         made, pairs = {}, []
-        for index, own in aside.places():
+        for index, own in aside.destinations():
             flat = self._device.allocate(own.numel() * FLOAT)
             made[index] = flat.view(torch.float32).view(own.shape)
             pairs.append((made[index], own))
@@ -299,9 +299,9 @@ class GradientOffload:
             self.release(number)
 
 
-class Spill:
-    """Held gradients on SSD, put away chunk by chunk after backward and fetched before their
-    update. Owner of the staging buffers."""
+class GradientSpill:
+    """Held gradients on SSD, written chunk by chunk after backward and read before their update.
+    Owner of the staging buffers."""
 
     def __init__(
         self, store: Store, pool: HostPool, groups: Sequence[FlatGroup], *, buffers: int,
@@ -313,7 +313,7 @@ class Spill:
         self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
         self._spilled: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
 
-    def put(
+    def write(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
         """Packs one chunk of a group's gradients, as wide as they are, and submits its write."""
@@ -327,12 +327,12 @@ class Spill:
             if grad is not None:
                 part = grad.view(-1)[own_range.start : own_range.stop]
                 flat[own_range.at : own_range.at + len(part)] = part
-        place = self._place(number, chunk, buffer)
-        return self._store.write(gradient_key(self._groups[number]), chunk, place)
+        data = self._bytes_of(number, chunk, buffer)
+        return self._store.write(gradient_key(self._groups[number]), chunk, data)
 
-    def get(self, number: int, chunk: int, buffer: int) -> Ticket:
-        place = self._place(number, chunk, buffer)
-        return self._store.read(gradient_key(self._groups[number]), chunk, place)
+    def read(self, number: int, chunk: int, buffer: int) -> Ticket:
+        data = self._bytes_of(number, chunk, buffer)
+        return self._store.read(gradient_key(self._groups[number]), chunk, data)
 
     def grad(
         self, number: int, buffer: int, tensor: int, at: int, count: int
@@ -341,26 +341,26 @@ class Spill:
         dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
-    def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
+    def _bytes_of(self, number: int, chunk: int, buffer: int) -> Buffer:
         cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
         size = (cut.stop - cut.start) * dtype.itemsize
         return self._buffers[buffer].bytes[: align_up(size, PAGE)]
 
 
-class GradientReducer:
+class GradientCollector:
     """Counts the uses of each group and releases its gradients to the optimizer after the last one
-    of this backward, as DDP's reducer does with a bucket. `gradient_offload` is None where compute
-    is in host memory."""
+    of this backward, as DDP's reducer does with a bucket; over the ranks they are summed by
+    StepCollectives. `gradient_offload` is None where compute is in host memory."""
 
     def __init__(
-        self, blocks: Blocks, plan: Plan, *, pipeline: Pipeline, pending: PendingGradients,
+        self, blocks: Blocks, plan: Plan, *, scheduler: ActionScheduler, pending: PendingGradients,
         gradient_offload: GradientOffload | None, collectives: StepCollectives,
     ) -> None:  # fmt: skip
         self._needs_norm, self._block_clip = plan.needs_norm, plan.block_clip
-        self._wide = plan.mode != "fp32"  # sums of several are made in fp32: one has fewer bits
+        self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
         self._narrow = plan.grad_dtype == "bf16"  # rounded, once, when they are complete
         self.sink = GradientSink()
-        self._blocks, self._pipeline, self._pending = blocks, pipeline, pending
+        self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
@@ -408,16 +408,16 @@ class GradientReducer:
         if self.accumulated is not None:
             for group in finished:
                 self.accumulated.add(group, self.sink.take(self._blocks.groups[group].key))
-            self._pipeline.end_backward(number, ())
+            self._scheduler.end_backward(number, ())
             return
-        scheduled = self._pipeline.last_use_groups()
+        scheduled = self._scheduler.last_use_groups()
         handed = finished if scheduled is None else scheduled
         there = self._pending.on_host if self._offload is None else self._pending.on_device
         for group in handed:
             grads = there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
             self._seen[group] = frozenset(grads)
             self._pending.squares_on_device[group] = self._sum_squares(grads)
-        self._pipeline.end_backward(number, handed)
+        self._scheduler.end_backward(number, handed)
 
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """On the device, where something needs the norm; ranks take it of what they have summed."""
@@ -437,7 +437,7 @@ class GradientReducer:
         if self._offload is not None:
             for key in keys:
                 if grads := self._offload.fetch_aside(self._numbers[key]):
-                    self.sink.put(key, grads, factor=1.0)
+                    self.sink.add_scaled(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
         """Backward has ended, and another one adds to it: nothing of this one is left elsewhere."""
@@ -452,7 +452,7 @@ class GradientReducer:
         them if it was not the only backward of its step; then those of resident parameters."""
         sums = self.accumulated
         there = self._waiting() if sums is None else sums.numbers()
-        for number in self._collectives.late_groups(self._pipeline.collectives_checksum, there):
+        for number in self._collectives.late_groups(self._scheduler.collectives_checksum, there):
             if sums is None:
                 self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
             else:
@@ -483,7 +483,7 @@ class GradientReducer:
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
             if self._block_clip:
-                squares = self._collectives.added(sum_of_squares(grads))
+                squares = self._collectives.all_reduce_sum(sum_of_squares(grads))
                 self._pending.squares[number] = squares
         self._pending.on_host[number] = grads
 
@@ -540,7 +540,7 @@ OWNER = "accumulated gradients"
 class Accumulated:
     """Sums by number of group and index of tensor."""
 
-    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, place: Path) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, folder: Path) -> None:
         self._groups = groups
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
         self._file: GradientFile | None = None
@@ -549,7 +549,7 @@ class Accumulated:
             pool.reserve(OWNER, size)
             self._pool, self._reserved = pool, size
         except BudgetError:
-            self._file, self._reserved = GradientFile(groups, place, size), 0
+            self._file, self._reserved = GradientFile(groups, folder, size), 0
 
     def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
         if self._file is not None:
@@ -581,8 +581,8 @@ class Accumulated:
 class GradientFile:
     """Gradients of all groups at the offsets of their parameters."""
 
-    def __init__(self, groups: Sequence[FlatGroup], place: Path, size: int) -> None:
-        self._groups, self._place = groups, place
+    def __init__(self, groups: Sequence[FlatGroup], folder: Path, size: int) -> None:
+        self._groups, self._folder = groups, folder
         self.present: dict[int, set[int]] = {}
         self._starts: dict[int, int] = {}
         at = 0
@@ -590,11 +590,11 @@ class GradientFile:
             if not group.frozen:
                 self._starts[number], at = at, at + group.numel * FLOAT
         try:
-            self._file: IO[bytes] = TemporaryFile(dir=place, buffering=0)  # noqa: SIM115
+            self._file: IO[bytes] = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
         except OSError as error:
             raise StorageIOError(
-                f"{place}: no file of {format_bytes(size)} for gradients that are added up over "
+                f"{folder}: no file of {format_bytes(size)} for gradients that are added up over "
                 f"several backward calls ({error.strerror}); free space there, or run the batches "
                 "as one: it is cut into micro-batches, and needs no room for gradients"
             ) from error
@@ -631,7 +631,7 @@ class GradientFile:
 
     def _failed(self, why: str) -> StorageIOError:
         return StorageIOError(
-            f"{self._place}: gradients that are added up over several backward calls cannot be "
+            f"{self._folder}: gradients that are added up over several backward calls cannot be "
             f"moved: {why}; check the drive, then resume from the last step"
         )
 
@@ -676,15 +676,15 @@ class StepCollectives:
     # -- gradients: every rank gets the sum of its own shard --------------------------------------
 
     def reduce_scatter(
-        self, number: int, grads: dict[int, torch.Tensor], place: torch.device
+        self, number: int, grads: dict[int, torch.Tensor], torch_device: torch.device
     ) -> dict[int, torch.Tensor]:
         """On the net lane, where compute is. Takes the gradients."""
-        return self._reduced(number, grads, place, self.process_group.reduce_scatter)
+        return self._reduced(number, grads, torch_device, self.process_group.reduce_scatter)
 
-    def added_squares(self, own: float, place: torch.device) -> float:
+    def all_reduce_squares(self, own: float, torch_device: torch.device) -> float:
         """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
         group = self.process_group
-        every = torch.zeros(group.world, dtype=torch.float64, device=place)
+        every = torch.zeros(group.world, dtype=torch.float64, device=torch_device)
         every[group.rank] = own
         group.all_gather_into(every, every[group.rank : group.rank + 1])
         return math.fsum(every.tolist())
@@ -700,11 +700,11 @@ class StepCollectives:
         return self._reduced(number, own, host, self.process_group.reduce_scatter_host)
 
     def _reduced(
-        self, number: int, grads: dict[int, torch.Tensor], place: torch.device,
+        self, number: int, grads: dict[int, torch.Tensor], torch_device: torch.device,
         reduce_scatter: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:  # fmt: skip
         group, ranks = self._groups[number], self.process_group.ranks
-        rows = pack(group, grads, ranks, place)
+        rows = pack(group, grads, ranks, torch_device)
         grads.clear()  # packed: they go before the sums of others come
         total = reduce_scatter(rows)
         own = ranks.shard(group)
@@ -731,7 +731,7 @@ class StepCollectives:
                 )
         return sorted({number for _, own in said for number in own})
 
-    def added(self, number: float) -> float:
+    def all_reduce_sum(self, number: float) -> float:
         """The same bits on every rank."""
         return math.fsum(self.process_group.all_gather_object(number))
 
@@ -739,7 +739,7 @@ class StepCollectives:
         """The sum of all ranks' parts of a loss. Alone, compute is not waited for."""
         if not self.process_group.several:
             return part
-        return torch.full_like(part, self.added(part.item()))
+        return torch.full_like(part, self.all_reduce_sum(part.item()))
 
     def absent(self, names: list[str]) -> list[str]:
         """Those that all ranks name."""
@@ -748,14 +748,14 @@ class StepCollectives:
 
 
 def pack(
-    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
+    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, torch_device: torch.device
 ) -> torch.Tensor:
     """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
     each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none
     on any rank."""
     count = ranks.shard_numel(group)
     flags = align_up(len(group.tensors), FLAGS_ALIGN)
-    rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=place)
+    rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=torch_device)
     for row, other in zip(rows, ranks.all(), strict=True):
         tensors = other.shard(group).tensors
         for index, grad in grads.items():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 # From the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss;
 # the second argument adds a number up over all ranks, which all of them must call alike.
-TokenLoss = Callable[[torch.Tensor, Callable[[float], float]], torch.Tensor]
+LogpLoss = Callable[[torch.Tensor, Callable[[float], float]], torch.Tensor]
 OnLogits = Callable[[torch.Tensor, torch.Tensor], None]  # logits, and the tokens to predict
 _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
 
@@ -118,13 +118,13 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     called: list[nn.Module] = []
     given: list[Any] = []
     generator = torch.Generator().manual_seed(0)
-    place = torch.device("cpu") if lacks_values(weight) else weight.device
-    ids = torch.arange(8, device=place)[None] % weight.shape[0]
+    torch_device = torch.device("cpu") if lacks_values(weight) else weight.device
+    ids = torch.arange(8, device=torch_device)[None] % weight.shape[0]
     labels = ids.flip(1).contiguous()
     labels[0, 3] = IGNORED
-    hidden = torch.randn(1, 8, weight.shape[1], generator=generator).to(place, weight.dtype)
+    hidden = torch.randn(1, 8, weight.shape[1], generator=generator).to(torch_device, weight.dtype)
     hidden.requires_grad_()
-    logits = torch.randn(1, 8, weight.shape[0], generator=generator).to(place)
+    logits = torch.randn(1, 8, weight.shape[0], generator=generator).to(torch_device)
 
     def ready(*args: Any, **kwargs: Any) -> Any:
         given.extend((*args, *kwargs.values()))
@@ -141,7 +141,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
     try:
         with (
-            torch.random.fork_rng(devices=[]), buffers_at(model, place), torch.enable_grad(),
+            torch.random.fork_rng(devices=[]), buffers_at(model, torch_device), torch.enable_grad(),
             _standing_in(decoder, ready), _standing_in(head, made),
         ):  # fmt: skip
             plain = model.forward(input_ids=None)
@@ -199,7 +199,7 @@ def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 
 
 @dataclass(frozen=True)
-class Ahead:
+class ShiftedLabels:
     """What the head must know of a batch before the decoder runs."""
 
     labels: torch.Tensor  # as the model gets them
@@ -235,7 +235,7 @@ class LazyLogits:
 class SlicedHead:
     """Stands in for the model's forward when there are labels."""
 
-    SETTINGS = ("ranks_apart", "token_loss", "on_logits")  # those of whoever uses the session
+    SETTINGS = ("ranks_apart", "slice_loss", "on_logits")  # those of whoever uses the session
 
     def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
         self.executor = executor
@@ -244,13 +244,14 @@ class SlicedHead:
         self._whole = False
         self.ranks_apart = False  # the loss is that of this rank's tokens, as under DDP
         # The sum of a slice's losses, from its logits and the tokens they are to predict.
-        self.token_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
+        self.slice_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
             nn.functional.cross_entropy, reduction="sum"
         )
         # Told of every slice: its logits and the tokens they are to predict.
         self.on_logits: OnLogits | None = None
-        self._ahead: Ahead | None = None  # of the batch that goes into the model now
-        executor.inputs_moved = self._read_ahead
+        # Of the batch that goes into the model now.
+        self._shifted_labels: ShiftedLabels | None = None
+        executor.inputs_moved = self._read_labels
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.wrapped: WrappedSite | None = next(
             (r for r in executor.wrapped_sites if r.module is head), None
@@ -286,7 +287,7 @@ class SlicedHead:
         finally:
             self.ranks_apart = before
 
-    def _read_ahead(self, given: dict[str, Any], moved: dict[str, Any]) -> None:
+    def _read_labels(self, given: dict[str, Any], moved: dict[str, Any]) -> None:
         """Inputs go to the device: which rows have a label is read where they come from. Reading it
         there would wait for compute."""
         labels, count = given.get("labels"), given.get("num_items_in_batch")
@@ -294,27 +295,27 @@ class SlicedHead:
             following, rows = labelled_rows(labels)
             following, rows = to_device(self.executor.device, (following, rows))
             known = float(count) if count is not None else None
-            self._ahead = Ahead(moved["labels"], following, rows, known)
+            self._shifted_labels = ShiftedLabels(moved["labels"], following, rows, known)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        ahead, self._ahead = self._ahead, None
+        shifted, self._shifted_labels = self._shifted_labels, None
 
-        token_loss: TokenLoss | None = kwargs.pop("token_loss", None)
+        logp_loss: LogpLoss | None = kwargs.pop("logp_loss", None)
         bound = self._signature.bind(*args, **kwargs).arguments
         named = {**bound, **bound.pop("kwargs", {})}
         labels = named.get("labels")
         if labels is None or self._whole:
             return self._original(*args, **kwargs)
-        if ahead is None or ahead.labels is not labels:
+        if shifted is None or shifted.labels is not labels:
             count = named.get("num_items_in_batch")
             known = float(count) if count is not None else None
-            ahead = Ahead(labels, *labelled_rows(labels), known)
+            shifted = ShiftedLabels(labels, *labelled_rows(labels), known)
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self.decoder(**inputs)
         self._output_type = type(out)
-        loss: Any = self._loss(out.last_hidden_state, ahead, token_loss)
+        loss: Any = self._loss(out.last_hidden_state, shifted, logp_loss)
         if not named.get("output_router_logits", self._routes):
             cache = getattr(out, "past_key_values", None)
             made: Any = _lazy(CausalLMOutputWithPast)(loss=loss, past_key_values=cache)
@@ -354,22 +355,24 @@ class SlicedHead:
         return rest
 
     def _loss(
-        self, hidden: torch.Tensor, ahead: Ahead, token_loss: TokenLoss | None
+        self, hidden: torch.Tensor, shifted: ShiftedLabels, logp_loss: LogpLoss | None
     ) -> torch.Tensor:
-        following, rows = ahead.following, ahead.rows
-        targets = len(rows) if self.ranks_apart else self.executor.collectives.added(len(rows))
-        if targets == 0 and not (self.ranks_apart and ahead.count):
+        following, rows = shifted.following, shifted.rows
+        targets: float = len(rows)
+        if not self.ranks_apart:
+            targets = self.executor.collectives.all_reduce_sum(targets)
+        if targets == 0 and not (self.ranks_apart and shifted.count):
             raise DataError(
                 f"a batch of {following.numel()} tokens has no label to learn from (all are "
                 f"{IGNORED}); check the data or raise --seq so that answers are not cut off"
             )
-        total = float(targets) if ahead.count is None else ahead.count
+        total = float(targets) if shifted.count is None else shifted.count
         if torch.is_grad_enabled():
             return _HeadFunction.apply(
-                self, rows, following, total, token_loss, self.executor.anchor, hidden
+                self, rows, following, total, logp_loss, self.executor.anchor, hidden
             )  # fmt: skip
-        if token_loss is not None:
-            return self.run_token_loss(hidden, rows, following, token_loss, grad=False)[0]
+        if logp_loss is not None:
+            return self.run_logp_loss(hidden, rows, following, logp_loss, grad=False)[0]
         return self.run(hidden, rows, following, total, grad=False)[0]
 
     def run(
@@ -391,7 +394,7 @@ class SlicedHead:
                     logits = self._logits(x[None])[0]
                     if self.on_logits is not None:
                         self.on_logits(logits.detach(), labels[part])
-                    loss = self.token_loss(logits.float(), labels[part])
+                    loss = self.slice_loss(logits.float(), labels[part])
                     if d_flat is not None:
                         del logits
                         (loss * scale).backward()
@@ -402,9 +405,9 @@ class SlicedHead:
         loss = self._over_ranks(found / total)
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
-    def run_token_loss(
+    def run_logp_loss(
         self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor,
-        token_loss: TokenLoss, *, grad: bool,
+        logp_loss: LogpLoss, *, grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """As `run`, with a loss of one's own over the tokens. The head runs twice: for their
         log-probabilities, then for gradients, by what the loss says each of them weighs."""
@@ -426,8 +429,8 @@ class SlicedHead:
                 found = [-losses(flat[part], part, self.on_logits) for part in slices]
             logps = torch.cat([flat.new_zeros(0, dtype=torch.float32), *found])
             with torch.set_grad_enabled(grad):
-                added = self.executor.collectives.added
-                loss = token_loss(logps.requires_grad_(grad), added)
+                all_reduce_sum = self.executor.collectives.all_reduce_sum
+                loss = logp_loss(logps.requires_grad_(grad), all_reduce_sum)
             d_flat = None
             if grad:
                 (weights,) = torch.autograd.grad(loss, logps)
@@ -452,7 +455,7 @@ class SlicedHead:
         executor, wrapped = self.executor, self.wrapped
         with executor.block_runner.weights(wrapped, training=grad) as tensors:
             if grad:
-                tensors = executor.reducer.leaves(wrapped.site, tensors, parts=parts)
+                tensors = executor.collector.leaves(wrapped.site, tensors, parts=parts)
             with wrapped.installed(tensors):
                 yield
 
@@ -474,23 +477,23 @@ class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, head: SlicedHead, rows: torch.Tensor, labels: torch.Tensor, total: float,
-        token_loss: TokenLoss | None, _: torch.Tensor, hidden: torch.Tensor,
+        logp_loss: LogpLoss | None, _: torch.Tensor, hidden: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         executor = head.executor
         ctx.head = head
         ctx.uses = Uses(executor, head.wrapped.site, ctx) if head.wrapped is not None else None
         executor.in_head = True
         try:
-            if token_loss is None:
+            if logp_loss is None:
                 loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
             else:
-                made = head.run_token_loss(hidden, rows, labels, token_loss, grad=True)
+                made = head.run_logp_loss(hidden, rows, labels, logp_loss, grad=True)
                 loss, ctx.d_hidden = made
         finally:
             executor.in_head = False
         # Kept here until backward takes them: a loss that is dropped takes them with it.
         groups = head.wrapped.site.groups if head.wrapped is not None else ()
-        ctx.grads = {key: executor.reducer.sink.take(key) for key in groups}
+        ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
         return loss
 
     @staticmethod
@@ -505,10 +508,10 @@ class _HeadFunction(torch.autograd.Function):
             scale_(d_hidden, factor)
             if head.wrapped is not None:
                 ctx.uses.consume(executor, "the head")
-                executor.reducer.fetch_aside(ctx.grads)
+                executor.collector.fetch_aside(ctx.grads)
                 for key, grads in ctx.grads.items():
-                    executor.reducer.sink.put(key, grads, factor=factor)
+                    executor.collector.sink.add_scaled(key, grads, factor=factor)
                 ctx.grads = None
-                executor.pipeline.begin_backward(head.wrapped.number)
-                executor.reducer.finish(head.wrapped.number)
+                executor.scheduler.begin_backward(head.wrapped.number)
+                executor.collector.finish(head.wrapped.number)
         return (None, None, None, None, None, None, d_hidden)

@@ -1,4 +1,4 @@
-"""All threads and signals: in-order queues, and the caller's own thread as the gpu lane."""
+"""All threads and signals: in-order queues, and the caller's own thread as the compute lane."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job:
 
 
 class Queue:
-    """A first-in first-out queue that can be dropped and settled."""
+    """A first-in first-out queue that can be dropped and joined."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -78,7 +78,7 @@ class Queue:
 
 
 class Begun(NamedTuple):
-    """Of a gpu action: when the caller began to give it, and the device's stamp of it."""
+    """Of a compute action: when the caller began to give it, and the device's stamp of it."""
 
     at_s: float
     stamp: Event | None
@@ -105,20 +105,20 @@ class DeviceClock:
         return possible_s
 
 
-# -- All threads and signals: in-order queues, and the caller's own thread as the gpu lane ---------
+# -- All threads and signals: in-order queues, and the caller's own thread as the compute lane -----
 #
-#     ssd   two threads: one submits in order, one completes in order, so that several reads and
-#           writes are in flight while both sides keep the order of the schedule
-#     cpu   one thread for the optimizer or, with `updates_on_caller`, the caller's own
-#     gpu   the thread that runs the model: it announces what it begins and ends
-#     h2d   one thread for copies to a device with a memory of its own,
-#     d2h   one for copies from it
-#     net   one for exchanges with other ranks, if there are any
+#     ssd        two threads: one submits in order, one completes in order, so that several reads
+#                and writes are in flight while both sides keep the order of the schedule
+#     optimizer  one thread for updates or, with `updates_on_caller`, the caller's own
+#     compute    the thread that runs the model: it announces what it begins and ends
+#     h2d        one thread for copies to a device with a memory of its own,
+#     d2h        one for copies from it
+#     net        one for exchanges with other ranks, if there are any
 #
 # Note [compute that is given and not yet done] Such a device works through what it is given while
-# the caller goes on. An action of the gpu lane is done when the device says so: a further thread
-# waits for its event. So the caller is ahead of the device by what the next block waits for and no
-# more, and every other lane sees what has happened, not what was asked for.
+# the caller goes on. An action of the compute lane is done when the device says so: a further
+# thread waits for its event. So the caller is ahead of the device by what the next block waits for
+# and no more, and every other lane sees what has happened, not what was asked for.
 #
 # Note [updates on the caller's thread] Where the model computes on the CPU, an optimizer thread
 # takes cores away from matrix products in the middle of their work, and every OpenMP barrier then
@@ -158,9 +158,8 @@ class Lanes:
     ) -> None:  # fmt: skip
         self._device = device or CpuDevice()
         self._moving = (*LINK, "net") if net else LINK
-        self.collectives_checksum = (
-            0  # a sum over all exchanges so far, in their order: the same on all ranks
-        )
+        # Over all exchanges so far, in their order: the same on all ranks.
+        self.collectives_checksum = 0
         self._runner, self._overlap, self._trace, self._stall_s = runner, overlap, trace, stall_s
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._changed = threading.Condition()  # something finished or failed
@@ -195,21 +194,21 @@ class Lanes:
                 self.collectives_checksum = crc32(action.name.encode(), self.collectives_checksum)
             job = Job(self._enqueued, action, waits, scalars)
             self._latest[action.name] = job
-            if action.lane == "gpu":
+            if action.lane == "compute":
                 self._gpu.append(job)
             if not self._overlap:
                 self._in_order.append(job)
-            elif action.lane == "cpu" and self._updates is not None:
+            elif action.lane == "optimizer" and self._updates is not None:
                 self._updates.append(job)
-            elif action.lane != "gpu":
+            elif action.lane != "compute":
                 self._queues[action.lane].put(job)
 
     def expected(self) -> str | None:
-        """Name of the next action of the gpu lane."""
+        """Name of the next action of the compute lane."""
         return self._gpu[0].action.name if self._gpu else None
 
     def begin(self, name: str) -> Action:
-        """The caller is about to do the next gpu action: waits for what it needs."""
+        """The caller is about to do the next compute action: waits for what it needs."""
         job = self._gpu.popleft()
         assert job.action.name == name, (job.action.name, name)
         self._run_in_order_until(job)
@@ -221,7 +220,7 @@ class Lanes:
 
     @property
     def computing(self) -> bool:
-        """A gpu action has begun and not ended."""
+        """A compute action has begun and not ended."""
         return self._current is not None
 
     def end(self) -> None:
@@ -234,7 +233,7 @@ class Lanes:
         ended = self._device.stamp()
         item = job, self._device.mark(), self._begun, ended
         if self._overlap:
-            self._queues["gpu"].put(item)
+            self._queues["compute"].put(item)
         else:
             self._computed(item)
 
@@ -247,7 +246,7 @@ class Lanes:
         self._await(jobs, None)
 
     def flush(self) -> None:
-        """Runs everything that is queued to its end; gpu actions pass without being done."""
+        """Runs everything that is queued to its end; compute actions pass without being done."""
         self._requeue_current()
         while self._gpu:
             job = self._gpu.popleft()
@@ -260,11 +259,11 @@ class Lanes:
         self._latest.clear()
 
     def cancel_ahead(self) -> list[Action]:
-        """Forgets what is queued from the gpu action on that was begun and not ended, or comes
+        """Forgets what is queued from the compute action on that was begun and not ended, or comes
         next, and brings all before it to its end. Nothing waits for something later, so that never
         needs what is forgotten; and of that only reads, and updates and writes of the step before,
-        may have begun, since others wait for the gpu action. They are completed too. Returns what
-        will not happen on other lanes than the caller's own."""
+        may have begun, since others wait for the compute action. They are completed too. Returns
+        what will not happen on other lanes than the caller's own."""
         self._raise_if_failed()
         self._requeue_current()
         first = self._gpu[0].number if self._gpu else self._enqueued + 1
@@ -390,11 +389,11 @@ class Lanes:
     # -- one after the other ----------------------------------------------------------------------
 
     def _run_in_order_until(self, stop: Job | None) -> None:
-        """Runs queued actions on this thread, up to and without the gpu action `stop` (or, for
+        """Runs queued actions on this thread, up to and without the compute action `stop` (or, for
         any other action, through it)."""
         while self._in_order and not (stop is not None and stop.done.is_set()):
             job = self._in_order[0]
-            if job.action.lane == "gpu":
+            if job.action.lane == "compute":
                 if job is stop:
                     self._in_order.popleft()
                     return
@@ -408,7 +407,7 @@ class Lanes:
     def _run_now(self, job: Job) -> None:
         start = time.perf_counter()
         try:
-            if job.action.lane == "cpu":
+            if job.action.lane == "optimizer":
                 self._runner.update(job.action, job.scalars)
             elif job.action.lane in self._moving:
                 self._runner.copy(job.action)
@@ -422,10 +421,12 @@ class Lanes:
     # -- the lanes' side --------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._run_ready}
+        bodies: dict[str, Callable[[Any], None]] = {
+            "ssd": self._submit, "optimizer": self._run_ready
+        }  # fmt: skip
         if self._device.has_own_memory:
-            bodies |= {lane: self._run_ready for lane in self._moving} | {"gpu": self._computed}
-        bodies["done"] = self._complete  # the last: others settle before it
+            bodies |= {lane: self._run_ready for lane in self._moving} | {"compute": self._computed}
+        bodies["done"] = self._complete  # the last: others are joined before it
         for lane in bodies:
             self._queues[lane] = Queue()
         for lane, body in bodies.items():

@@ -5,7 +5,7 @@
 
 Only inputs that take a gradient leave (masks and positions are shared by all blocks), and results
 that the save plan keeps. Those of one slice, or the inputs, are packed into one buffer.
-There is one place for each site: a second call of it before backward stays where it is.
+There is room for one call of each site: a second call of it before backward stays where it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lohan.capture.recompute import ActivationOffload, SavedCall
+from lohan.capture.recompute import ActivationHooks, SavedCall
 from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
@@ -85,7 +85,7 @@ class _Spilled:
     packs: list[Pack]
 
 
-class ActivationSpill(ActivationOffload):
+class ActivationSpill(ActivationHooks):
     """Owner of the buffers and of the space on SSD: a store of its own with scratch regions only,
     made with the session and removed with it. `sizes`: bytes by site number."""
 
@@ -125,11 +125,11 @@ class ActivationSpill(ActivationOffload):
         if sum(pack.size for pack in _packs(_saved(call))) <= self.sizes[site]:
             self._new[site] = call
 
-    def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+    def load_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
         """All activations lie in the buffer that backward's action names."""
         if not call.evicted:
             return
-        memory = self.buffer(places[0])
+        memory = self.buffer(buffers[0])
         inputs, *slices = self._spilled[site].packs
         call.restore_inputs(inputs.tensors_in(inputs.part_of(memory)))
         for saved, pack in zip(call.saved_ops, slices, strict=True):
@@ -230,15 +230,15 @@ def _key(site: int) -> str:
 
 # -- From the device to host memory ----------------------------------------------------------------
 #
-# On the device activations pass through places of the schedule: compute packs them there and they
-# are copied from there, so the memory that torch gave out is free again at once. Inputs go as a
-# whole. Kept results go slice by slice, through two buffers, while their block still computes the
-# others: the device never holds those of a whole batch.
+# On the device activations pass through buffers that the schedule names: compute packs them there
+# and they are copied from there, so the memory that torch gave out is free again at once. Inputs go
+# as a whole. Kept results go slice by slice, through two buffers, while their block still computes
+# the others: the device never holds those of a whole batch.
 #
 # Note [slices inside an action] The schedule's K and V stand for all slices of a site. Copies of
 # slices are given to the link while F and B run, behind the compute that makes them or makes room
-# for them; K waits for the last, V brings the first two. Host buffer and place belong to the site
-# from the beginning of F to the end of K, and from V to the end of B.
+# for them; K waits for the last, V brings the first two. Host buffer and device buffer belong to
+# the site from the beginning of F to the end of K, and from V to the end of B.
 
 
 @dataclass
@@ -247,7 +247,7 @@ class OffloadedCall:
 
     call: weakref.ref[SavedCall]
     held: SavedCall | None  # until they have left, whatever becomes of the graph
-    place: int  # on the device
+    device_buffer: int
     host_buffer: int | None  # of the spill, on the way to and from SSD
     inputs: Pack
     slices: list[Pack | None] = field(default_factory=list)
@@ -257,15 +257,16 @@ class OffloadedCall:
     evicted: bool = False
 
 
-class DeviceActivationOffload(ActivationOffload):
-    """Owner of the places on the device and of host memory for what does not go on to SSD."""
+class DeviceActivationOffload(ActivationHooks):
+    """Owner of the buffers on the device and of host memory for what does not go on to SSD."""
 
     def __init__(
-        self, device: Device, *, sites: frozenset[int], places: int, spill: ActivationSpill | None
-    ) -> None:
+        self, device: Device, *, sites: frozenset[int], device_buffers: int,
+        spill: ActivationSpill | None,
+    ) -> None:  # fmt: skip
         self._device, self._sites, self._spill = device, sites, spill
-        self._input_buffers: list[torch.Tensor | None] = [None] * places
-        self._slice_buffers: list[torch.Tensor | None] = [None] * (places * BUFFERS)
+        self._input_buffers: list[torch.Tensor | None] = [None] * device_buffers
+        self._slice_buffers: list[torch.Tensor | None] = [None] * (device_buffers * BUFFERS)
         self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site; 0 is inputs, 1 a slice
         self._calls: dict[int, OffloadedCall] = {}
         self._packs: dict[tuple[int, int], Pack] = {}  # by site and slice, -1: its inputs
@@ -273,19 +274,19 @@ class DeviceActivationOffload(ActivationOffload):
 
     # -- forward, the caller's side ---------------------------------------------------------------
 
-    def save_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+    def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
         before, inputs = self._calls.get(site), call.grad_inputs
         taken = before is not None and (before.held is not None or before.call() is not None)
         if site not in self._sites or taken or not inputs:
             return
-        *host_buffer, place = places
+        *host_buffer, device_buffer = buffers
         pack = self._pack(site, -1, inputs, 0)
         own = OffloadedCall(
-            weakref.ref(call), call, place, host_buffer[0] if host_buffer else None, pack
+            weakref.ref(call), call, device_buffer, host_buffer[0] if host_buffer else None, pack
         )
         if self._fits(site, own, pack):
             self._calls[site] = own
-            self._send(site, own, pack, inputs, self._input_buffer(place, pack.size))
+            self._send(site, own, pack, inputs, self._input_buffer(device_buffer, pack.size))
 
     def save_slice(self, site: int, call: SavedCall) -> None:
         own = self._offloaded_call(site, call)
@@ -302,7 +303,7 @@ class DeviceActivationOffload(ActivationOffload):
         own.slices.append(pack)
         if number >= BUFFERS and buffer in own.copies:
             self._device.wait(own.copies[buffer])
-        there = self._slice_buffer(own.place, buffer, pack.size)
+        there = self._slice_buffer(own.device_buffer, buffer, pack.size)
         own.copies[buffer] = self._send(site, own, pack, tensors, there)
 
     def _send(
@@ -330,28 +331,28 @@ class DeviceActivationOffload(ActivationOffload):
         own.held, own.evicted = None, True
         own.copies.clear()
 
-    def bring_back(self, site: int, places: Sequence[int]) -> None:
+    def bring_back(self, site: int, buffers: Sequence[int]) -> None:
         """V: inputs and the first slices are on the device when it returns."""
         own = self._calls.get(site)
         if own is None or not own.evicted or own.call() is None:
             return
-        *host_buffer, own.place = places
+        *host_buffer, own.device_buffer = buffers
         own.host_buffer = host_buffer[0] if host_buffer else None
-        there = self._input_buffer(own.place, own.inputs.size)
+        there = self._input_buffer(own.device_buffer, own.inputs.size)
         pairs = [(there[: own.inputs.size], self._host_memory(site, own, own.inputs))]
         for buffer, pack in enumerate(own.slices[:BUFFERS]):
             if pack is not None:
-                there = self._slice_buffer(own.place, buffer, pack.size)
+                there = self._slice_buffer(own.device_buffer, buffer, pack.size)
                 pairs.append((there[: pack.size], self._host_memory(site, own, pack)))
         self._device.copy("h2d", pairs).synchronize()
 
     # -- backward, the caller's side --------------------------------------------------------------
 
-    def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+    def load_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
         own = self._offloaded_call(site, call)
         if own is not None:
-            there = self._input_buffers[own.place]
-            assert there is not None and own.evicted and own.place == places[-1]
+            there = self._input_buffers[own.device_buffer]
+            assert there is not None and own.evicted and own.device_buffer == buffers[-1]
             call.restore_inputs(self._tensors_in(own.inputs, there))
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
@@ -361,7 +362,7 @@ class DeviceActivationOffload(ActivationOffload):
             return
         if number >= BUFFERS:
             self._device.wait(own.copies[number % BUFFERS])
-        there = self._slice_buffers[own.place * BUFFERS + number % BUFFERS]
+        there = self._slice_buffers[own.device_buffer * BUFFERS + number % BUFFERS]
         assert there is not None
         call.saved_ops[number].adopt(self._tensors_in(pack, there))
 
@@ -372,7 +373,7 @@ class DeviceActivationOffload(ActivationOffload):
         if own is None or pack is None:
             return
         buffer = number % BUFFERS
-        there = self._slice_buffer(own.place, buffer, pack.size)
+        there = self._slice_buffer(own.device_buffer, buffer, pack.size)
         own.copies[buffer] = self._device.copy(
             "h2d", [(there[: pack.size], self._host_memory(site, own, pack))],
             after=self._device.mark(),
@@ -412,11 +413,11 @@ class DeviceActivationOffload(ActivationOffload):
             known = self._views[key] = there, pack.tensors_in(there)
         return known[1]
 
-    def _input_buffer(self, place: int, size: int) -> torch.Tensor:
-        return self._grown(self._input_buffers, place, size)
+    def _input_buffer(self, device_buffer: int, size: int) -> torch.Tensor:
+        return self._grown(self._input_buffers, device_buffer, size)
 
-    def _slice_buffer(self, place: int, buffer: int, size: int) -> torch.Tensor:
-        return self._grown(self._slice_buffers, place * BUFFERS + buffer, size)
+    def _slice_buffer(self, device_buffer: int, buffer: int, size: int) -> torch.Tensor:
+        return self._grown(self._slice_buffers, device_buffer * BUFFERS + buffer, size)
 
     def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
         there = buffers[number]

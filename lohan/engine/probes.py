@@ -27,7 +27,7 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import BlockShape, ModelShape, gated_block
-from lohan.model.state import FLOAT, MODES, chunks
+from lohan.model.state import FLOAT, STATE_FORMATS, chunks
 from lohan.optim import AdamW
 from lohan.schedule.actions import Op
 from lohan.schedule.simulate import Layout, bus_bytes
@@ -149,7 +149,7 @@ class BlockProbe:
 
     def __init__(self, sizes: Sizes, device: Device | None = None) -> None:
         self._sizes, self._device = sizes, device or CpuDevice()
-        self._dtype = dtype_of(MODES[self._device.default_dtype])
+        self._dtype = dtype_of(STATE_FORMATS[self._device.default_dtype])
         h, inner = sizes.hidden, sizes.inner
         self.shape: BlockShape = gated_block(
             parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
@@ -226,8 +226,8 @@ class BlockProbe:
             half = self._sizes.hidden // self._sizes.heads // 2
             rates = ROTATED ** (-torch.arange(half) / half)
             angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
-            place = self._device.torch_device, self._dtype
-            self._tables[length] = angles.cos().to(*place), angles.sin().to(*place)
+            where = self._device.torch_device, self._dtype
+            self._tables[length] = angles.cos().to(*where), angles.sin().to(*where)
         return self._tables[length]
 
 
@@ -268,13 +268,13 @@ def head_flops(sizes: Sizes, tokens: int) -> float:
 
 
 def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
-    place, dtype = device.torch_device, dtype_of(MODES[device.default_dtype])
-    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(place, dtype)
+    torch_device, dtype = device.torch_device, dtype_of(STATE_FORMATS[device.default_dtype])
+    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(torch_device, dtype)
     weight.requires_grad_()
-    labels = torch.randint(sizes.vocabulary, (tokens,)).to(place)
+    labels = torch.randint(sizes.vocabulary, (tokens,)).to(torch_device)
 
     def run() -> float:
-        x = torch.randn(tokens, sizes.hidden).to(place, dtype).requires_grad_()
+        x = torch.randn(tokens, sizes.hidden).to(torch_device, dtype).requires_grad_()
         weight.grad = None
 
         def slice_of_tokens() -> None:
@@ -286,18 +286,18 @@ def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
     return Figure(run)
 
 
-def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
+def adam_figure(sizes: Sizes, dtype: str) -> Figure:
     """One update of a chunk in host memory."""
-    mode, count = MODES[mode_name], sizes.chunk_params
+    fmt, count = STATE_FORMATS[dtype], sizes.chunk_params
     group = FlatGroup("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
-    each = count * (mode.weight_bytes + FLOAT) + mode.state_size(count)
+    each = count * (fmt.weight_bytes + FLOAT) + fmt.state_size(count)
     pool = HostPool(sizes.copies * each)
     sets = []
     for _ in range(sizes.copies):
-        weights = pool.allocate("weights", count * mode.weight_bytes).tensor(dtype_of(mode))
+        weights = pool.allocate("weights", count * fmt.weight_bytes).tensor(dtype_of(fmt))
         grad = pool.allocate("gradient", count * FLOAT).tensor(torch.float32)
-        state = pool.allocate("state", mode.state_size(count)).tensor(torch.uint8)
+        state = pool.allocate("state", fmt.state_size(count)).tensor(torch.uint8)
         sets.append((weights.normal_(), grad.normal_(), state.zero_()))
     turns = cycle(sets)
     scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, skipped_updates={})
@@ -307,7 +307,7 @@ def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
         start = time.perf_counter()
         update_chunk(
             group, chunk, weights=weights, state=state, grad_of=lambda _: grad,
-            optimizer=AdamW(), state_format=mode, scalars=scalars,
+            optimizer=AdamW(), state_format=fmt, scalars=scalars,
         )  # fmt: skip
         return time.perf_counter() - start
 
@@ -526,8 +526,8 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
 def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tuple[Point, Point]:
     """Bytes per second through main memory, of copies over both links and of updates: each alone,
     before and after, against drift; and both at once."""
-    mode = MODES[device.default_dtype]
-    layout = Layout(weight=mode.weight_bytes, state=mode.state_bytes, gradient=FLOAT)
+    fmt = STATE_FORMATS[device.default_dtype]
+    layout = Layout(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)
     update_bytes = sizes.chunk_params * bus_bytes(layout)[Op.UPDATE]
     update = adam_figure(sizes, device.default_dtype)
 
@@ -624,7 +624,7 @@ def _fitting(sizes: Sizes, device: Device, name: str) -> Sizes:
     """With one copy of the weights where two, and their gradients, would take more than half of the
     memory that compute has."""
     memory = device.memory_bytes() if device.has_own_memory else host_memory_bytes()
-    h, width = sizes.hidden, dtype_of(MODES[device.default_dtype]).itemsize
+    h, width = sizes.hidden, dtype_of(STATE_FORMATS[device.default_dtype]).itemsize
     block = (4 * h * h + 3 * h * sizes.inner) * width
     if (sizes.copies + 1) * block <= memory // 2:
         return sizes

@@ -45,7 +45,7 @@ from lohan.errors import BudgetError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
-from lohan.model.state import MODES, stored_model
+from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.planner.forecast import (
     UNKNOWN_DRIVE,
     Forecast,
@@ -64,7 +64,7 @@ from lohan.planner.planner import (
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
-from lohan.util.trace import Span, busy_s, lane_label
+from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
 
 
@@ -114,7 +114,7 @@ class Session:
         self._start(plan)
         self.store = self.executor.store
         self._before = Counters(0, 0)  # of activations under earlier plans
-        self._settled = self.step  # the last step known to be durable and whole
+        self._committed_step = self.step  # the last step known to be durable and whole
 
     def _start(self, plan: Plan) -> None:
         """What was set on executor and head, whose loss it is and who looks on, outlasts them."""
@@ -160,10 +160,10 @@ class Session:
             yield
 
     @contextmanager
-    def making_way(self) -> Iterator[None]:
+    def handing_over(self) -> Iterator[None]:
         """Another session takes the model over: this one ends, unless that fails."""
         plan = self.plan
-        self.settle()
+        self.commit()
         self._stop()
         try:
             yield
@@ -196,7 +196,7 @@ class Session:
     @property
     def must_run_again(self) -> bool:
         """The last backward was that of a clipped step and did not count; see `attach`."""
-        return self.executor.clipping.must_run_again
+        return self.executor.clipping.must_rerun
 
     @property
     def lost(self) -> bool:
@@ -243,7 +243,7 @@ class Session:
         self, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
     ) -> Path:
         """As `export_store`, of the last step."""
-        self.settle()
+        self.commit()
         group, made = self.process_group, Path(out)
         with group.all_or_none(), gathering_reader(group, self.store, ema=ema) as read:
             if read is not None:
@@ -264,14 +264,16 @@ class Session:
         need not: the next forward waits for what it uses."""
         self.executor.flush()
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """`flush`, and makes the last step durable where steps are not by themselves. `export` and
-        `close` do it."""
+        `close` do it; `settle` is its old name."""
         self.executor.commit()
-        if self.store.durability == "checkpoint" and self._settled != self.step:
+        if self.store.durability == "checkpoint" and self._committed_step != self.step:
             self.executor.runner.write_back_host_cached()
             self.store.commit(clean=True)
-        self._settled = self.step
+        self._committed_step = self.step
+
+    settle = commit
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -287,7 +289,7 @@ class Session:
         old one goes on, and the error comes through. A plan for other micro-batches is made by a
         function, when the model runs by itself and can be measured."""
         old = self.plan
-        self.settle()
+        self.commit()
         moved, store = self.counters, self.store.counters
         self._before = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
@@ -311,13 +313,13 @@ class Session:
         """Weights, optimizer state and step are again those of a snapshot of this session's store.
         Until it has succeeded, those of now are in it."""
         plan = self.plan
-        self.settle()
+        self.commit()
         self._stop()
         try:
             rewind(self.store, Path(target))
         finally:
             self._start(plan)
-        self._settled = self.step
+        self._committed_step = self.step
 
     def _stop(self) -> None:
         """The model's modules have their own forward again. If it is interrupted, `close` calls it
@@ -346,7 +348,7 @@ class Session:
             ending.callback(self.context.device.close)
             ending.callback(self._stop)
             if flush and not self._stopped and not self.executor.lost:
-                self.settle()
+                self.commit()
         self._closed = True
 
     def __enter__(self) -> Session:
@@ -357,15 +359,15 @@ class Session:
             self.close()
             return
         try:
-            self.close(flush=self._settles_after(error))
+            self.close(flush=self._commits_after(error))
         except LohanError as second:
             error.add_note(f"closing the session failed too: {second}")
 
-    def _settles_after(self, error: BaseException) -> bool:
+    def _commits_after(self, error: BaseException) -> bool:
         """An error of the user's own code does not cost the steps before it, which may not be
         committed yet. Who interrupts the process does not wait for them, unless they are many, or
         the store would be left in the middle of a step: with durability "checkpoint" it is, until
-        it is settled."""
+        it is committed."""
         if self.process_group.several or self._stopped or self._executor is None:
             return False
         if self.store.durability == "checkpoint":
@@ -410,7 +412,7 @@ def export_store(
         for tensor in group.tensors
     }
     read_flat = _with_progress(source, shapes, progress)
-    kind = dtype_of(MODES[dtype or held.mode.name])
+    kind = dtype_of(STATE_FORMATS[dtype or held.state_format.name])
     if adapter is not None:
         return export_adapter(
             adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
@@ -439,7 +441,7 @@ def export_merged(
     return _export_weights(
         out, model=base, shapes=merged.shapes, buffers=buffers,
         read_flat=_with_progress(merged.read_flat, merged.shapes, progress),
-        dtype=dtype_of(MODES[dtype]), source_folder=source_folder, overwrite=overwrite,
+        dtype=dtype_of(STATE_FORMATS[dtype]), source_folder=source_folder, overwrite=overwrite,
         chat_template=chat_template, max_shard_bytes=max_shard_bytes, mark=mark,
     )  # fmt: skip
 
@@ -637,7 +639,7 @@ def surprises(
         and max(measured[lane], seconds) > LEAST_SHARE * step_s
     ]
     return "; ".join(
-        f"{lane_label(lane)} was busy for {measured[lane]:.3g} s of a step, "
+        f"{lane} was busy for {measured[lane]:.3g} s of a step, "
         f"{predicted[lane]:.3g} s were predicted"
         for lane in lanes
     )

@@ -33,8 +33,8 @@ from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
-from lohan.engine.gradients import GradientReducer, layout
-from lohan.engine.pipeline import Pipeline
+from lohan.engine.gradients import GradientCollector, layout
+from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, ModelError
 from lohan.model.layout import FlatGroup, Site
 
@@ -53,7 +53,7 @@ class WrappedSite:
         self.executor = executor
         self.module = module
         modules, groups = executor.model.get_submodule, executor.blocks.by_key
-        self._places = [
+        self._parameters = [
             (modules(ref.module)._parameters, ref.attribute, ref.group, ref.tensor)
             for ref in site.parameters
         ]
@@ -126,7 +126,7 @@ class WrappedSite:
         saves."""
         others = [
             (parameters, attribute, _as_parameter(tensors[group][index]))
-            for parameters, attribute, group, index in self._places
+            for parameters, attribute, group, index in self._parameters
         ]
         for (_, _, parameter), takes in zip(others, self._takes_grad, strict=True):
             if with_graph and parameter.requires_grad != takes:
@@ -171,7 +171,7 @@ class Uses:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
         self._step, self._groups = executor.train_state.step, site.groups
         for key in site.groups:
-            executor.reducer.sink.expect(key)
+            executor.collector.sink.expect(key)
 
     def consume(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
@@ -191,7 +191,7 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
     alive = executor()
     if alive is not None:
         for key in groups:
-            alive.reducer.sink.end_use(key)
+            alive.collector.sink.end_use(key)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -248,10 +248,10 @@ class BlockRunner:
     the step back if a call fails."""
 
     def __init__(
-        self, groups: Sequence[FlatGroup], pipeline: Pipeline, reducer: GradientReducer,
+        self, groups: Sequence[FlatGroup], scheduler: ActionScheduler, collector: GradientCollector,
         compute: SlicedCompute, *, device: Device, guarded: Guard, dequantised: Dequantised,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._reducer = groups, pipeline, reducer
+        self._groups, self._scheduler, self._collector = groups, scheduler, collector
         self._dequantised = dequantised
         self._packed = {n for n, group in enumerate(groups) if group.dequantised}
         self.compute, self._device, self._guarded = compute, device, guarded
@@ -264,11 +264,11 @@ class BlockRunner:
     ) -> Iterator[Weights]:
         """The site's parameters for a forward."""
         with self._guarded():
-            flats = self._pipeline.begin_forward(
+            flats = self._scheduler.begin_forward(
                 wrapped.number, training=training, backward_follows=backward_follows
             )
             yield self._views(wrapped, flats)
-            self._pipeline.end()
+            self._scheduler.end()
 
     def _views(self, wrapped: WrappedSite, flats: dict[int, torch.Tensor]) -> Weights:
         plain = {n: flat for n, flat in flats.items() if n not in self._packed}
@@ -299,7 +299,7 @@ class BlockRunner:
             if isinstance(wrapped.original, TiledForward):
                 wrapped.original.prepare(*call.arguments(call.tensors))
             output = self.compute.forward(
-                wrapped, call, self._pipeline.activation_places, backward_follows=backward_follows
+                wrapped, call, self._scheduler.activation_buffers, backward_follows=backward_follows
             )
             if backward_follows and self.first_calls.take_first(call.name):
                 self._check_results(wrapped, call, output.leaves)
@@ -322,16 +322,16 @@ class BlockRunner:
     ) -> list[torch.Tensor | None]:
         """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
         site, parts = wrapped.number, len(call.slices(self.compute.micro_batch))
-        flats = self._pipeline.begin_backward(site)
-        self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
-        self._reducer.fetch_aside(wrapped.site.groups)
-        leaves = self._reducer.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
+        flats = self._scheduler.begin_backward(site)
+        self.compute.activations.load_inputs(site, call, self._scheduler.activation_buffers)
+        self._collector.fetch_aside(wrapped.site.groups)
+        leaves = self._collector.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
         with wrapped.installed(leaves):
             inputs = self.compute.backward(wrapped, call, grads)
         if call.checked:
             self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs)
         self.compute.activations.release(site, call)
-        self._reducer.finish(site)
+        self._collector.finish(site)
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:

@@ -128,8 +128,8 @@ def check_arguments(args: Any) -> None:
 def check_push(args: Any, ssd: Sequence[Any]) -> None:
     """Trainer uploads the whole output folder: the store must not be in it."""
     out = Path(args.output_dir).resolve()
-    places = [Path(place).resolve() for place in ssd]
-    if any(out in (place, *place.parents) for place in places):
+    folders = [Path(folder).resolve() for folder in ssd]
+    if any(out in (folder, *folder.parents) for folder in folders):
         raise ConfigError(
             f"push_to_hub would upload the training state, which lies in {out}; put it elsewhere "
             "with LOHAN_SSD=/nvme0 or LohanArguments(ssd=...), or upload what save_model wrote "

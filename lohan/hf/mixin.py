@@ -31,7 +31,7 @@ from lohan.device.ranks import ALONE, ProcessGroup, join
 from lohan.engine.attach import STORE_FOLDER, attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
-from lohan.engine.stored import home_of, save_into
+from lohan.engine.stored_weights import save_into, stored_weights_of
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.hf.arguments import (
     LohanArguments,
@@ -368,9 +368,9 @@ class LohanMixin:
             self.session = None
         self._resumes, self._rewind = False, None
         asked = named.pop("resume_from_checkpoint", None) if not given else given[0]
-        with TemporaryDirectory(prefix="lohan-") as place:
+        with TemporaryDirectory(prefix="lohan-") as work:
             if asked is True:
-                asked = self._last_checkpoint(Path(place))
+                asked = self._last_checkpoint(Path(work))
             try:
                 output = super().train(asked, *given[1:], **named)  # type: ignore[misc]
             except RuntimeError:
@@ -378,7 +378,7 @@ class LohanMixin:
                     raise
                 raise self._too_large from None
         if self.session is not None:
-            self.session.settle()
+            self.session.commit()
         return output
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -485,9 +485,9 @@ class LohanMixin:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def _last_checkpoint(self, place: Path) -> str | bool:
+    def _last_checkpoint(self, work: Path) -> str | bool:
         """The last one that is whole: a process may have died while it saved one, or before it
-        saved any, and its steps are in the store all the same. Then one is made in `place` that
+        saved any, and its steps are in the store all the same. Then one is made in `work` that
         says that no step is done."""
         numbered = {
             int(path.name.rpartition("-")[2]): path
@@ -499,7 +499,7 @@ class LohanMixin:
         dirs = self._store_dirs()
         if not (dirs[0] / IDENTITY).exists() or describe(dirs)["state"] == "unfinished":
             return True  # which the library refuses: there is nothing to go on with
-        self._beginning = place / "checkpoint-0"
+        self._beginning = work / "checkpoint-0"
         self._beginning.mkdir()
         transformers.TrainerState().save_to_json(str(self._beginning / TRAINER_STATE_NAME))
         return str(self._beginning)
@@ -509,17 +509,17 @@ class LohanMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Of several processes all take part: each has a shard of the weights."""
-        if self._ranks is not None and not self.args.should_save and home_of(self.model):
+        if self._ranks is not None and not self.args.should_save and stored_weights_of(self.model):
             self._save(output_dir)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        home = home_of(self.model)
-        if home is None:
+        stored = stored_weights_of(self.model)
+        if stored is None:
             return super()._save(output_dir, state_dict)  # type: ignore[misc]
         target = Path(output_dir or self.args.output_dir)
-        logger.info(f"{target}: weights are written as {home.dtype}, the type of the model")
-        save_into(target, home)
+        logger.info(f"{target}: weights are written as {stored.dtype}, the type of the model")
+        save_into(target, stored)
         if not self.args.should_save:
             return None
         collator = getattr(self, "data_collator", None)
@@ -537,15 +537,15 @@ class LohanMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _keep_state(self, session: Session, checkpoint: Path) -> None:
-        session.settle()
-        place = self._state_folder(checkpoint)
+        session.commit()
+        state_folder = self._state_folder(checkpoint)
         try:
-            snapshot(session.store, place, with_fixed=False)
+            snapshot(session.store, state_folder, with_fixed=False)
         except NoRoomError as error:
             logger.warning(
-                f"{place}: no room for a copy of the optimizer state ({error}); training can go on "
-                "from here only as long as it is the last checkpoint; set save_total_limit, or "
-                "save_only_model"
+                f"{state_folder}: no room for a copy of the optimizer state ({error}); training "
+                "can go on from here only as long as it is the last checkpoint; set "
+                "save_total_limit, or save_only_model"
             )
 
     def _state_folder(self, checkpoint: Path) -> Path:
@@ -566,10 +566,10 @@ class LohanMixin:
         if self.session is None:
             return
         alone = self.args.save_only_model
-        place = self._state_folder(Path(self.args.output_dir) if alone else best)
-        self.session.rewind(find_snapshot(place))
+        state_folder = self._state_folder(Path(self.args.output_dir) if alone else best)
+        self.session.rewind(find_snapshot(state_folder))
         if alone:
-            remove([find_snapshot(place)])
+            remove([find_snapshot(state_folder)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights and optimizer state are in the store, which is opened when the first batch is

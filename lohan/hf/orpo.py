@@ -64,7 +64,7 @@ class Concatenated(OverTokens):
         if self._averages():
             logps = logps / answer.sum(1)
         chosen = len(logps) // 2
-        learnt = found.place if self._whole_prompt() else answer
+        learnt = found.labelled if self._whole_prompt() else answer
         logits = [
             found.mean_logits[half][answer[half]] for half in (slice(chosen), slice(chosen, None))
         ]

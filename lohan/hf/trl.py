@@ -77,11 +77,10 @@ class Answer:
     aux_loss: torch.Tensor
 
     def __init__(self, labels: torch.Tensor, flat: Mapping[str, torch.Tensor]) -> None:
-        self.place = labels[:, 1:] != IGNORED
+        self.labelled = labels[:, 1:] != IGNORED
         for name, values in flat.items():
-            setattr(
-                self, name, values.new_zeros(self.place.shape).masked_scatter(self.place, values)
-            )
+            empty = values.new_zeros(self.labelled.shape)
+            setattr(self, name, empty.masked_scatter(self.labelled, values))
         self.aux_loss = flat["log_probs"].new_zeros(())
 
 
@@ -162,11 +161,11 @@ class OverTokens(LohanMixin):
         assert self.session is not None
         world = self.session.process_group.world  # over whose losses DDP would take the mean
 
-        def token_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
+        def logp_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
             return loss({"log_probs": logps, **self._seen.take()}) / world
 
         more = {"output_router_logits": True} if routes else {}
-        return model(**part, use_cache=False, token_loss=token_loss, **more)
+        return model(**part, use_cache=False, logp_loss=logp_loss, **more)
 
     def _auxiliary(self, out: Any) -> torch.Tensor:
         """The loss with the auxiliary one of experts, as TRL weighs it; the model has added it as
@@ -479,7 +478,7 @@ class SFTTrainer(LohanMixin, Theirs):
         if session.head is not None:
             session.head.on_logits = self._seen
             if self.args.loss_type == "dft":
-                session.head.token_loss = _weighted_by_probability
+                session.head.slice_loss = _weighted_by_probability
         return session
 
     def _repeatable(self) -> bool:

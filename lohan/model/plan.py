@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.files import from_json, load_json
+from lohan.util.files import from_json, json_key, json_object, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
@@ -38,7 +38,7 @@ OLD_KEYS = {"pinned_weights": "host_cached_weights", "pinned_state": "host_cache
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    mode: str  # fp32 | bf16 | fp16
+    dtype: str = field(metadata=json_key("mode"))  # fp32 | bf16 | fp16
     micro_batch: int | None  # None: the whole batch at once
     tiles: int = 0  # tokens at a time in position-wise parts of a block; 0: all
     chunk_params: int
@@ -48,7 +48,8 @@ class Plan:
     ring: int = 3  # state chunks in host memory at a time
     grad_groups: int = 1  # blocks whose gradients may wait for their update
     overlap: bool = True
-    grad_offload: str = "optimized"  # serial | naive | optimized | balanced
+    # When updates run: serial | naive | optimized | balanced.
+    update_mode: str = field(default="optimized", metadata=json_key("grad_offload"))
     clip: float = 0.0  # largest norm of gradients; 0: no clipping
     clip_by: str = "global"  # norm of all gradients | block: of each group
     grad_dtype: str = "fp32"  # in which sums of slices wait for their update: bf16 rounds them
@@ -64,8 +65,10 @@ class Plan:
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
-    made_again: tuple[str, ...] = ()  # groups whose updates, where they wait, are made twice
-    run_again: bool = False  # who drives the run can run a clipped step again
+    # Groups whose updates, where they wait, are made twice: for weights, then to be written.
+    updated_twice: tuple[str, ...] = field(default=(), metadata=json_key("made_again"))
+    # Who drives the run can run a clipped step once more.
+    can_rerun: bool = field(default=False, metadata=json_key("run_again"))
     most_clipped: float = MOST_CLIPPED  # speculation is off above this clip rate of the last steps
     commit: Interval = EVERY_STEP  # between two commits
     kind: StateKind = DEFAULT_KIND
@@ -75,7 +78,7 @@ class Plan:
     @property
     def defers_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
-        return self.clip > self.block_clip or self.mode == "fp16" or self.grad_offload == "serial"
+        return self.clip > self.block_clip or self.dtype == "fp16" or self.update_mode == "serial"
 
     @property
     def block_clip(self) -> float:
@@ -93,12 +96,12 @@ class Plan:
         is a committed generation to go back to. It is that of the step before if every step is
         committed; otherwise updates wait."""
         every_step = self.waits_for_norm and not self.commits_by_interval
-        return every_step and durable and (self.run_again or not self.spilled)
+        return every_step and durable and (self.can_rerun or not self.spilled)
 
     @property
     def waits_for_norm(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
-        return self.defers_all and self.overlap and self.grad_offload != "serial"
+        return self.defers_all and self.overlap and self.update_mode != "serial"
 
     def always_waits(self, *, durable: bool, every_clipped: bool = False) -> bool:
         """All updates of every step run in the next forward: between two commits, or if every step
@@ -119,7 +122,7 @@ class Plan:
         return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return json_object(self)
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
@@ -259,11 +262,11 @@ MINIMISE = ("time", "writes", "cost")  # of a step; cost: of the machine's time 
 class PlanOptions:
     """What the user has decided."""
 
-    mode: str
+    dtype: str
     micro_batch: int | None = None
     tiles: int | str = "auto"  # tokens of a tile; auto: tiles only where it does not fit without
     overlap: bool = True
-    grad_offload: str = "balanced"
+    update_mode: str = "balanced"
     clip: float = 0.0
     clip_by: str = "global"
     grad_dtype: str = "fp32"  # one of GRAD_DTYPES
@@ -271,7 +274,7 @@ class PlanOptions:
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
-    run_again: bool = False  # who drives the run can run a clipped step again
+    can_rerun: bool = False  # who drives the run can run a clipped step once more
     every_clipped: bool = False  # every step is expected to be clipped, as the run itself has seen
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     cache_groups: bool = False  # whole groups stay in memory first, not all weights and then state
@@ -289,21 +292,24 @@ class PlanOptions:
             return
         if self.grad_dtype not in GRAD_DTYPES:
             raise ConfigError(f"grad_dtype: {self.grad_dtype!r}; choose {', '.join(GRAD_DTYPES)}")
-        if self.mode != "bf16" or self.world > 1:
-            why = f"{self.world} ranks sum them in fp32" if self.world > 1 else f"dtype {self.mode}"
+        if self.dtype != "bf16" or self.world > 1:
+            ranks = f"{self.world} ranks sum them in fp32"
+            why = ranks if self.world > 1 else f"dtype {self.dtype}"
             raise ConfigError(
                 f"grad_dtype: {self.grad_dtype} is for gradients of bf16 weights on one rank, and "
                 f"this run has {why}; leave it out"
             )
 
 
-def options_of(config: Config, *, mode: str, minimise: str = "time", world: int = 1) -> PlanOptions:
+def options_of(
+    config: Config, *, dtype: str, minimise: str = "time", world: int = 1
+) -> PlanOptions:
     """Those of a run with these settings."""
     train, budget = config.train, config.budget
     return PlanOptions(
-        mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
-        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
+        dtype=dtype, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
+        update_mode=train.grad_offload, activations=activation_policy_of(train.activations),
         clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype, kind=train.kind,
-        durability=budget.durability, minimise=minimise, world=world, run_again=True,
+        durability=budget.durability, minimise=minimise, world=world, can_rerun=True,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a group's state looks like on SSD: modes, regions and chunks.
+"""What a group's state looks like on SSD: formats, regions and chunks.
 
 Per group two regions. `w/KEY` holds the compute weights, `s/KEY` the optimizer state; both are cut
 into the same chunks of parameters. A frozen group has weights only, in a fixed region: one copy
@@ -191,7 +191,7 @@ class StateFormat:
     def update_cost(self) -> float:
         """Time of an update, as a multiple of AdamW's with fp32 moments, where memory limits it: by
         the bytes of weights, gradient and state."""
-        usual = MODES[self.name]
+        usual = STATE_FORMATS[self.name]
         return self._touched / usual._touched
 
     @property
@@ -208,7 +208,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @lru_cache
-def mode_with(name: str, kind: StateKind) -> StateFormat:
+def state_format_of(name: str, kind: StateKind) -> StateFormat:
     """Parameters that compute in a type, and the state that an optimizer keeps of them."""
     before = (StateArray("master", "float32"),) if name == "fp16" else ()
     after = (StateArray("remainder", "int16"),) if name == "bf16" else ()
@@ -238,11 +238,11 @@ def stored_kind(meta: Mapping[str, Any]) -> StateKind:
     return kind
 
 
-def stored_mode(meta: Mapping[str, Any]) -> StateFormat:
+def stored_state_format(meta: Mapping[str, Any]) -> StateFormat:
     name: str = stored(meta, "mode", str)
     if name not in _DTYPES:
         raise damaged(f"mode is {name[:40]!r}, wants one of {', '.join(_DTYPES)}")
-    return mode_with(name, stored_kind(meta))
+    return state_format_of(name, stored_kind(meta))
 
 
 def stored(meta: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
@@ -260,7 +260,8 @@ def damaged(what: str) -> StoreError:
     )
 
 
-MODES = {name: mode_with(name, DEFAULT_KIND) for name in _DTYPES}  # with what is usual
+# By dtype, with what is usual.
+STATE_FORMATS = {name: state_format_of(name, DEFAULT_KIND) for name in _DTYPES}
 
 
 @dataclass(frozen=True)
@@ -317,19 +318,25 @@ def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> TensorRa
 
 
 def regions(
-    groups: tuple[FlatGroup, ...], *, mode: StateFormat, chunk_params: int, gradients: bool = False
+    groups: tuple[FlatGroup, ...],
+    *,
+    state_format: StateFormat,
+    chunk_params: int,
+    gradients: bool = False,
 ) -> list[Region]:
     """All weights first, then all state: each kind of read walks one contiguous range. With
     `gradients`, scratch room for gradients that have to wait for their update."""
     from lohan.store.extents import Region  # with numpy, which a plan needs not
 
     sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
+    width = state_format.weight_bytes
     weights = [
-        Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key]), fixed=g.frozen)
+        Region(weight_key(g), tuple(n * width for n in sizes[g.key]), fixed=g.frozen)
         for g in groups
     ]
     trained = [g for g in groups if not g.frozen]
-    state = [Region(state_key(g), tuple(mode.state_size(n) for n in sizes[g.key])) for g in trained]
+    state_size = state_format.state_size
+    state = [Region(state_key(g), tuple(state_size(n) for n in sizes[g.key])) for g in trained]
     if not gradients:
         return weights + state
     held = [
@@ -343,7 +350,7 @@ def regions(
 class StoredModel:
     """What a store holds, by its manifest: the whole model's groups, also of one rank's store."""
 
-    mode: StateFormat
+    state_format: StateFormat
     chunk_params: int
     groups: tuple[FlatGroup, ...]
 
@@ -351,7 +358,7 @@ class StoredModel:
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
     """Read from a manifest and compared with the regions that the store has, so that
     every chunk is found, of the size that is expected."""
-    mode, chunk_params = stored_mode(meta), stored(meta, "chunk_params", int)
+    state_format, chunk_params = stored_state_format(meta), stored(meta, "chunk_params", int)
     ranks = Ranks(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
     if chunk_params < 1 or not 0 <= ranks.rank < ranks.world:
         raise damaged(f"chunk_params is {chunk_params}, it is rank {ranks.rank} of {ranks.world}")
@@ -359,9 +366,10 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
         groups = groups_from_json(meta.get("layout"))
     except WrongType as error:
         raise damaged(str(error)) from None
+    width = state_format.weight_bytes
     for tensor in (tensor for group in groups for tensor in group.tensors if tensor.packing):
         known = tensor.packing in FORMATS and len(tensor.shape) >= 2 and not tensor.trainable
-        size = packed_numel(tensor.packing, tensor.shape, mode.weight_bytes) if known else -1
+        size = packed_numel(tensor.packing, tensor.shape, width) if known else -1
         if tensor.numel != size:
             raise damaged(
                 f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} is packed as "
@@ -375,7 +383,7 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
         if found is None or len(found.chunks) != count:
             have = "no region" if found is None else f"{len(found.chunks)} chunks"
             raise damaged(f"group {group.key!r} needs {count} chunks, the store has {have} for it")
-    for region in regions(own, mode=mode, chunk_params=chunk_params):
+    for region in regions(own, state_format=state_format, chunk_params=chunk_params):
         if there.get(region.key) != region:
             raise damaged(f"region {region.key!r} has other sizes in the store")
-    return StoredModel(mode, chunk_params, groups)
+    return StoredModel(state_format, chunk_params, groups)

@@ -64,9 +64,9 @@ def choose(
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
     pricer = _Pricer(profile, memory, workload, plan, limit, durable, spill_all)
-    shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
+    shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
     if plan.defers_all:
-        shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
+        shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
         priced = pricer.prices(level, shares)
@@ -134,7 +134,7 @@ class _Pricer:
         kept: float,
     ) -> Traffic:  # fmt: skip
         """Free host memory goes to gradients that wait, then weights, then state."""
-        mode, n, trained, plan = self.memory.mode, self.parameters, self.trained, self.plan
+        fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
@@ -145,20 +145,20 @@ class _Pricer:
         if not plan.defers_all and waiting > free:
             share, waiting = free / (trained * width), free
         free = max(0.0, free - waiting)
-        weights = min(free, n * mode.weight_bytes)
-        state = min(free - weights, trained * mode.state_bytes)
-        read_again = n * mode.weight_bytes - weights
-        written = trained * (mode.state_bytes + mode.weight_bytes)
+        weights = min(free, n * fmt.weight_bytes)
+        state = min(free - weights, trained * fmt.state_bytes)
+        read_again = n * fmt.weight_bytes - weights
+        written = trained * (fmt.state_bytes + fmt.weight_bytes)
         unwritten = 0.0 if self.writes_cached else state + weights * trained / max(n, 1.0)
         return Traffic(
             forward_s=compute[0], backward_s=compute[1], head_s=compute[2],
-            weights=n * mode.weight_bytes, weights_read=read_again,
+            weights=n * fmt.weight_bytes, weights_read=read_again,
             kept=kept, out=out, gradients=trained * width,
-            state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
-            held=spilled, updated=trained * mode.update_cost, deferred=share,
-            rounding_s=trained * mode.rounding_s,
-            update_bytes=trained * (2 * (mode.weight_bytes + mode.state_bytes) + width),
-            alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * mode.weight_bytes,
+            state_read=trained * fmt.state_bytes - state, state_written=written - unwritten,
+            held=spilled, updated=trained * fmt.update_cost, deferred=share,
+            rounding_s=trained * fmt.rounding_s,
+            update_bytes=trained * (2 * (fmt.weight_bytes + fmt.state_bytes) + width),
+            alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * fmt.weight_bytes,
             reduced=(plan.world - 1) * trained * width,
         )  # fmt: skip
 
@@ -310,14 +310,14 @@ class Step:
         """Bytes that overflow to SSD when every GPU keeps so many."""
         return max(0.0, self.profile.gpus * kept - self.room)
 
-    def iteration_s(self, kept: float, again_s: float) -> float:
+    def iteration_s(self, kept: float, recompute_s: float) -> float:
         """T_iter with so many bytes kept and so many seconds of recomputation left."""
         p, out = self.profile, self.spilled(kept)
         ssd_s = _seconds_at(self.weights_read, p.ssd_read) + _seconds_at(out, p.ssd_write)
         forward_s = max(self.forward_s, ssd_s)
         ssd_s = _seconds_at(self.weights_read + self.state_read + out, p.ssd_read)
         ssd_s += _seconds_at(self.state_written, p.ssd_write)
-        backward_s = max(self.backward_s + again_s, ssd_s)
+        backward_s = max(self.backward_s + recompute_s, ssd_s)
         if p.has_link:
             forward_s = max(forward_s, kept / p.d2h, self.weights / p.h2d)
             backward_s = max(backward_s, self.gradients / p.d2h, (self.weights + kept) / p.h2d)
@@ -331,7 +331,7 @@ class Candidate:
     block: int
     name: str
     bytes: float
-    again_s: float  # to make it again
+    recompute_s: float
     benefit: float  # FLOPs saved per byte
 
 
@@ -371,7 +371,7 @@ class _So:
     """Totals after some candidates were taken."""
 
     bytes: float
-    again_s: float
+    recompute_s: float
     iteration_s: float
 
 
@@ -412,7 +412,8 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
     each kind of candidate, as an integer program."""
     found = candidates(step, model, tokens=tokens, seq=seq)
     start = _start(step, model, found, tokens)
-    kinds = [list(kind) for _, kind in groupby(found, key=lambda c: (c.name, c.bytes, c.again_s))]
+    alike = groupby(found, key=lambda c: (c.name, c.bytes, c.recompute_s))
+    kinds = [list(kind) for _, kind in alike]
     counts = _least_recompute(kinds, step.room / step.profile.gpus - start.bytes)
     taken = [one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count]]
     *_, end = start, *_walk(step, start, taken)
@@ -430,9 +431,9 @@ def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[
             "activations checkmate: its integer program is solved by scipy, which is not "
             "installed; `pip install scipy`, or choose another policy"
         ) from None
-    whole_s = sum(kind[0].again_s * len(kind) for kind in kinds) or 1.0
+    whole_s = sum(kind[0].recompute_s * len(kind) for kind in kinds) or 1.0
     solved = milp(
-        [-kind[0].again_s / whole_s for kind in kinds], integrality=[1] * len(kinds),
+        [-kind[0].recompute_s / whole_s for kind in kinds], integrality=[1] * len(kinds),
         bounds=Bounds(0, [len(kind) for kind in kinds]),
         constraints=LinearConstraint([[kind[0].bytes / room for kind in kinds]], ub=1.0),
     )  # fmt: skip
@@ -485,15 +486,15 @@ def _kept(model: ModelShape, taken: Sequence[Candidate], so: _So) -> PolicyChoic
 
 def _start(step: Step, model: ModelShape, found: Sequence[Candidate], tokens: float) -> _So:
     kept = input_bytes(model, tokens, step.width)
-    again_s = sum(one.again_s for one in found)
-    return _So(kept, again_s, step.iteration_s(kept, again_s))
+    recompute_s = sum(one.recompute_s for one in found)
+    return _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
 def _walk(step: Step, start: _So, found: Sequence[Candidate]) -> Iterator[_So]:
-    kept, again_s = start.bytes, start.again_s
+    kept, recompute_s = start.bytes, start.recompute_s
     for one in found:
-        kept, again_s = kept + one.bytes, max(0.0, again_s - one.again_s)
-        yield _So(kept, again_s, step.iteration_s(kept, again_s))
+        kept, recompute_s = kept + one.bytes, max(0.0, recompute_s - one.recompute_s)
+        yield _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
 def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tuple[float, float]]:
@@ -572,7 +573,7 @@ def _step(
     profile: Profile,
 ) -> Step:
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
-    mode, width = memory.mode, memory.mode.weight_bytes
+    fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
     bare = replace(plan, kept=(), moved_out=())
     everything = by_class([frozenset(a.name for a in block.activations) for block in model.blocks])
@@ -583,7 +584,7 @@ def _step(
         profile=profile, forward_s=sum(work.forward_s(profile) for work in works),
         backward_s=sum(work.backward_s(profile) for work in works), weights=count * width,
         gradients=count * memory.gradient_width, weights_read=count * width,
-        state_read=count * mode.state_bytes, state_written=count * (mode.state_bytes + width),
+        state_read=count * fmt.state_bytes, state_written=count * (fmt.state_bytes + width),
         room=max(0.0, room - (INPUT_COPIES.get(policy, 1) - 1) * inputs), width=width,
         slices=memory.slices,
     )  # fmt: skip

@@ -24,7 +24,7 @@ BETWEEN = (False, False, True, False)  # which of some steps commits, where not 
 FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
 ROUGHLY = 4  # times as many: then it saves more time than it blurs
 MANY_CHUNKS = 2048  # that are simulated of a plan that was chosen, if it has twice as many
-AGAIN = 3  # times, where lanes take something from each other
+ROUNDS = 3  # of simulation, where lanes take something from each other
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 
@@ -206,7 +206,7 @@ def _timed(profile: Profile, phases: Sequence[Schedule], work: StepWork) -> tupl
     on what they take: simulated again and again, which soon changes nothing any more."""
     clock, shared = Clock(profile, work), not profile.has_link
     timeline = simulate(phases, clock.seconds, caller_updates=shared)
-    for _ in range(AGAIN if shared and (profile.io_share or profile.compute_share) else 0):
+    for _ in range(ROUNDS if shared and (profile.io_share or profile.compute_share) else 0):
         clock = Clock(profile, work, lost=_lost(profile, timeline))
         timeline = simulate(phases, clock.seconds, caller_updates=shared)
     return timeline, clock
@@ -216,7 +216,7 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     """Of its speed, for each action of the last step: compute and updates during I/O, and I/O
     during them. What a step leaves to the next is seen where the one before left it."""
     stop = timeline.step_ends[-1]
-    start, cores, drives = stop - timeline.step_s, ("gpu", "cpu"), ("ssd",)
+    start, cores, drives = stop - timeline.step_s, ("compute", "optimizer"), ("ssd",)
     lost = overlap_shares(timeline.spans, cores, drives, start, stop)
     lost = {name: profile.io_share * share for name, share in lost.items()}
     others = overlap_shares(timeline.spans, drives, cores, start, stop)
@@ -229,7 +229,7 @@ def step_work(
     workload = workload.in_tiles(plan.tiles)
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=has_own_memory)
     works = site_works(memory, workload, plan)
-    mode = memory.mode
+    fmt = memory.state_format
     head = [s.name for s in blocks.sites if workload.head_group in s.groups][-1:]
     sites = tuple(
         works.get(HEAD_WORK, _IDLE) if site.name in head
@@ -239,9 +239,9 @@ def step_work(
     return StepWork(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
         chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
-        layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
-                      gradient=memory.gradient_width, update=mode.update_cost,
-                      rounding_s=mode.rounding_s),
+        layout=Layout(weight=fmt.weight_bytes, state=fmt.state_bytes,
+                      gradient=memory.gradient_width, update=fmt.update_cost,
+                      rounding_s=fmt.rounding_s),
     )  # fmt: skip
 
 

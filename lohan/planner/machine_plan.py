@@ -23,7 +23,7 @@ from lohan.model.layout import (
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape, ModelShape
-from lohan.model.state import FLOAT, MODES, packed_numel
+from lohan.model.state import FLOAT, STATE_FORMATS, packed_numel
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast, forecast, on_machine
 from lohan.planner.memory import card_overhead
@@ -53,9 +53,9 @@ from lohan.util.units import align_up, counted, format_bytes
 EMBEDDING, HEAD = "embedding", "head"
 
 
-def layout_of(model: ModelShape, mode: str = "bf16") -> Blocks:
+def layout_of(model: ModelShape, dtype: str = "bf16") -> Blocks:
     """Embedding, blocks and head as groups and sites; a tied head is a second site of the
-    embedding. Under adapters, all but these is frozen, and blocks may be packed for a mode."""
+    embedding. Under adapters, all but these is frozen, and blocks may be packed for a dtype."""
     rest = FROZEN if model.lora else ""
     groups = [_group(EMBEDDING + rest, model.embedding_parameters)]
     sites = [Site(EMBEDDING, (), (EMBEDDING + rest,))]
@@ -63,7 +63,7 @@ def layout_of(model: ModelShape, mode: str = "bf16") -> Blocks:
         key = _block(number)
         own = [_group(key, block.parameters)]
         if model.lora:
-            frozen = _packed(model, block, mode) if model.base else ()
+            frozen = _packed(model, block, dtype) if model.base else ()
             size = frozen[0].numel if frozen else block.parameters
             own = [_group(key, block.adapter_parameters(model.lora))]
             own.append(_group(key + FROZEN, size, frozen))
@@ -78,10 +78,10 @@ def layout_of(model: ModelShape, mode: str = "bf16") -> Blocks:
     return Blocks(tuple(g for g in groups if g.numel), tuple(_real(sites, groups)), ())
 
 
-def _packed(model: ModelShape, block: BlockShape, mode: str) -> tuple[TensorSpec, ...]:
+def _packed(model: ModelShape, block: BlockShape, dtype: str) -> tuple[TensorSpec, ...]:
     """All weights of a block as if they were one matrix; what else it has is little."""
     shape = (-(-block.parameters // model.hidden), model.hidden)
-    numel = packed_numel(model.base, shape, MODES[mode].weight_bytes)
+    numel = packed_numel(model.base, shape, STATE_FORMATS[dtype].weight_bytes)
     return (TensorSpec("weights", shape, 0, numel, True, False, packing=model.base),)
 
 
@@ -90,10 +90,10 @@ def _head_group(model: ModelShape) -> str:
 
 
 def load_of_shape(
-    model: ModelShape, *, batch: int, seq: int, mode: str, tiles: int = 0
+    model: ModelShape, *, batch: int, seq: int, dtype: str, tiles: int = 0
 ) -> BatchWorkload:
     """What a batch asks for, from the shape alone; `tiles`: as in Plan."""
-    width = MODES[mode].weight_bytes
+    width = STATE_FORMATS[dtype].weight_bytes
     seq = model.sample_tokens or seq
     blocks = [block.in_tiles() if tiles else block for block in model.blocks]
 
@@ -126,7 +126,7 @@ def load_of_shape(
             for number, block in enumerate(blocks)
         },
         tiles=tiles,
-        tiled=lambda tokens: load_of_shape(model, batch=batch, seq=seq, mode=mode, tiles=tokens),
+        tiled=lambda tokens: load_of_shape(model, batch=batch, seq=seq, dtype=dtype, tiles=tokens),
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ class PlanRequest:
     @property
     def blocks(self) -> Blocks:
         """Each rank's shard of every group."""
-        return _shards(self.model, self.ranks, self.options.mode)
+        return _shards(self.model, self.ranks, self.options.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,20 +397,20 @@ def problem_of(request: PlanRequest) -> PlanProblem:
 def workload_of(request: PlanRequest) -> BatchWorkload:
     """What the largest share of the batch asks of a rank."""
     rows = -(-request.batch // request.ranks)
-    return _load(request.model, rows, request.seq, request.options.mode)
+    return _load(request.model, rows, request.seq, request.options.dtype)
 
 
 # One object for all plans of a batch, which keeps what was found out about it.
 
 
 @lru_cache(maxsize=4)
-def _shards(model: ModelShape, ranks: int, mode: str) -> Blocks:
-    return Ranks(world=ranks).shards(layout_of(model, mode))
+def _shards(model: ModelShape, ranks: int, dtype: str) -> Blocks:
+    return Ranks(world=ranks).shards(layout_of(model, dtype))
 
 
 @lru_cache(maxsize=4)
-def _load(model: ModelShape, rows: int, seq: int, mode: str) -> BatchWorkload:
-    return load_of_shape(model, batch=rows, seq=seq, mode=mode)
+def _load(model: ModelShape, rows: int, seq: int, dtype: str) -> BatchWorkload:
+    return load_of_shape(model, batch=rows, seq=seq, dtype=dtype)
 
 
 def fits(request: PlanRequest) -> bool:
@@ -479,7 +479,7 @@ def largest_model(request: PlanRequest, models: list[ModelShape]) -> ModelShape 
 
 def without_lane(machine: Profile, lane: str) -> Profile:
     """The same machine with one lane out of the way."""
-    if lane == "gpu":
+    if lane == "compute":
         faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
         back = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)
         return replace(
@@ -495,6 +495,6 @@ def without_lane(machine: Profile, lane: str) -> Profile:
         return replace(machine, host_rate=0.0)
     if lane == "net":
         return replace(machine, net=machine.net_rate * FASTER)
-    field = {"cpu": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
+    field = {"optimizer": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
     limit = 0.0 if lane in ("h2d", "d2h") else machine.link_limit
     return replace(machine, link_limit=limit, **{field: getattr(machine, field) * FASTER})

@@ -18,7 +18,7 @@ from lohan.model.state import (
     chunks,
     dequantised_bytes,
     dequantising_bytes,
-    mode_with,
+    state_format_of,
 )
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.units import PAGE, MiB
@@ -121,7 +121,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 # -- What a device with a memory of its own holds --------------------------------------------------
 #
-# Slots and places that are always there, plus the peak of a step.
+# Slots and buffers that are always there, plus the peak of a step.
 #
 # Forward has no gradients of blocks: a block runs when its weights are updated, and links keep
 # their order. The head has none either. In backward, gradients of earlier blocks may be on their
@@ -316,13 +316,13 @@ class DeviceMemoryModel:
         resident, trained = (plan.world * count for count in host.resident)
         learning, largest = (plan.world * count for count in self._largest)
         return {
-            "weights": plan.device_slots * largest * host.mode.weight_bytes,
+            "weights": plan.device_slots * largest * host.state_format.weight_bytes,
             **host.dequantised,
             # A message in fp32 to all ranks, and theirs.
             "exchange between ranks": 2 * learning * FLOAT if plan.world > 1 else 0,
             # They wait for their last block here, to be exchanged once.
             "tied gradients": plan.world * FLOAT * numel(host.tied) if plan.world > 1 else 0,
-            "resident parameters": resident * host.mode.weight_bytes + trained * FLOAT,
+            "resident parameters": resident * host.state_format.weight_bytes + trained * FLOAT,
             "activations in flight": IN_FLIGHT * self._in_flight(plan),
             SHARED: self._shared_inputs,
             **self._peak_held(plan),
@@ -457,18 +457,19 @@ class HostMemoryModel:
     has a memory of its own; otherwise compute works in host memory."""
 
     def __init__(
-        self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
+        self, blocks: Blocks, dtype: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
         device_overhead: Iterable[tuple[str, int]] = (), grad_dtype: str = "fp32",
     ) -> None:  # fmt: skip
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
-        self.mode, self._world, self._grad_dtype = mode_with(mode, kind), world, grad_dtype
+        self.state_format = state_format_of(dtype, kind)
+        self._world, self._grad_dtype = world, grad_dtype
         self.has_own_memory, self._generations = has_own_memory, generations
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
-        known = self._known(mode)
+        known = self._known(dtype)
         self.found: Footprint | None = known.found
         self.sizes = known.sizes
         self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
@@ -484,17 +485,17 @@ class HostMemoryModel:
         self._state_totals: dict[int, int] = {}  # by parameters of a chunk
         self._last_cached: tuple[object, int, int] = ((), 0, 0)  # chunks, and bytes of their state
 
-    def _known(self, mode: str) -> _Known:
+    def _known(self, dtype: str) -> _Known:
         """Plans of one batch may differ in host memory, optimizer and durability; what is the same
         for all of them is found once."""
         workload, micro_batch = self.workload, self.micro_batch
-        key: tuple[object, ...] = (id(self.blocks), mode, micro_batch, self.has_own_memory)
+        key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
         key = (*key, self._world, self._grad_dtype)
         if workload is not None and key in workload.known:
             known: _Known = workload.known[key]
             return known
         found = None if workload is None else workload.measure(micro_batch or workload.batch)
-        sizes = KeptSizes(workload, found, width=self.mode.weight_bytes)
+        sizes = KeptSizes(workload, found, width=self.state_format.weight_bytes)
         known = _Known(self.blocks, found, sizes)
         if workload is not None:
             workload.known[key] = known
@@ -508,7 +509,7 @@ class HostMemoryModel:
         """For what a plan was made for."""
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
-            blocks, plan.mode, workload, plan.micro_batch, has_own_memory=has_own_memory,
+            blocks, plan.dtype, workload, plan.micro_batch, has_own_memory=has_own_memory,
             kind=plan.kind, world=plan.world, grad_dtype=plan.grad_dtype,
         )  # fmt: skip
 
@@ -560,7 +561,7 @@ class HostMemoryModel:
     @cached_property
     def dequantised(self) -> HeldBytes:
         """Where blocks compute."""
-        return dequantised_ledger(self.blocks, self.mode.weight_bytes)
+        return dequantised_ledger(self.blocks, self.state_format.weight_bytes)
 
     @cached_property
     def tied(self) -> list[FlatGroup]:
@@ -582,7 +583,7 @@ class HostMemoryModel:
     def summed_width(self) -> int:
         """Of gradients where they are made. Sums, over slices or over ranks, are fp32."""
         sums = self.slices > 1 or self._world > 1
-        return FLOAT if sums or self.mode.name == "fp32" else HALF
+        return FLOAT if sums or self.state_format.name == "fp32" else HALF
 
     @property
     def gradient_width(self) -> int:
@@ -593,7 +594,7 @@ class HostMemoryModel:
     def stream(self) -> int:
         """Bytes of the hidden state of the batch."""
         work = self.workload
-        return 0 if work is None else work.tokens * work.hidden * self.mode.weight_bytes
+        return 0 if work is None else work.tokens * work.hidden * self.state_format.weight_bytes
 
     def site_bytes(self, plan: Plan, name: str) -> int:
         return self.sizes.site_bytes(plan.kept, name)
@@ -618,25 +619,25 @@ class HostMemoryModel:
         tokens = min(plan.head_tokens, workload.tokens)
         gathered = weight * FLOAT if tokens < workload.tokens else 0
         logits = tokens * workload.vocabulary * FLOAT
-        hidden = tokens * workload.hidden * self.mode.weight_bytes
-        made = logits + hidden + weight * self.mode.weight_bytes
+        hidden = tokens * workload.hidden * self.state_format.weight_bytes
+        made = logits + hidden + weight * self.state_format.weight_bytes
         return gathered + hidden + max(LOGIT_COPIES * logits, made)
 
     # -- state ------------------------------------------------------------------------------------
 
     def _state_total(self, chunk: int) -> int:
         if chunk not in self._state_totals:
-            total = self.mode.state_total
+            total = self.state_format.state_total
             self._state_totals[chunk] = sum(total(g.numel, chunk) for g in self.blocks.trained)
         return self._state_totals[chunk]
 
     def _on_ssd(self, plan: Plan) -> list[LedgerEntry]:
         trained, frozen = numel(self.blocks.trained), numel(self.frozen)
-        copies, stored = self._generations, trained * self.mode.weight_bytes
+        copies, stored = self._generations, trained * self.state_format.weight_bytes
         stored += self._state_total(plan.chunk_params)
         entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * stored)]
         if frozen:
-            once = frozen * self.mode.weight_bytes
+            once = frozen * self.state_format.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
         # A store is made with room for all of them if they are held: a later plan may spill more.
         room = plan.defers_all if self._held_on_ssd is None else self._held_on_ssd
@@ -653,25 +654,25 @@ class HostMemoryModel:
         if cached is not plan.host_cached_state or each != plan.chunk_params:
             each, by_key = plan.chunk_params, self.blocks.by_key
             cuts = (chunks(by_key[key], each)[index] for key, index in plan.host_cached_state)
-            known = sum(self.mode.state_size(cut.stop - cut.start) for cut in cuts)
+            known = sum(self.state_format.state_size(cut.stop - cut.start) for cut in cuts)
             self._last_cached = plan.host_cached_state, each, known
         return known
 
     def _state(self, plan: Plan) -> dict[str, int]:
-        mode, by_key = self.mode, self.blocks.by_key
+        fmt, by_key = self.state_format, self.blocks.by_key
         cached = set(plan.host_cached_weights)
         largest = max((g.numel for g in self.moving if g.key not in cached), default=0)
         biggest = max((group.numel for group in self.blocks.trained), default=0)
         chunk = min(plan.chunk_params, biggest)
         resident, learning = self.resident
         return {
-            "weight slots": plan.weight_slots * largest * mode.weight_bytes,
+            "weight slots": plan.weight_slots * largest * fmt.weight_bytes,
             **({} if self.has_own_memory else self.dequantised),
-            "optimizer state ring": plan.ring * mode.state_size(chunk),
+            "optimizer state ring": plan.ring * fmt.state_size(chunk),
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
-            "resident parameters": learning * (mode.weight_bytes + FLOAT),
+            "resident parameters": learning * (fmt.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
-            "cached weights": mode.weight_bytes
+            "cached weights": fmt.weight_bytes
             * (resident + sum(by_key[key].numel for key in cached)),
             "cached optimizer state": self._cached_state(plan),
         }

@@ -14,7 +14,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import Forecast, forecast, most_clipped
 from lohan.planner.memory import (
@@ -245,9 +245,9 @@ def foreseen(
         known = forecast(profile, blocks, workload, plan, durable=durable)
     if not plan.speculates(durable=durable):
         return plan, known, None
-    if not plan.made_again:
+    if not plan.updated_twice:
         waits = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
-        plan = _with_updates_again(profile, blocks, workload, waits).plan
+        plan = _with_updates_twice(profile, blocks, workload, waits).plan
     clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
@@ -314,7 +314,7 @@ def _with_micro_batch(
     commit = options.commit or EVERY_STEP
 
     def plan_of(asked: PlanOptions) -> Plan:
-        spills = options.clip > 0 and options.run_again and commit == EVERY_STEP
+        spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
         asked = replace(asked, commit=commit, spill_all=spills)
         return closed_form_plan(blocks, asked, **how)
 
@@ -380,7 +380,7 @@ def _with_interval(
     if held.commits_by_interval or every_clipped:
         fixed = not held.always_waits(durable=durable, every_clipped=every_clipped)
     else:
-        fixed = not (options.run_again and held.speculates(durable=durable))
+        fixed = not (options.can_rerun and held.speculates(durable=durable))
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
     if made is not None and not (fixed or few or options.spill_all):
         assert workload is not None and profile is not None
@@ -395,7 +395,7 @@ def _with_interval(
     return held, made
 
 
-def _with_updates_again(
+def _with_updates_twice(
     profile: Profile, blocks: Blocks, workload: BatchWorkload, waiting: Forecast
 ) -> Forecast:
     """Where all updates wait for forward, it waits for their writes, while the drives rest in
@@ -411,17 +411,17 @@ def _with_updates_again(
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled else [])]
 
-    def again_s(key: str) -> float:
+    def second_update_s(key: str) -> float:
         number = numbers[key]
         parts = [Action(op, number, chunk) for op in ops for chunk in range(work.chunks(number))]
         return clock.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(clock.seconds, parts))
 
-    each_s = sum(map(again_s, groups)) / len(groups)
+    each_s = sum(map(second_update_s, groups)) / len(groups)
     count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
     if not count:
         return waiting
     other = forecast(
-        profile, blocks, workload, replace(plan, made_again=spread(groups, count)), durable=True,
+        profile, blocks, workload, replace(plan, updated_twice=spread(groups, count)), durable=True,
         clipped=True, rough=True,
     )  # fmt: skip
     return other if other.step_s < BETTER * waiting.step_s else waiting
@@ -478,16 +478,16 @@ def _simulated_plan(
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
         made = _best_level(made, known, lambda kept: simulated(plan_of(_keeping(options, kept))))
         options = _keeping(options, made.plan.kept)
-    mode = options.grad_offload
+    update_mode = options.update_mode
     if made.plan.deferred:
-        at_once = simulated(plan_of(replace(options, grad_offload="optimized")))
+        at_once = simulated(plan_of(replace(options, update_mode="optimized")))
         if at_once.step_s < made.step_s:
-            made, options = at_once, replace(options, grad_offload="optimized")
+            made, options = at_once, replace(options, update_mode="optimized")
 
     def updated_twice(made: Forecast) -> Forecast:
         if not made.plan.always_waits(durable=durable, every_clipped=options.every_clipped):
             return made
-        return _with_updates_again(profile, blocks, workload, made)
+        return _with_updates_twice(profile, blocks, workload, made)
 
     best, plan = made, made.plan
     if (
@@ -499,7 +499,7 @@ def _simulated_plan(
             best = updated_twice(simulated(whole))
     if best.step_s >= BETTER * made.step_s:
         best = updated_twice(made)
-    plan = replace(best.plan, grad_offload=mode)
+    plan = replace(best.plan, update_mode=update_mode)
     return plan, replace(best, plan=plan)
 
 
@@ -582,7 +582,7 @@ def _enough(fits: Callable[[int], bool], little: int) -> int:
 
 
 def forward_plan(
-    blocks: Blocks, mode: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
+    blocks: Blocks, dtype: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
     host_bytes: int, device_bytes: int | None, needs: Mapping[str, int],
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. `needs` is what
@@ -590,7 +590,7 @@ def forward_plan(
     own, `device_bytes`."""
     widest = max((len(site.groups) for site in blocks.sites), default=1)
     plan = Plan(
-        mode=mode, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,
+        dtype=dtype, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,
         weight_slots=widest, window=0, ring=0, grad_groups=0,
         device_slots=min(2 * widest, DEVICE_SLOTS) if device_bytes is not None else 0,
     )  # fmt: skip
@@ -612,7 +612,7 @@ def forward_plan(
 
 
 def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
-    width, cached = MODES[plan.mode].weight_bytes, set(plan.host_cached_weights)
+    width, cached = STATE_FORMATS[plan.dtype].weight_bytes, set(plan.host_cached_weights)
     resident = sum(group.numel for group in blocks.groups if group.resident)
     moving = {g.key: g.numel for g in blocks.groups if not g.resident}
     passing = max((numel for key, numel in moving.items() if key not in cached), default=0)

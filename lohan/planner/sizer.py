@@ -118,7 +118,7 @@ class GreedyFill:
     def cache_state(self, plan: Plan) -> Plan:
         """As much as fits, the first groups first or, where `_spreads`, spread over all groups."""
         sizes = {
-            (group.key, chunk.index): self._memory.mode.state_size(chunk.stop - chunk.start)
+            (group.key, chunk.index): self._memory.state_format.state_size(chunk.stop - chunk.start)
             for group in self._memory.blocks.trained
             for chunk in chunks(group, plan.chunk_params)
         }
@@ -169,7 +169,7 @@ class Sizer:
         self.blocks, self.options, self.workload, self.profile = blocks, options, workload, profile
         self.micro_batch, self.device = micro_batch, device
         self.memory = HostMemoryModel(
-            blocks, options.mode, workload, micro_batch, has_own_memory=self.device > 0,
+            blocks, options.dtype, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.durability == "step" else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
             device_overhead=options.device_overhead, grad_dtype=options.grad_dtype,
@@ -183,11 +183,11 @@ class Sizer:
         small = self._small_groups()
         slots = self._widest_without(small)
         plan = Plan(
-            mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
+            dtype=options.dtype, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
-            grad_offload=options.grad_offload, clip=options.clip, clip_by=options.clip_by,
+            update_mode=options.update_mode, clip=options.clip, clip_by=options.clip_by,
             grad_dtype=options.grad_dtype,
-            kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
+            kind=options.kind, can_rerun=options.can_rerun, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots, host_cached_weights=small, window=0, ring=1, grad_groups=1,
@@ -298,7 +298,7 @@ class Sizer:
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
         if plan.defers_all:
             plan = plan if self.options.spill_all else fill.unspill(plan)
-        elif plan.grad_offload == "balanced" and plan.overlap:
+        elif plan.update_mode == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
         plan = fill.cache_on_device(plan)
         if self.options.cache_groups:

@@ -24,6 +24,7 @@ from lohan.planner.activations import (
 from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
 from lohan.schedule.simulate import TOUCHED, Clock, Layout, SiteWork, StepWork, Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, steps
+from lohan.util.trace import by_public_key
 from lohan.util.units import format_bytes
 
 # -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
@@ -60,7 +61,7 @@ class Policy:
     inputs: str = "host"  # where block inputs wait for backward
     optimizer: str = "cpu"  # or gpu
     activations: str = "static"  # the activation policy
-    grad_offload: str = "serial"
+    update_mode: str = "serial"
     free: bool = False  # both are the user's choice, these are the defaults
     prefetch: int = 1  # blocks whose weights are prefetched; 0: compute waits for them
     ring: int = 3  # tensors of state in flight through host memory; 1: nothing overlaps
@@ -123,7 +124,7 @@ def twins(policy: Policy, model: ModelShape, profile: Profile, tokens: float) ->
 
 def holds_on_ssd(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> bool:
     """Gradients that wait for the end of backward go to SSD: always, or for want of room."""
-    if policy.grad_offload != "serial" or policy.gradients == "device":
+    if policy.update_mode != "serial" or policy.gradients == "device":
         return False
     if policy.gradients == "ssd":
         return True
@@ -134,7 +135,7 @@ def holds_on_ssd(policy: Policy, model: ModelShape, profile: Profile, tokens: fl
 def waiting(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
     """Bytes of gradients that wait in host memory, where the policy's own demand has not got
     them."""
-    held = policy.free and policy.grad_offload == "serial"
+    held = policy.free and policy.update_mode == "serial"
     if not held or holds_on_ssd(policy, model, profile, tokens):
         return 0.0
     return policy.layout.gradient * model.parameters
@@ -259,7 +260,7 @@ _LOHAN = Policy(
     name="lohan",
     about="the paper as published: everything on SSD, updates while backward runs, activations by"
     " Algorithm 1",
-    weights="ssd", state="ssd", inputs="host", activations="holistic", grad_offload="optimized",
+    weights="ssd", state="ssd", inputs="host", activations="holistic", update_mode="optimized",
     free=True, prefetch=2, sum_rate=17 * GB, whole_recompute=False, stall=1 / 3,
     # Host: four blocks of P32, m, v, P16 and G16 (16 each), G32 of four (4 each), weights of four.
     host=MemoryFormula(per_block=88.0, fixed=20 * GB),
@@ -272,7 +273,7 @@ _SLIDEFORMER = Policy(
     name="slideformer",
     about="states in host memory, block inputs too, all else recomputed by fused kernels; updates"
     " while backward runs",
-    weights="host", state="host", inputs="host", grad_offload="optimized", prefetch=2,
+    weights="host", state="host", inputs="host", update_mode="optimized", prefetch=2,
     whole_recompute=False, touched=_FUSED,
     # Host: P32, m and v; buffers of P16 and gradients that the layers share.
     host=MemoryFormula(per_parameter=13.4), device=_TWO_BLOCKS,
@@ -362,20 +363,24 @@ def policy(name: str) -> Policy:
 
 
 def with_choices(
-    chosen: Policy, *, grad_offload: str | None = None, activations: str | None = None
+    chosen: Policy, *, update_mode: str | None = None, activations: str | None = None
 ) -> Policy:
     """The policy with the user's own choices, where it leaves them free."""
-    options = {
-        "grad_offload": grad_offload or chosen.grad_offload,
-        "activations": activations or chosen.activations,
+    wanted = replace(
+        chosen, update_mode=update_mode or chosen.update_mode,
+        activations=activations or chosen.activations,
+    )  # fmt: skip
+    settings = {
+        "grad_offload": (chosen.update_mode, wanted.update_mode),
+        "activations": (chosen.activations, wanted.activations),
     }
-    for key, value in options.items():
-        if not chosen.free and value != getattr(chosen, key):
+    for key, (own, value) in settings.items():
+        if not chosen.free and value != own:
             raise ConfigError(
-                f"{chosen.name} has {key} {getattr(chosen, key)}, not {value}; leave --"
-                f"{key.replace('_', '-')} out or use --policy lohan"
+                f"{chosen.name} has {key} {own}, not {value}; leave --{key.replace('_', '-')} out "
+                "or use --policy lohan"
             )
-    return replace(chosen, grad_offload=options["grad_offload"], activations=options["activations"])
+    return wanted
 
 
 # -- A policy's step as the schedule's nouns -------------------------------------------------------
@@ -488,7 +493,7 @@ def spec_of(
         # One rank of several reads and writes while another computes its updates.
         ring=max(policy.ring, 2) if gpus > 1 else policy.ring,
         window=policy.prefetch,
-        grads=1 if policy.grad_offload == "naive" else GRADS,
+        grads=1 if policy.update_mode == "naive" else GRADS,
         host_cached_weights=() if policy.weights == "ssd" else tuple(groups),
         host_cached_state=() if policy.state == "ssd" else state,
         write_through=policy.state == "ssd",
@@ -500,10 +505,12 @@ def spec_of(
     )
 
 
-def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
-    deferred = tuple(range(len(spec.chunks))) if mode == "serial" else ()
+def order_of(spec: ScheduleSpec, update_mode: str) -> ExecutionOrder:
+    deferred = tuple(range(len(spec.chunks))) if update_mode == "serial" else ()
     sites = tuple(range(len(spec.sites)))
-    return ExecutionOrder(forward=sites, backward=sites[::-1], update_mode=mode, deferred=deferred)
+    return ExecutionOrder(
+        forward=sites, backward=sites[::-1], update_mode=update_mode, deferred=deferred
+    )
 
 
 # -- passes over the updates after backward -------------------------------------------------------
@@ -559,7 +566,7 @@ class PolicyClock(Clock):
 
     def _held_up_s(self, site: int) -> float:
         """The naive handler runs on the thread that drives the GPU, which waits for its Adam."""
-        if self._policy.grad_offload != "naive" or site >= len(self._work.groups):
+        if self._policy.update_mode != "naive" or site >= len(self._work.groups):
             return 0.0
         return self._update_s(self._work.groups[site])
 
@@ -608,8 +615,11 @@ class PolicyResult:
     def to_json(self) -> dict[str, Any]:
         """Without the timeline; numbers of a step that cannot be are None."""
         made: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
-        for name in ("step_s", "tokens_per_s", "lane_busy_s", "kept_bytes"):
-            made[name] = getattr(self, name) if self.feasible else None
+        numbers: dict[str, Any] = {
+            "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
+            "lane_busy_s": by_public_key(self.lane_busy_s), "kept_bytes": self.kept_bytes,
+        }  # fmt: skip
+        made |= {name: value if self.feasible else None for name, value in numbers.items()}
         return {**made, "peak_bytes": self.peak_bytes}
 
 
@@ -708,7 +718,7 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
         chunk_sizes=chunk_sizes,
     )  # fmt: skip
     phases: list[Schedule] = []
-    for phase_of in steps(spec, order_of(spec, policy.grad_offload), STEPS):
+    for phase_of in steps(spec, order_of(spec, policy.update_mode), STEPS):
         for name, phase in phase_of.items():
             phases.append(_updates(policy, phase) if name == "after backward" else phase)
     return simulate(

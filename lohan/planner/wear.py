@@ -120,12 +120,12 @@ def wear_of(drives: Sequence[Drive], written_bytes: float) -> Wear:
     )  # fmt: skip
 
 
-def drives_at(places: Iterable[Path]) -> list[Drive]:
+def drives_at(folders: Iterable[Path]) -> list[Drive]:
     """The drives below a run's folders, each once, with the life that their own log tells, or that
     is usual for their size. Where none can be seen: one of 1 TB for each folder."""
-    found = {facts.name: facts for place in places for facts in drives_of(place)}
+    found = {facts.name: facts for folder in folders for facts in drives_of(folder)}
     return [_rated(name, facts) for name, facts in found.items()] or [
-        _rated(str(place), None) for place in places
+        _rated(str(folder), None) for folder in folders
     ]
 
 

@@ -1,33 +1,34 @@
-"""The alphabet of schedules: one token per action, `KIND INDEX [.CHUNK] [@PLACE,...] [(WAIT,...)]`
+"""The alphabet of schedules: one token per action, `KIND INDEX [.CHUNK] [@BUFFER,...] [(WAIT,...)]`
 without blanks.
 
-    F3@0        gpu  forward of site 3, its weights in slot 0
-    B3@1        gpu  backward of site 3
-    E           gpu  backward is done (BACKWARD_DONE): what waits for all gradients waits for it
-    R5@2        ssd  read the weights of group 5 into slot 2
-    S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
-    U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
-    W5.1@0,2    ssd  write its state and weights
-    H5          cpu  sum the squares of the gradients of group 5, for a norm
-    P5.1@0      ssd  put chunk 1 of held gradients away through staging buffer 0
-    G5.1@1      ssd  get it back into staging buffer 1; its update is U5.1@0,2,1
-    O3@1        ssd  move the kept activations of site 3 out, from activation buffer 1
-    I3@0        ssd  bring them in again, into activation buffer 0
-    C           ssd  commit
+    F3@0        compute    forward of site 3, its weights in slot 0
+    B3@1        compute    backward of site 3
+    E           compute    backward is done (BACKWARD_DONE); what waits for all gradients waits here
+    R5@2        ssd        read the weights of group 5 into slot 2
+    S5.1@0      ssd        read state chunk 1 of group 5 into ring buffer 0
+    U5.1@0,2    optimizer  update that chunk; its weights lie in slot 2
+    W5.1@0,2    ssd        write its state and weights
+    H5          optimizer  sum the squares of the gradients of group 5, for a norm
+    P5.1@0      ssd        put chunk 1 of held gradients away through staging buffer 0
+    G5.1@1      ssd        get it back into staging buffer 1; its update is U5.1@0,2,1
+    O3@1        ssd        move the kept activations of site 3 out, from activation buffer 1
+    I3@0        ssd        bring them in again, into activation buffer 0
+    C           ssd        the step has ended (END_STEP): it is committed or, between two commits,
+                           only counted
 
 Where the device has a memory of its own, F and B name device slots, and there are also
 
-    L5@2,0      h2d  load the weights of group 5 from slot 2 into device slot 0
-    V3@1        h2d  restore the offloaded activations of site 3, to place 1 on the device
-    K3@1        d2h  offload the activations of site 3, in place 1 of the device, to host memory
-    D5          d2h  gradients of group 5 to host memory
+    L5@2,0      h2d        load the weights of group 5 from slot 2 into device slot 0
+    V3@1        h2d        restore the offloaded activations of site 3 to device buffer 1
+    K3@1        d2h        offload the activations of site 3 from device buffer 1 to host memory
+    D5          d2h        gradients of group 5 to host memory
 
 Where several ranks share the state, host slots and everything behind them hold a rank's own shards;
 the device holds whole groups, and there are also
 
-    A5@0        net  all ranks gather the weights of group 5 in device slot 0, after L5; F and B
-                     wait for it
-    X5          net  all ranks exchange the gradients of group 5: each has the sum of its shard
+    A5@0        net        all ranks gather the weights of group 5 in device slot 0, after L5; F
+                           and B wait for it
+    X5          net        all ranks exchange gradients of group 5: each has the sum of its shard
 
 The order of a schedule is a valid order to run everything one after the other: that is the plain
 form. Lanes keep the order among their own actions and wait for the names in parentheses; a name
@@ -39,11 +40,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Self
 
 from lohan.errors import LohanError
+from lohan.util.files import json_key
 
 
 class Op(StrEnum):
@@ -59,7 +61,7 @@ class Op(StrEnum):
     FETCH_GRADIENTS = "G"
     SPILL_ACTIVATIONS = "O"
     FETCH_ACTIVATIONS = "I"
-    COMMIT = "C"
+    END_STEP = "C"
     UPDATE = "U"
     SUM_SQUARES = "H"
     LOAD_WEIGHTS = "L"
@@ -70,7 +72,9 @@ class Op(StrEnum):
     REDUCE_SCATTER = "X"
 
 
-OPS_OF_LANE = {"gpu": "FBE", "ssd": "RSWPGOIC", "cpu": "UH", "h2d": "LV", "d2h": "KD", "net": "AX"}
+OPS_OF_LANE = {
+    "compute": "FBE", "ssd": "RSWPGOIC", "optimizer": "UH", "h2d": "LV", "d2h": "KD", "net": "AX",
+}  # fmt: skip
 LANE_OF = {Op(letter): lane for lane, letters in OPS_OF_LANE.items() for letter in letters}
 _TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
 
@@ -109,8 +113,8 @@ class Action(_Fields):
         return LANE_OF[self.kind]
 
     def token(self) -> str:
-        place = "@" + ",".join(map(str, self.at)) if self.at else ""
-        return self.name + place + (f"({','.join(self.waits)})" if self.waits else "")
+        at = "@" + ",".join(map(str, self.at)) if self.at else ""
+        return self.name + at + (f"({','.join(self.waits)})" if self.waits else "")
 
 
 def parse_token(token: str) -> Action:
@@ -168,8 +172,8 @@ class ScheduleSpec:
     net: bool = False  # ranks gather weights on the device and exchange gradients there
     clips_groups: bool = False  # an update needs the norm of its group's gradients
     # Groups whose update, where all of them wait for forward, only makes weights there, and is made
-    # again during backward, from the state of before, and written then.
-    made_again: frozenset[int] = frozenset()
+    # a second time during backward, from the state of before, and written then.
+    updated_twice: frozenset[int] = field(default=frozenset(), metadata=json_key("made_again"))
 
 
 OverwriteAfter = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten
@@ -201,9 +205,10 @@ class BufferState:
     stage: RingState  # held gradients in flight from or to SSD
     acts: RingState  # activations in flight from or to SSD
     device_acts: RingState  # and from or to the device
-    # Writes that a forward leaves to the backward after it, and the commit behind them.
+    # Writes that a forward leaves to the backward after it, and the end of the step behind them.
     behind: tuple[Action, ...] = ()
-    again: tuple[tuple[int, int], ...] = ()  # (group, chunk) whose update is to be made again
+    # (group, chunk) whose update has made weights and is yet to be made a second time, and written.
+    second_updates: tuple[tuple[int, int], ...] = ()
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:

@@ -1,7 +1,7 @@
 """Whether a schedule may run on lanes. Two questions, asked of every action in order:
 
 1. Is the plain order right: does each action find in slots, buffers and on SSD what it expects?
-2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second
+2. Can two lanes meet: of two actions that touch the same buffer, one of them writing, the second
    must know the first to be finished before it starts.
 
 What an action knows comes first.
@@ -26,7 +26,7 @@ from lohan.schedule.actions import (
 )
 from lohan.util.trace import LANES
 
-# -- What an action of a schedule knows to be finished, and how it uses a place --------------------
+# -- What an action of a schedule knows to be finished, and how it uses a buffer -------------------
 #
 # What an action knows is one number per lane: actions finish before the next of their lane starts;
 # only those of the ssd lane start in order and finish in order, but the next may start before the
@@ -54,7 +54,7 @@ def at_least(lane: str, count: int) -> Clock:
 
 @dataclass(frozen=True)
 class Use:
-    """One action's use of a place. `part` is a chunk of it, None all of it."""
+    """One action's use of a slot, a buffer or a region. `part` is a chunk of it, None all of it."""
 
     name: str
     position: int  # in its lane, from 1; BEFORE: from before the schedule
@@ -79,16 +79,16 @@ def from_before(name: str) -> Use:
     return Use(name, BEFORE, part, False)
 
 
-def split_places(
-    action: Action, spec: ScheduleSpec, places: tuple[int, ...]
+def split_buffers(
+    action: Action, spec: ScheduleSpec, buffers_at: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a site's activations lie: a buffer in host memory, a place on the device."""
+    """Where a site's activations lie: a buffer in host memory, one on the device."""
     if action.index in spec.offloaded:
-        return places[:-1], places[-1:]
-    return places, ()
+        return buffers_at[:-1], buffers_at[-1:]
+    return buffers_at, ()
 
 
-Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
+Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # buffer, part of it, writes
 
 
 def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
@@ -98,11 +98,11 @@ def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
         groups = len(spec.sites[index])
         for slot in at[:groups]:
             yield ("device" if spec.device_slots else "slot", slot), None, False
-        buffers, by = split_places(action, spec, at[groups:])
+        buffers, by = split_buffers(action, spec, at[groups:])
         for buffer in buffers:
             yield ("act", buffer), None, kind == Op.FORWARD
-        for place in by:
-            yield ("device_act", place), None, kind == Op.FORWARD
+        for buffer in by:
+            yield ("device_act", buffer), None, kind == Op.FORWARD
     elif kind == Op.READ_WEIGHTS:
         yield ("slot", at[0]), None, True
         yield ("weights of group", index), None, False
@@ -153,9 +153,9 @@ def validate(
     by_interval: bool = False,
 ) -> None:  # fmt: skip
     """Raises a LohanError that names the token. `buffers` is the one the schedule was made from.
-    `whole`: it starts with a step, so that its first commit must find every group updated; every
-    further one must in any case. `by_interval`: some steps end without a commit, and write all
-    or nothing of what stays in memory."""
+    `whole`: it starts with a step, so that its first C must find every group updated; every further
+    one must in any case. `by_interval`: some steps end without a commit, and write all or
+    nothing of what stays in memory."""
     check = _Check(spec, buffers, whole=whole, by_interval=by_interval)
     for action in schedule:
         check.form(action)
@@ -170,7 +170,7 @@ class _Check:
     ) -> None:
         self.spec, self.by_interval = spec, by_interval
         self.from_start = whole  # nothing that the schedule relies on came before it
-        self.whole_step = whole  # since the last commit, or the start, is one step
+        self.whole_step = whole  # since the last C, or the start, is one step
         self.slots = [*buffers.slots.held, *spec.host_cached_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.host_cached_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
@@ -182,28 +182,29 @@ class _Check:
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Updated, on SSD still the old one.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
-        self.again = set(buffers.again)  # updated, not written, and not to be used but for forward
+        # Updated, not written, and not to be used but for forward.
+        self.second_updates = set(buffers.second_updates)
         self.old: set[tuple[int, int]] = set()  # whose weights of before lie in a slot
-        self.updated: set[tuple[int, int]] = set()  # since the last commit
+        self.updated: set[tuple[int, int]] = set()  # since the last C
         self.held: set[int] = set()  # gradients known, update to come
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
         self.since_forward: set[int] = set()  # groups updated after the last F
         self.count = dict.fromkeys(LANES, 0)
-        # The gpu lane is the caller: what it did before it made the schedule is finished. Of a
+        # The compute lane is the caller: what it did before it made the schedule is finished. Of a
         # device with a memory of its own only its order is known.
-        begun = Clock() if spec.device_slots else at_least("gpu", BEFORE)
+        begun = Clock() if spec.device_slots else at_least("compute", BEFORE)
         self.last_start = {lane: begun for lane in LANES}
         self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
         self.done: dict[str, Clock] = {}  # clock of the latest action of each name
         self.start = Clock()  # of the action under check
         self.last_gradient: dict[int, Use] = {}  # latest B of each group
-        self.commit: Use | None = None  # the latest
+        self.step_end: Use | None = None  # the latest
         self.last_update: Use | None = None  # of this step
         self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind in ("slots", "device", "ring", "stage", "acts", "device_acts"):
             for number, names in enumerate(getattr(buffers, kind).overwrite_after):
-                place = kind.removesuffix("s")
-                self.uses[place, number] = [from_before(name) for name in names]
+                buffer = kind.removesuffix("s")
+                self.uses[buffer, number] = [from_before(name) for name in names]
         self.before = {use.name for uses in self.uses.values() for use in uses}
 
     def fail(self, action: Action, problem: str) -> None:
@@ -212,7 +213,7 @@ class _Check:
     # -- form -------------------------------------------------------------------------------------
 
     def form(self, action: Action) -> None:
-        """Names and places exist."""
+        """Names, slots and buffers exist."""
         if not self._exists(action.kind, action.index, action.chunk):
             self.fail(action, "there is no such site, group or chunk")
         for wait in action.waits:
@@ -228,12 +229,12 @@ class _Check:
         elif action.kind == Op.UPDATE:
             least = 2
         if len(action.at) not in (least, len(sizes)):
-            self.fail(action, f"has {len(action.at)} places, wants {len(sizes)}")
-        if any(place >= size for place, size in zip(action.at, sizes, strict=False)):
-            self.fail(action, "names a place that does not exist")
+            self.fail(action, f"has {len(action.at)} slots and buffers, wants {len(sizes)}")
+        if any(number >= size for number, size in zip(action.at, sizes, strict=False)):
+            self.fail(action, "names a slot or buffer that does not exist")
 
     def _sizes(self, action: Action) -> tuple[int, ...]:
-        """How many of each kind of place there are, for every place an action names."""
+        """How many slots or buffers there are, for each that an action names."""
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.spec.act_buffers,)
         moved = act if action.index in self.spec.moved_out else ()
@@ -250,7 +251,7 @@ class _Check:
         }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in (Op.BACKWARD_DONE, Op.COMMIT):
+        if kind in (Op.BACKWARD_DONE, Op.END_STEP):
             return index == chunk == -1
         if kind in SITE_OPS:
             return 0 <= index < len(self.spec.sites) and chunk == -1
@@ -275,13 +276,13 @@ class _Check:
         self.last_done[lane] = self.done[action.name] = done
 
     def races(self, action: Action) -> None:
-        for place, part, writes in touches(action, self.spec):
+        for touched, part, writes in touches(action, self.spec):
             use = Use(action.name, self.count[action.lane], part, writes)
-            others = self.uses.setdefault(place, [])
+            others = self.uses.setdefault(touched, [])
             for other in others:
                 if use.meets(other) and not other.known(self.start):
                     verb = "overwrites" if writes else "uses"
-                    where = " ".join(map(str, place))
+                    where = " ".join(map(str, touched))
                     self.fail(action, f"{verb} {where} while {other.name} may be in flight")
             if writes:
                 others[:] = [o for o in others if part is not None and o.part != part]
@@ -305,35 +306,35 @@ class _Check:
         for group in self.spec.sites[action.index]:
             if group in self.since_forward or group in self.held:
                 self.fail(action, f"group {group} was handed over before its last use")
-            self.last_gradient[group] = Use(action.name, self.count["gpu"], None, True)
+            self.last_gradient[group] = Use(action.name, self.count["compute"], None, True)
         self._activations(action, action.at[len(self.spec.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
         held = self.device if self.spec.device_slots else self.slots
-        for group, place in zip(self.spec.sites[action.index], action.at, strict=False):
-            if held[place] != group:
-                self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
+        for group, slot in zip(self.spec.sites[action.index], action.at, strict=False):
+            if held[slot] != group:
+                self.fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
             self._new(action, group)
-            if self.spec.net and place not in self.whole_there:
-                self.fail(action, f"slot {place} holds a shard of group {group}, not all of it")
+            if self.spec.net and slot not in self.whole_there:
+                self.fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
 
     def _new(self, action: Action, group: int) -> None:
         if any(key[0] == group for key in self.old):
             self.fail(action, f"the weights of group {group} are those of the step before")
 
     def _load(self, action: Action) -> None:
-        slot, place = action.at
+        slot, device_slot = action.at
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
         self._new(action, action.index)
-        self.device[place] = action.index
-        self.whole_there.discard(place)
+        self.device[device_slot] = action.index
+        self.whole_there.discard(device_slot)
 
     def _all_gather(self, action: Action) -> None:
-        place = action.at[0]
-        if self.device[place] != action.index:
-            self.fail(action, f"slot {place} holds group {self.device[place]}")
-        self.whole_there.add(place)
+        slot = action.at[0]
+        if self.device[slot] != action.index:
+            self.fail(action, f"slot {slot} holds group {self.device[slot]}")
+        self.whole_there.add(slot)
 
     def _move_gradients(self, action: Action) -> None:
         self._gradient(action)
@@ -356,23 +357,23 @@ class _Check:
             self.fail(action, "these activations were not moved out")
         self.acts[action.at[0]] = action.index
 
-    def _put_activations(self, action: Action, places: tuple[int, ...]) -> None:
-        buffers, by = split_places(action, self.spec, places)
+    def _put_activations(self, action: Action, at: tuple[int, ...]) -> None:
+        buffers, by = split_buffers(action, self.spec, at)
         for buffer in buffers:
             self.acts[buffer] = action.index
-        for place in by:
-            self.device_acts[place] = action.index
+        for buffer in by:
+            self.device_acts[buffer] = action.index
 
-    def _activations(self, action: Action, places: tuple[int, ...]) -> None:
-        buffers, by = split_places(action, self.spec, places)
+    def _activations(self, action: Action, at: tuple[int, ...]) -> None:
+        buffers, by = split_buffers(action, self.spec, at)
         for buffer in buffers:
             self._holds(action, "buffer", self.acts[buffer])
-        for place in by:
-            self._holds(action, "the device", self.device_acts[place])
+        for buffer in by:
+            self._holds(action, "the device", self.device_acts[buffer])
 
-    def _holds(self, action: Action, place: str, site: int | None) -> None:
+    def _holds(self, action: Action, buffer: str, site: int | None) -> None:
         if site != action.index:
-            self.fail(action, f"{place} holds activations of {site}")
+            self.fail(action, f"{buffer} holds activations of {site}")
 
     def _end_backward(self, action: Action) -> None:
         self.last_gradient.clear()
@@ -382,31 +383,31 @@ class _Check:
         if action.at[0] >= self.spec.slots:
             self.fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
-        if group in self.spec.made_again:
+        if group in self.spec.updated_twice:
             self._drop(group)
         if any(number == group for number, _ in self.unwritten):
             self.fail(action, "the newest weights are not written yet")
         self.slots[action.at[0]] = group
 
     def _drop(self, group: int) -> None:
-        """What updates of a group have made and nobody wrote is to be made again."""
-        once = {key for key in self.unwritten | self.again if key[0] == group}
+        """What updates of a group have made and nobody wrote is to be made a second time."""
+        once = {key for key in self.unwritten | self.second_updates if key[0] == group}
         if not once:
             return
         self.unwritten -= once
         self.updated -= once
-        self.again -= once
+        self.second_updates -= once
         self.old |= once
-        places = [place for place, held in enumerate(self.slots) if held == group]
-        for place in places:
-            self.slots[place] = None
+        slots = [slot for slot, held in enumerate(self.slots) if held == group]
+        for slot in slots:
+            self.slots[slot] = None
         self.device = [None if held == group else held for held in self.device]
 
     def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
             self.fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
         unwritten = (action.index, action.chunk) in self.unwritten
-        if unwritten and action.index not in self.spec.made_again:
+        if unwritten and action.index not in self.spec.updated_twice:
             self.fail(action, "the newest state is not written yet")
         self.ring[action.at[0]] = (action.index, action.chunk)
 
@@ -434,8 +435,8 @@ class _Check:
             self.fail(action, "its held gradients are on SSD and in no staging buffer")
         self.updated.add(key)
         self.unwritten.add(key)
-        self.last_update = Use(action.name, self.count["cpu"], None, True)
-        if action.index not in self.spec.made_again:
+        self.last_update = Use(action.name, self.count["optimizer"], None, True)
+        if action.index not in self.spec.updated_twice:
             self.put_away.discard(key)
         if key in self.old:  # of a step whose backward has ended
             self.old.discard(key)
@@ -450,9 +451,9 @@ class _Check:
         if (action.index, action.chunk) not in self.unwritten:
             self.fail(action, "there is nothing new to write")
         self.unwritten.discard((action.index, action.chunk))
-        if action.index in self.spec.made_again:
+        if action.index in self.spec.updated_twice:
             self.put_away.discard((action.index, action.chunk))
-        if self.commit is not None and not self.commit.known(self.start):
+        if self.step_end is not None and not self.step_end.known(self.start):
             self.fail(action, "would write into the generation that C is committing")
 
     def _chunk_at(self, action: Action) -> None:
@@ -474,7 +475,7 @@ class _Check:
             self.fail(action, "these gradients were not put away")
         self.stage[action.at[0]] = (action.index, action.chunk)
 
-    def _commit_step(self, action: Action) -> None:
+    def _end_step(self, action: Action) -> None:
         stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
         lost = self.unwritten - stays
         if self.spec.write_through and (not self.by_interval or not stays <= self.unwritten):
@@ -492,7 +493,7 @@ class _Check:
         self.unwritten.clear()
         self.updated.clear()
         self.whole_step = True
-        self.commit = Use("C", self.count["ssd"], None, True)
+        self.step_end = Use("C", self.count["ssd"], None, True)
 
     _CONTENT: ClassVar[dict[str, Callable[[_Check, Action], None]]] = {
         Op.FORWARD: _forward,
@@ -513,5 +514,5 @@ class _Check:
         Op.WRITE: _write,
         Op.SPILL_GRADIENTS: _spill_gradients,
         Op.FETCH_GRADIENTS: _fetch_gradients,
-        Op.COMMIT: _commit_step,
+        Op.END_STEP: _end_step,
     }

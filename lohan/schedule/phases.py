@@ -100,19 +100,20 @@ class Builder:
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
         self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
-        self.again = dict.fromkeys(buffers.again)  # updates that are to be made again
+        self.second_updates = dict.fromkeys(buffers.second_updates)
         # Write-behind: chunks that stay in memory are written during the next phase.
         self.write_behind = False
         self.unwritten: list[Action] = []
         self.behind = deque(buffers.behind)
         if not defer_writes:
-            assert not self.again
+            assert not self.second_updates
             self.write(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
             self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
-            self.acts.state(), self.device_acts.state(), tuple(self.behind), tuple(self.again),
+            self.acts.state(), self.device_acts.state(), tuple(self.behind),
+            tuple(self.second_updates),
         )  # fmt: skip
 
     def emit(
@@ -177,7 +178,7 @@ class Builder:
                 dict.fromkeys((*self.slots.overwrite_after[slot], *names))
             )
 
-    def place(self, group: int) -> int:
+    def held_slot(self, group: int) -> int:
         slot = self.slot_of(group)
         assert slot is not None
         return slot
@@ -197,14 +198,14 @@ class Builder:
                 )
             return False
         free.sort(key=lambda i: -upcoming.distance(held[i], then=True))
-        for group, place in zip(missing, free, strict=False):
-            waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[place])
-            name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
-            held[place] = group
-            self.device.overwrite_after[place] = ()
+        for group, slot in zip(missing, free, strict=False):
+            waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[slot])
+            name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.held_slot(group), slot), waits=waits)
+            held[slot] = group
+            self.device.overwrite_after[slot] = ()
             if self.spec.net:  # the shards of other ranks, next to the one that was loaded
-                gathered = self.emit(Op.ALL_GATHER, group, at=(place,), waits=(name,))
-                self.device.overwrite_after[place] = (gathered,)
+                gathered = self.emit(Op.ALL_GATHER, group, at=(slot,), waits=(name,))
+                self.device.overwrite_after[slot] = (gathered,)
             self.hold_slot(group, (name,))
         return True
 
@@ -219,15 +220,15 @@ class Builder:
         waits = [
             name for g in groups for name in (f"R{g}", *(self.each("U", g) if updated else ()))
         ]
-        return tuple(map(self.place, groups)), waits
+        return tuple(map(self.held_slot, groups)), waits
 
     def used(self, groups: Sequence[int], name: str) -> None:
         """Compute has used the weights of these groups."""
         for group in groups:
             if self.spec.device_slots:
-                place = self.device.held.index(group)
-                self.device.overwrite_after[place] = tuple(
-                    dict.fromkeys((*self.device.overwrite_after[place], name))
+                slot = self.device.held.index(group)
+                self.device.overwrite_after[slot] = tuple(
+                    dict.fromkeys((*self.device.overwrite_after[slot], name))
                 )
             else:
                 self.hold_slot(group, (name,))
@@ -253,14 +254,14 @@ class Builder:
         """Room on the device for activations in flight, and after what it is free."""
         if site not in self.spec.offloaded:
             return (), ()
-        place = self.device_acts.take()
-        return (place,), self.device_acts.overwrite_after[place]
+        buffer = self.device_acts.take()
+        return (buffer,), self.device_acts.overwrite_after[buffer]
 
     def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
-        for place in by:
-            made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, place), waits=(made,))
-            self.device_acts.overwrite_after[place] = (made,)
+        for buffer in by:
+            made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, buffer), waits=(made,))
+            self.device_acts.overwrite_after[buffer] = (made,)
         for buffer in into:
             out = self.emit(
                 Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
@@ -281,10 +282,10 @@ class Builder:
         where = self.fetched_to.pop(site, ())
         there = (f"I{site}",) if where else ()
         by, room = self.device_act_buffer(site)
-        for place in by:
+        for buffer in by:
             waits = (f"K{site}", *there, *room)
-            there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, place), waits=waits),)
-            self.device_acts.overwrite_after[place] = (f"B{site}",)
+            there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, buffer), waits=waits),)
+            self.device_acts.overwrite_after[buffer] = (f"B{site}",)
         return (*where, *by), there
 
     # -- updates ----------------------------------------------------------------------------------
@@ -293,14 +294,14 @@ class Builder:
         """State reads run ahead of the updates by all ring buffers but one: the last is being
         written, so that reads and writes alternate and the drive always has the next in hand.
         In backward, held gradients need that last one of the staging buffers."""
-        ahead = self.spec.ring - 1 if self.again else max(1, self.spec.ring - 1)
+        ahead = self.spec.ring - 1 if self.second_updates else max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
             self.fetched += 1
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.spec.spilled and (self.held_before or key in self.again):
+        if group in self.spec.spilled and (self.held_before or key in self.second_updates):
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
         if key in self.cached_buffer:
             self.read[key] = self.cached_buffer[key]
@@ -327,8 +328,8 @@ class Builder:
         self, group: int, after: tuple[str, ...], only: Sequence[int] | None = None, *,
         write: bool = True,
     ) -> list[str]:  # fmt: skip
-        """All chunks of a group, or `only` some: read, update, write, or leave that for when the
-        update is made again. Returns the names of the updates."""
+        """All chunks of a group, or `only` some: read, update, write, or leave that to a
+        second update. Returns the names of the updates."""
         slot = self.slot_of(group)
         assert slot is not None
         updates, writes = [], []
@@ -353,13 +354,13 @@ class Builder:
             self.done += 1
             if not write:
                 self.ring.overwrite_after[buffer] = (updates[-1],)
-                self.again[key] = None
+                self.second_updates[key] = None
             elif not cached or self.spec.write_through or slot < self.spec.slots:
-                places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
+                at, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
                 if self.write_behind and cached and slot >= self.spec.slots:
-                    self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
+                    self.unwritten.append(Action(Op.WRITE, group, chunk, at, ready))
                 else:
-                    written = self.emit(Op.WRITE, group, chunk, places, ready)
+                    written = self.emit(Op.WRITE, group, chunk, at, ready)
                     writes.append(written)
                     self.last_write = written
                 if not cached:
@@ -372,24 +373,25 @@ class Builder:
         self.device.held = [None if held == group else held for held in self.device.held]
         return updates
 
-    def make_again(self, group: int) -> None:
+    def second_update(self, group: int) -> None:
         """The update of a group that was not written, from the state of before, with the weights of
         before in its slot."""
-        chunks = [chunk for number, chunk in self.again if number == group]
+        chunks = [chunk for number, chunk in self.second_updates if number == group]
         self.update(group, (f"H{group}", Op.BACKWARD_DONE), chunks)
-        self.again = {key: None for key in self.again if key[0] != group}
+        self.second_updates = {key: None for key in self.second_updates if key[0] != group}
 
     def forget(self, groups: Collection[int]) -> None:
         """Their weights are to be read again."""
         for slots in (self.slots, self.device):
             slots.held = [None if held in groups else held for held in slots.held]
 
-    def commit(self, *waits: str) -> None:
-        """Behind all writes, which are before it in its lane, and all updates without one."""
-        self.out.append(self.commit_action(*waits))
+    def end_step(self, *waits: str) -> None:
+        """Behind all writes, which are before it in its lane, and all updates without one. Whether
+        the step is committed, or only counted, is known when it has ended."""
+        self.out.append(self.end_step_action(*waits))
 
-    def commit_action(self, *waits: str) -> Action:
-        return Action(Op.COMMIT, waits=(*waits, *self.last_in_memory))
+    def end_step_action(self, *waits: str) -> Action:
+        return Action(Op.END_STEP, waits=(*waits, *self.last_in_memory))
 
 
 # -- Phases ---------------------------------------------------------------------------------------
@@ -397,13 +399,13 @@ class Builder:
 
 def forward(
     spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, deferred: Sequence[int] = (),
-    commit: bool = False, training: bool = True,
+    end_step: bool = False, training: bool = True,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `deferred` groups, left over from the step
-    before, run first, each before its group is needed; then, with `commit`, that step is
-    committed. Where all groups are deferred, forward waits for the drives and backward does not:
-    chunks that stay in memory are written during the backward that follows, and committed there.
-    Updates of `made_again` groups only make weights here, and are made again and written there.
+    before, run first, each before its group is needed; then, with `end_step`, that step ends. Where
+    all groups are deferred, forward waits for the drives and backward does not: chunks that stay in
+    memory are written during the backward that follows, and the step ends there. Updates of
+    `updated_twice` groups only make weights here, and are made a second time and written there.
     Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = dict.fromkeys(deferred)
@@ -415,37 +417,37 @@ def forward(
     unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
-    again = spec.made_again if b.write_behind and training else frozenset()
+    twice = spec.updated_twice if b.write_behind and training else frozenset()
 
     def update_first(group: int) -> None:
         if group in left:
             del left[group]
-            twice = group in again and used.count(group) == 1  # or it would be read in between
-            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not twice)
-            if not left and commit and not b.unwritten and not b.again:
-                b.commit()
+            unwritten = group in twice and used.count(group) == 1  # or it would be read in between
+            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not unwritten)
+            if not left and end_step and not b.unwritten and not b.second_updates:
+                b.end_step()
 
     for group in unused:
         b.bring(group, upcoming)
         update_first(group)
-    if commit and not deferred:
-        b.commit()
+    if end_step and not deferred:
+        b.end_step()
     reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
         reached.bring(position, then=update_first)
         reached.load(position)
         groups = spec.sites[site]
-        places, waits = b.ready(groups)
+        slots, waits = b.ready(groups)
         into, room = b.act_buffer(site) if training else ((), ())
         by, free = b.device_act_buffer(site) if training else ((), ())
-        name = b.emit(Op.FORWARD, site, at=(*places, *into, *by), waits=(*waits, *room, *free))
+        name = b.emit(Op.FORWARD, site, at=(*slots, *into, *by), waits=(*waits, *room, *free))
         b.used(groups, name)
         reached.passed(groups)
         b.keep(site, name, into, by)
     b.behind.extend(b.unwritten)
-    if commit and (b.unwritten or b.again):
-        b.behind.append(b.commit_action())
-    b.forget({group for group, _ in b.again})  # to make them again takes the weights of before
+    if end_step and (b.unwritten or b.second_updates):
+        b.behind.append(b.end_step_action())
+    b.forget({group for group, _ in b.second_updates})  # these take the weights of before
     if not (order and training):
         b.write(len(b.behind))
     return b.result()
@@ -458,18 +460,18 @@ def backward(
     *,
     update_mode: str,
     deferred: Collection[int] = (),
-    after_backward: Sequence[int] = (),
+    unreached: Sequence[int] = (),
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
-    of `deferred`, whose gradients are held; those of `after_backward` are updated at its end.
-    If nothing is deferred, the step is committed. `speculate`: updates do not wait for the norm of
-    all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
-    then, if the plan spills none."""
+    of `deferred`, whose gradients are held; `unreached` groups are updated at its end. If nothing
+    is deferred, the step ends. `speculate`: updates do not wait for the norm of all gradients; it
+    is known at E, and the step ends in the next forward. Gradients stay in memory until then, if
+    the plan spills none."""
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
     b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
     used = [group for site in order for group in spec.sites[site]]
-    again, upcoming = _UpdatesAgain(b, used), Upcoming(used)
+    second, upcoming = _SecondUpdates(b, used), Upcoming(used)
     share = -(-len(b.behind) // max(1, len(order)))
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
@@ -477,19 +479,19 @@ def backward(
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     gradients = _GradientRoom(spec)
     for position, site in enumerate(order):
-        reached.bring(position, then=again.update)
+        reached.bring(position, then=second.update)
         restoring.fetch(position)
         if update_mode != "naive":
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
-        places, waits = b.ready(groups, updated=False)
-        written = again.written(groups)
+        slots, waits = b.ready(groups, updated=False)
+        written = second.written(groups)
         if not spec.device_slots:
             waits += written
         where, restored = restoring.restore(position)
         room = gradients.waits_to_make()
-        name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *room, *restored))
+        name = b.emit(Op.BACKWARD, site, at=slots + where, waits=(*waits, *room, *restored))
         b.used(groups, name)
         reached.passed(groups)
         for group in last_use_groups[position]:
@@ -497,10 +499,10 @@ def backward(
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
             gradients.made(there, gone)
         b.write(share)
-    again.finish()
+    second.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
-    for group in _trained(spec, after_backward):
+    for group in _trained(spec, unreached):
         if group in deferred:
             _hold(b, group, end)
         else:
@@ -509,48 +511,48 @@ def backward(
             b.bring(group, Upcoming(()))
             b.update(group, (end,))
     if not deferred and not speculate:
-        b.commit(end)
+        b.end_step(end)
     return b.result()
 
 
 def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
     """All that a forward has left to the backward after it, where none comes that can take it."""
     b = Builder(spec, buffers, held_before=True, defer_writes=True)
-    groups = {group for group, _ in b.again}
-    again = _UpdatesAgain(b, ())
+    groups = {group for group, _ in b.second_updates}
+    second = _SecondUpdates(b, ())
     b.write(len(b.behind))
-    again.finish()
+    second.finish()
     b.forget(groups)  # what uses them next waits for reads, not for updates
     return b.result()
 
 
-class _UpdatesAgain:
-    """Updates of the step before that have made weights and are to be made again: each when
-    backward brings its group, the commit behind all of them."""
+class _SecondUpdates:
+    """Updates of the step before that have made weights and are to be made a second time: each when
+    backward brings its group, the end of their step behind all of them."""
 
     def __init__(self, builder: Builder, used: Sequence[int]) -> None:
         self._b, b = builder, builder
-        self._groups = {group for group, _ in b.again}
-        self._commit = [b.behind.pop()] if b.again and b.behind else []
-        place = {group: at for at, group in reversed(list(enumerate(used)))}
-        b.queue = sorted(b.again, key=lambda key: (place.get(key[0], len(used)), key))
+        self._groups = {group for group, _ in b.second_updates}
+        self._step_end = [b.behind.pop()] if b.second_updates and b.behind else []
+        first_use = {group: at for at, group in reversed(list(enumerate(used)))}
+        b.queue = sorted(b.second_updates, key=lambda key: (first_use.get(key[0], len(used)), key))
 
     def update(self, group: int) -> None:
-        if group in self._groups and any(number == group for number, _ in self._b.again):
-            self._b.make_again(group)
+        if group in self._groups and any(number == group for number, _ in self._b.second_updates):
+            self._b.second_update(group)
 
     def written(self, groups: Sequence[int]) -> list[str]:
-        """What new gradients of these groups wait for: they take the place of those that an update
-        is made again with."""
+        """What new gradients of these groups wait for: they take the place of those that a second
+        update needs."""
         return [name for g in groups if g in self._groups for name in self._b.each("W", g)]
 
     def finish(self) -> None:
         """With groups that backward has not come to."""
         for group in dict.fromkeys(group for group, _ in self._b.queue):
-            if any(number == group for number, _ in self._b.again):
+            if any(number == group for number, _ in self._b.second_updates):
                 self._b.bring(group, Upcoming(()))
-                self._b.make_again(group)
-        self._b.out += self._commit
+                self._b.second_update(group)
+        self._b.out += self._step_end
 
 
 class _Reach:
@@ -673,9 +675,9 @@ def one_backward(
     reached.bring(0)
     restoring.fetch(0)
     reached.load(0)
-    places, waits = b.ready(groups, updated=False)
+    slots, waits = b.ready(groups, updated=False)
     where, restored = restoring.restore(0)
-    name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
+    name = b.emit(Op.BACKWARD, site, at=slots + where, waits=(*waits, *restored))
     b.used(groups, name)
     return b.result()
 
@@ -692,7 +694,7 @@ def updates(
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Updates on demand of groups whose gradients are complete after `after`; those of `deferred`
-    are held instead. With `end`, backward ends first, and the step is committed if nothing waits.
+    are held instead. With `end`, backward ends first, and the step if nothing waits.
     `speculate` as in `backward`."""
     b = Builder(spec, buffers, update_mode)
     if end:
@@ -710,7 +712,7 @@ def updates(
         # No lane orders C behind updates of earlier schedules of this step that nothing writes.
         in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
         earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
-        b.commit(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
+        b.end_step(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 
 

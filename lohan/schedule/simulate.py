@@ -103,7 +103,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
                 stop_s = served_s = start_s + took_s
             else:
                 stop_s = free[lane] = start_s + took_s
-                if lane == "gpu":
+                if lane == "compute":
                     compute_s, computes = stop_s, True
             finished[name] = stop_s
             if stop_s > last_s:
@@ -136,7 +136,7 @@ class _Shared:
             for task, other in product(first.values(), before):
                 task.missing += 1
                 other.waiting.append(task)
-            compute = [task for task in tasks if task.action.lane == "gpu"]
+            compute = [task for task in tasks if task.action.lane == "compute"]
             before = compute[-1:] or tasks or before
             left += len(tasks)
         for _ in range(left):
@@ -178,8 +178,8 @@ class _Shared:
         else:
             begun_s = start_s
             task.finish_s = self._free[lane] = start_s + took_s
-            if lane in ("gpu", "cpu"):
-                self._free["gpu"] = self._free["cpu"] = task.finish_s
+            if lane in ("compute", "optimizer"):
+                self._free["compute"] = self._free["optimizer"] = task.finish_s
         if took_s:
             self._spans.append(Span(lane, task.action.name, begun_s, task.finish_s))
         if task.action.kind == Op.BACKWARD_DONE:
@@ -189,7 +189,8 @@ class _Shared:
             other.ready_s = max(other.ready_s, task.finish_s)
 
 
-_PRIORITY = ("cpu", "gpu", "ssd", "h2d", "d2h", "net")  # a ready update goes before compute
+# A ready update goes before compute.
+_PRIORITY = ("optimizer", "compute", "ssd", "h2d", "d2h", "net")
 
 
 # -- What a step costs on a machine: seconds of every action, and closed forms per lane ------------
@@ -227,8 +228,8 @@ class SiteWork:
         if self.at_once or self.still:
             return 0.0
         touched = self.recompute_bytes + self.dequantised_bytes
-        again_s = self._seconds(profile, self.recompute_flops, touched)
-        return again_s + self._gradient_s(profile)
+        recompute_s = self._seconds(profile, self.recompute_flops, touched)
+        return recompute_s + self._gradient_s(profile)
 
     def _seconds(self, profile: Profile, flops: float, touched: float) -> float:
         rate = profile.head_flops if self.head else 0.0
@@ -245,7 +246,7 @@ class SiteWork:
         return (1 + self.trained) * self.forward_flops
 
 
-DEQUANTISING = 24  # bytes through device memory per value: codes, places, fp32 twice, 16 bits
+DEQUANTISING = 24  # bytes through device memory per value: codes, indices, fp32 twice, 16 bits
 SUMMED = (
     12  # bytes through device memory per gradient of a tile: 16 bits out and in, fp32 in and out
 )
@@ -416,7 +417,7 @@ class Clock:
             return self._work.sites[action.index].backward_s(self._profile)
         if kind == Op.BACKWARD_DONE:
             return 0.0
-        if kind == Op.COMMIT:
+        if kind == Op.END_STEP:
             return self._profile.commit_s
         if action.chunk < 0:
             return self._profile.action_s + self._moving_s(action)
@@ -477,21 +478,21 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
     update_s, d = max(t.updated / profile.adam, t.rounding_s / profile.cores), t.deferred
     link = profile.has_link
     forward = {
-        "gpu": t.forward_s,
+        "compute": t.forward_s,
         "h2d": t.weights / profile.h2d if link else 0.0,
         "d2h": t.kept / profile.d2h if link else 0.0,
         "net": t.gathered / profile.net_rate,
         "ssd": _seconds_at(t.weights_read, read) + _seconds_at(t.out, write) + d * state_s,
-        "cpu": d * update_s,
+        "optimizer": d * update_s,
     }
     backward = {
-        "gpu": t.backward_s + (t.gradients / profile.d2h if link and t.alone else 0.0),
+        "compute": t.backward_s + (t.gradients / profile.d2h if link and t.alone else 0.0),
         "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
         "d2h": t.gradients / profile.d2h if link else 0.0,
         "net": (t.gathered + t.reduced) / profile.net_rate,
         "ssd": _seconds_at(t.weights_read, read) + _seconds_at(t.out, read) + (1 - d) * state_s
         + _seconds_at(t.held, write) + _seconds_at(t.held, read),
-        "cpu": (1 - d) * update_s,
+        "optimizer": (1 - d) * update_s,
     }  # fmt: skip
     if link and profile.host_rate:
         updates = t.state_read + t.state_written + t.update_bytes
@@ -515,7 +516,7 @@ def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
     """Of lanes that are one thing: without a device compute and updates; where GPUs are joined by
     their links to host memory only, each link and what goes to other ranks."""
     if not profile.has_link:
-        return lanes["gpu"] + lanes["cpu"]
+        return lanes["compute"] + lanes["optimizer"]
     if not profile.net_over_links:
         return 0.0
     return max(lanes["h2d"], lanes["d2h"]) + lanes.get("net", 0.0)

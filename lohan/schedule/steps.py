@@ -1,4 +1,4 @@
-"""A step after the first few, as the pipeline schedules it; nothing of it needs torch."""
+"""A step after the first few, as ActionScheduler schedules it; nothing of it needs torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         ),
         net=plan.world > 1,
         clips_groups=plan.block_clip > 0,
-        made_again=frozenset(numbers[key] for key in plan.made_again),
+        updated_twice=frozenset(numbers[key] for key in plan.updated_twice),
     )
 
 
@@ -90,7 +90,7 @@ def planned_order(
     learning = [n for n, site in enumerate(sites) if _learns(blocks, site)]
     reached = sites[learning[0] :] if learning else sites
     return ExecutionOrder(
-        forward=sites, backward=reached[::-1], update_mode=plan.grad_offload, overlap=plan.overlap,
+        forward=sites, backward=reached[::-1], update_mode=plan.update_mode, overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
         speculates=plan.speculates(durable=durable) and not clipped,
         commits=not (durable and plan.commits_by_interval),
@@ -106,7 +106,7 @@ Phases = dict[str, Schedule]
 
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
-    """The phases of a step after the first few, as the pipeline schedules them; of an order that
+    """The phases of a step after the first few, as ActionScheduler schedules them; of an order that
     speculates, of a step whose norm stays below the limit, and of one that does not commit, of a
     step between two commits."""
     *_, phases = steps(spec, order, STEADY_AFTER)
@@ -161,20 +161,20 @@ def _overlapped(
 ) -> tuple[Phases, BufferState]:
     """A step, and what the one `before` it left to its forward."""
     left = before.deferred_to_forward if before is not None else ()
-    commit = bool(left) or (before is not None and before.speculates)
+    ends = bool(left) or (before is not None and before.speculates)
     earlier = without_commit(spec, before is None or before.commits)
-    forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, commit=commit)
+    forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, end_step=ends)
     spec = without_commit(spec, order.commits)
     late: Schedule = ()
-    if buffers.again and order.speculates:  # its updates are of the step itself
+    if buffers.second_updates and order.speculates:  # its updates are of the step itself
         late, buffers = sched.write_behind(spec, buffers)
     backward, buffers = sched.backward(
         spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,
-        after_backward=_groups_after_backward(spec, order), speculate=order.speculates,
+        unreached=_unreached(spec, order), speculate=order.speculates,
     )  # fmt: skip
     after: Schedule = ()
     if order.deferred and not order.deferred_to_forward:
-        after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, commit=True)
+        after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, end_step=True)
     return {"forward": forward + late, "backward": backward, "after backward": after}, buffers
 
 
@@ -193,12 +193,12 @@ def _plain(
         backward += made
         made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", deferred=deferred)
         backward += made
-    last = _groups_after_backward(spec, order)
+    last = _unreached(spec, order)
     made, buffers = sched.updates(
         spec, buffers, last, after=Op.BACKWARD_DONE, deferred=deferred, end=True
     )
     backward += made
-    after, buffers = sched.forward(spec, buffers, (), deferred=deferred, commit=bool(deferred))
+    after, buffers = sched.forward(spec, buffers, (), deferred=deferred, end_step=bool(deferred))
     return {
         "forward": tuple(forward),
         "backward": tuple(backward),
@@ -206,7 +206,7 @@ def _plain(
     }, buffers
 
 
-def _groups_after_backward(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
+def _unreached(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
     """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
     used = {group for site in order.backward for group in spec.sites[site]}
     return [group for group in range(len(spec.chunks)) if group not in used]

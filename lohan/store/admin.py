@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
-from lohan.store.engine import Engine, aligned_buffer
 from lohan.store.extents import Extent, layout_from_json
 from lohan.store.files import (
     IDENTITY,
@@ -27,6 +26,7 @@ from lohan.store.files import (
     sync_directory,
     unfinished,
 )
+from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.manifest import (
     Identity,
     disk_slot_count,
@@ -212,10 +212,10 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
     total, done = sum(extent.nbytes for extent in store.layout.durable), 0
     buffer = aligned_buffer(min(READ_BYTES, store.layout.largest_chunk))
     for extent in store.layout.durable:
-        place, problem = store.check(extent, buffer)
+        file, problem = store.check(extent, buffer)
         if problem is not None:
             findings.append(
-                Finding(extent.key, extent.chunk, place, extent.offset, extent.nbytes, problem)
+                Finding(extent.key, extent.chunk, file, extent.offset, extent.nbytes, problem)
             )
         done += extent.nbytes
         if progress is not None:
@@ -244,13 +244,13 @@ def snapshot(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
             f" {store.status.value}; commit(clean=True) first"
         )
-    place = Path(target).absolute()
-    partial, old = _partial(place), _old(place)
-    if place.exists() and not (place / IDENTITY).exists():
-        raise StoreError(f"{place} is there and is not a snapshot; choose another name")
+    made = Path(target).absolute()
+    partial, old = _partial(made), _old(made)
+    if made.exists() and not (made / IDENTITY).exists():
+        raise StoreError(f"{made} is there and is not a snapshot; choose another name")
     for path in store.dirs:
-        if path in (place, partial, old) or (place.exists() and place.samefile(path)):
-            raise StoreError(f"{place} is the store itself; choose another place for snapshots")
+        if path in (made, partial, old) or (made.exists() and made.samefile(path)):
+            raise StoreError(f"{made} is the store itself; choose another place for snapshots")
     _remove_if_there(partial)
     with Store.create(
         partial,
@@ -264,21 +264,21 @@ def snapshot(
         shared = {extent for extent in extents if copy.share(store, extent)}
         _copy_state(store, copy, [extent for extent in extents if extent not in shared])
         copy.commit(store.meta)
-    if place.exists():
+    if made.exists():
         _remove_if_there(old)
-        rename_durably(place, old)
-    rename_durably(partial, place)
+        rename_durably(made, old)
+    rename_durably(partial, made)
     _remove_if_there(old)
     return sum(extent.nbytes for extent in shared)
 
 
 def find_snapshot(target: str | Path) -> Path:
     """The whole snapshot at `target`, also if the process died while replacing it."""
-    place = Path(target).absolute()
-    for path in (place, _old(place), place.with_name(place.name + ".old")):
+    made = Path(target).absolute()
+    for path in (made, _old(made), made.with_name(made.name + ".old")):
         if (path / IDENTITY).exists():  # the last: as earlier versions called it
             return path
-    raise StoreError(f"there is no snapshot at {place}; check the path")
+    raise StoreError(f"there is no snapshot at {made}; check the path")
 
 
 def snapshot_generation(target: str | Path) -> int | None:
@@ -307,15 +307,15 @@ def restore(
     *,
     durability: str = "checkpoint",
     weights: Sequence[float] | None = None,
-    engine: str | Engine = "auto",
+    engine: str | IOEngine = "auto",
 ) -> Store:
     """A store in `dirs` with the snapshot's state, generation and meta, verified chunk by chunk.
     A store that is there, whole or not, makes way when the copy is whole; if there is no room for
     both, before, when the snapshot has been read and found whole."""
-    places = store_dirs(dirs)
-    partial = tuple(map(_partial, places))
-    for place in filter(Path.is_dir, places):
-        check_replaceable(place)
+    paths = store_dirs(dirs)
+    partial = tuple(map(_partial, paths))
+    for path in filter(Path.is_dir, paths):
+        check_replaceable(path)
     remove_partial(partial)
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
 
@@ -327,17 +327,17 @@ def restore(
                 weights=weights,
                 engine=engine,
                 first_generation=source.generation,
-                final_dirs=places,
+                final_dirs=paths,
             )
 
         try:
             copy = create()
         except NoRoomError:
-            if not any(map(Path.is_dir, places)):
+            if not any(map(Path.is_dir, paths)):
                 raise
             for finding in verify(source):
                 raise ChecksumError(finding.problem) from None
-            remove_partial(places)
+            remove_partial(paths)
             copy = create()
         with copy:
             _copy_state(source, copy, source.layout.durable)
@@ -345,10 +345,10 @@ def restore(
     # The first directory comes last, when the others are where it expects them: until then there
     # is no store in its place, and the restore is repeated.
     with StoreLock(partial):
-        remove_partial(places)
-        for new, place in reversed(list(zip(partial, places, strict=True))):
-            rename_durably(new, place)
-    return Store.open(places, engine=engine)
+        remove_partial(paths)
+        for new, path in reversed(list(zip(partial, paths, strict=True))):
+            rename_durably(new, path)
+    return Store.open(paths, engine=engine)
 
 
 @storage_errors("going back to a snapshot")
@@ -389,9 +389,9 @@ def _remove_if_there(path: Path) -> None:
         remove_partial([path])
 
 
-def _partial(place: Path) -> Path:
-    return place.with_name(f".{place.name}.lohan-partial")
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lohan-partial")
 
 
-def _old(place: Path) -> Path:
-    return place.with_name(f".{place.name}.lohan-old")
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lohan-old")

@@ -36,7 +36,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One chunk's place: `nbytes` at `offset` of its file in directory number `directory`."""
+    """Where one chunk lies: `nbytes` at `offset` of its file in directory number `directory`."""
 
     key: str
     chunk: int
@@ -111,13 +111,13 @@ class Layout:
 def plan_layout(
     regions: Iterable[Region], *, directories: int, weights: Sequence[float] | None = None
 ) -> Layout:
-    """Places every chunk of every region; the same arguments always give the same layout."""
+    """An extent for every chunk of every region; the same arguments always give the same layout."""
     regions = tuple(regions)
     _check_regions(regions)
     shares = _integer_shares(weights if weights is not None else [1.0] * directories, directories)
-    per_generation = _place([r for r in regions if not r.scratch and not r.fixed], shares)
-    fixed = _place([r for r in regions if r.fixed], shares, first=len(per_generation))
-    scratch = _place([r for r in regions if r.scratch], shares)
+    per_generation = _extents_of([r for r in regions if not r.scratch and not r.fixed], shares)
+    fixed = _extents_of([r for r in regions if r.fixed], shares, first=len(per_generation))
+    scratch = _extents_of([r for r in regions if r.scratch], shares)
     return Layout(directories, regions, (*per_generation, *fixed), scratch)
 
 
@@ -132,10 +132,10 @@ def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
         sizes = tuple(nbytes for _, _, nbytes in entry.extents)
         region = Region(entry.key, sizes, entry.scratch, entry.fixed)
         regions.append(region)
-        place = scratch if region.scratch else fixed if region.fixed else per_generation
+        extents = scratch if region.scratch else fixed if region.fixed else per_generation
         for chunk, (directory, offset, nbytes) in enumerate(entry.extents):
-            at = (len(place), directory, offset, nbytes)
-            place.append(Extent(region.key, chunk, region.scratch, *at, region.fixed))
+            at = (len(extents), directory, offset, nbytes)
+            extents.append(Extent(region.key, chunk, region.scratch, *at, region.fixed))
     _check_regions(regions)
     for part in (per_generation, fixed, scratch):
         check_extents(part, directories=directories)
@@ -204,7 +204,7 @@ def allot(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _place(
+def _extents_of(
     regions: Sequence[Region], shares: Sequence[int], *, first: int = 0
 ) -> tuple[Extent, ...]:
     """Extents of one file set, numbered from `first`."""

@@ -18,15 +18,15 @@ IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
 PREPARED = "manifest.prepared"  # of a commit that other ranks have yet to prepare
 FIXED, SCRATCH = "fixed.bin", "scratch.bin"
 SLOTS = ("slot-a.bin", "slot-b.bin")
-SUMS = ("slot-a.crc", "slot-b.crc")
+CHECKSUM_FILES = ("slot-a.crc", "slot-b.crc")
 TEMPORARY = ".tmp"
 ACTIVATIONS = "-activations"  # behind a directory's name: a session's space for activations
 # Removal order: without a manifest the rest is an unfinished store, without an identity nothing.
 _OWNED = (
     MANIFEST,
     PREPARED,
-    *(name + TEMPORARY for name in (MANIFEST, PREPARED, *SUMS, IDENTITY)),
-    *SUMS,
+    *(name + TEMPORARY for name in (MANIFEST, PREPARED, *CHECKSUM_FILES, IDENTITY)),
+    *CHECKSUM_FILES,
     *SLOTS,
     FIXED,
     SCRATCH,

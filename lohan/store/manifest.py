@@ -17,19 +17,19 @@ import numpy.typing as npt
 
 from lohan._core import crc32c
 from lohan.errors import ChecksumError, StorageIOError, StoreError
-from lohan.store.engine import Buffer
 from lohan.store.extents import Layout, layout_from_json
 from lohan.store.files import (
+    CHECKSUM_FILES,
     IDENTITY,
     MANIFEST,
     PREPARED,
-    SUMS,
     TEMPORARY,
     lock_holder,
     rename_durably,
     store_dirs,
     sync_directory,
 )
+from lohan.store.io_engine import Buffer
 from lohan.util.files import (
     BadJson,
     WrongType,
@@ -47,7 +47,7 @@ PROGRESS = "progress"  # in the meta of a run's store: where it stands, its step
 DURABILITIES = ("step", "checkpoint")
 MAX_BYTES = 256 * MiB  # of a small file: some 25 bytes for each chunk, and the meta
 REMEDY = "restore the store from a snapshot or start the run again"
-Sums = npt.NDArray[np.uint32]
+Checksums = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ def step_of(manifest: Manifest) -> int | None:
     return step
 
 
-def write_sums(path: Path, sums: Sums) -> int:
+def write_checksums(path: Path, checksums: Checksums) -> int:
     """Writes a disk slot's checksums, one little-endian uint32 per chunk; returns their CRC-32C."""
-    data = sums.astype("<u4").tobytes()
+    data = checksums.astype("<u4").tobytes()
     write_durably(path, data)
     return checksum(data)
 
 
-def read_sums(path: Path, *, count: int, crc: int) -> Sums:
+def read_checksums(path: Path, *, count: int, crc: int) -> Checksums:
     data = _read_bytes(path)
     if len(data) != 4 * count:
         raise StoreError(
@@ -331,13 +331,13 @@ def check_finished(primary: Path) -> None:
     )
 
 
-def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Manifest, Sums]:
+def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Manifest, Checksums]:
     """The committed generation's layout, manifest and checksums, checked against each other."""
     check_finished(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
     manifest = read_manifest(paths[0])
     assert manifest is not None
-    place = paths[0] / MANIFEST
+    file = paths[0] / MANIFEST
     for name, stated, expected in (
         ("store", manifest.uuid, primary.uuid),
         ("directory count", manifest.count, primary.count),
@@ -345,7 +345,7 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
     ):
         if stated != expected:
             raise StoreError(
-                f"{place}: {name} is {stated}, store.json says {expected};"
+                f"{file}: {name} is {stated}, store.json says {expected};"
                 " these files are not of one store"
             )
     if not manifest.clean:
@@ -358,10 +358,10 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
             + " and is not whole; resume from the last snapshot"
         )
     disk_slot = manifest.generation % disk_slot_count(manifest.durability)
-    sums = read_sums(
-        paths[0] / SUMS[disk_slot], count=len(layout.durable), crc=manifest.sums_crc32c
+    checksums = read_checksums(
+        paths[0] / CHECKSUM_FILES[disk_slot], count=len(layout.durable), crc=manifest.sums_crc32c
     )
-    return layout, manifest, sums
+    return layout, manifest, checksums
 
 
 # -- Which commit the stores of all ranks agree on -------------------------------------------------

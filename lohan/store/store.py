@@ -20,22 +20,22 @@ import numpy.typing as npt
 
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
-from lohan.store.engine import (
+from lohan.store.extents import Extent, Layout, Region, plan_layout
+from lohan.store.files import CHECKSUM_FILES, MANIFEST, PREPARED, StoreLock, rename_durably
+from lohan.store.io_engine import (
     FIXED_DISK_SLOT,
     SCRATCH_DISK_SLOT,
     Buffer,
     DeadlineError,
-    Engine,
+    IOEngine,
     Volume,
     chunk_name,
     needed_bytes,
 )
-from lohan.store.extents import Extent, Layout, Region, plan_layout
-from lohan.store.files import MANIFEST, PREPARED, SUMS, StoreLock, rename_durably
 from lohan.store.manifest import (
     COMMITS,
+    Checksums,
     Manifest,
-    Sums,
     check_finished,
     check_members,
     checksum,
@@ -44,9 +44,9 @@ from lohan.store.manifest import (
     locate,
     plain_json,
     read_committed,
+    write_checksums,
     write_identities,
     write_manifest,
-    write_sums,
 )
 from lohan.util.units import PAGE
 
@@ -81,8 +81,9 @@ class Ticket:
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
-class InFlight:
-    """Outstanding reads and writes; chunks written for the next generation, with checksums."""
+class ChunkTracker:
+    """Which chunks are being read or written, and which are written for the next generation, with
+    their checksums."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._per_generation = layout, layout.per_generation
@@ -92,13 +93,13 @@ class InFlight:
         self._tickets: set[Ticket] = set()
         self._written = np.zeros(len(layout.durable), dtype=bool)
         self._scratch_bytes = np.zeros(len(layout.scratch), dtype=np.int64)  # that are written
-        self.sums = np.zeros(len(layout.durable), dtype=np.uint32)
+        self.checksums = np.zeros(len(layout.durable), dtype=np.uint32)
         self.touched = False  # the step has submitted a write
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
 
-    def found(self, sums: npt.NDArray[np.uint32]) -> None:
-        """The store is a whole one: its fixed chunks are there."""
-        self.sums[:] = sums
+    def mark_fixed(self, checksums: npt.NDArray[np.uint32]) -> None:
+        """The store is a whole one: its fixed chunks are written."""
+        self.checksums[:] = checksums
         self._written[self._per_generation :] = True
 
     def reserve(self, kind: Kind, disk_slot: int, extent: Extent) -> int:
@@ -155,7 +156,7 @@ class InFlight:
         if ticket.extent.scratch:
             self._scratch_bytes[ticket.extent.index] = ticket.buffer.nbytes
         elif ticket.attempt == self.attempt and ticket.crc is not None:
-            self.sums[ticket.extent.index] = ticket.crc
+            self.checksums[ticket.extent.index] = ticket.crc
             self._written[ticket.extent.index] = True
 
     def begin_generation(self) -> None:
@@ -183,9 +184,9 @@ class InFlight:
                 f" ({written} of {total} chunks are there); write it, or discard the step"
             )
 
-    def keep_unwritten(self, sums: npt.NDArray[np.uint32]) -> None:
+    def keep_unwritten(self, checksums: npt.NDArray[np.uint32]) -> None:
         """Chunks that were not written in place are what they were."""
-        self.sums[:] = np.where(self._written, self.sums, sums)
+        self.checksums[:] = np.where(self._written, self.checksums, checksums)
 
     def check_untouched(self, generation: int) -> None:
         if self.touched:
@@ -233,33 +234,34 @@ class Store:
     """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
 
     def __init__(
-        self, volume: Volume, manifest: Manifest, sums: Sums, lock: StoreLock, *, status: Status,
+        self, volume: Volume, manifest: Manifest, checksums: Checksums, lock: StoreLock, *,
+        status: Status,
         verify: Verify, timeout_s: float, barrier: Barrier | None, created: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """`manifest` and `sums` describe the committed generation as this process knows it.
+        """`manifest` and `checksums` describe the committed generation as this process knows it.
         `created` are directories that were not there before."""
         self.dirs, self.layout = volume.dirs, volume.layout
         self.uuid, self.durability = manifest.uuid, manifest.durability
         self.barrier = barrier
-        self._volume, self._manifest, self._sums = volume, manifest, sums
+        self._volume, self._manifest, self._checksums = volume, manifest, checksums
         self._store_lock, self._created = lock, created
         self._status, self._cause, self._closed = status, "", False
         self._verify = verify
         # Bookkeeping happens under the lock; I/O, checksums and waits run outside it, so any number
         # of threads may be moving chunks at once.
-        self._lock, self._in_flight = threading.RLock(), InFlight(volume.layout)
+        self._lock, self._tracker = threading.RLock(), ChunkTracker(volume.layout)
         self._timeout_s, self._bytes_read, self._bytes_written = timeout_s, 0, 0
         self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)
         self._is_new, self._committed = status is Status.CREATING, status is Status.CLEAN
         if self._committed:
-            self._in_flight.found(sums)
+            self._tracker.mark_fixed(checksums)
 
     @classmethod
     @files.storage_errors("creating a store")
     def create(
         cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
         durability: str = "step", weights: Sequence[float] | None = None,
-        engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
+        engine: str | IOEngine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
         first_generation: int = 0, with_scratch: bool = True, barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
     ) -> Self:  # fmt: skip
@@ -287,9 +289,9 @@ class Store:
             volume.close()
             files.remove_empty(created)
             raise
-        sums = np.zeros(len(layout.durable), dtype=np.uint32)
+        checksums = np.zeros(len(layout.durable), dtype=np.uint32)
         store = cls(
-            volume, manifest, sums, lock, status=Status.CREATING, verify=verify,
+            volume, manifest, checksums, lock, status=Status.CREATING, verify=verify,
             timeout_s=timeout_s, barrier=barrier, created=created,
         )  # fmt: skip
         try:
@@ -310,7 +312,7 @@ class Store:
     @classmethod
     @files.storage_errors("opening a store")
     def open(
-        cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
+        cls, dirs: Dirs, *, engine: str | IOEngine = "auto", verify: Verify = "first-read",
         timeout_s: float = 60.0, with_scratch: bool = True, barrier: Barrier | None = None,
     ) -> Self:  # fmt: skip
         """The committed generation of a whole store. The first directory finds the others."""
@@ -320,7 +322,7 @@ class Store:
         lock = StoreLock(paths)
         volume: Volume | None = None
         try:
-            layout, manifest, sums = read_committed(paths, primary)
+            layout, manifest, checksums = read_committed(paths, primary)
             disk_slots = disk_slot_count(manifest.durability)
             volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
             volume.open_files(committed=manifest.generation % disk_slots, with_scratch=with_scratch)
@@ -330,7 +332,8 @@ class Store:
             lock.release()
             raise
         return cls(
-            volume, manifest, sums, lock, status=Status.CLEAN, verify=verify, timeout_s=timeout_s,
+            volume, manifest, checksums, lock, status=Status.CLEAN, verify=verify,
+            timeout_s=timeout_s,
             barrier=barrier,
         )  # fmt: skip
 
@@ -342,7 +345,7 @@ class Store:
         with self._lock:
             if self._closed:
                 return
-            abandoned = self._in_flight.claim_all()
+            abandoned = self._tracker.claim_all()
         self._drain(abandoned)
         self._status = Status.CLOSED
         self._volume.close()
@@ -395,7 +398,7 @@ class Store:
         extent = self.layout.find(key, chunk)
         if extent.scratch:
             raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
-        return int(self._sums[extent.index])
+        return int(self._checksums[extent.index])
 
     def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
         """Submits a read of the committed generation, or with `fresh` of what the step in flight
@@ -405,12 +408,12 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot, crc = self._readable(extent, fresh=fresh)
-            if extent.scratch and buffer.nbytes > (there := self._in_flight.scratch_bytes(extent)):
+            if extent.scratch and buffer.nbytes > (there := self._tracker.scratch_bytes(extent)):
                 raise StoreError(
                     f"{chunk_name(extent)}: {there} bytes were written, a read asks for"
                     f" {buffer.nbytes}; read what was written"
                 )
-            attempt = self._in_flight.reserve("read", disk_slot, extent)
+            attempt = self._tracker.reserve("read", disk_slot, extent)
         return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
     def write(self, key: str, chunk: int, buffer: Buffer, *, crc: int | None = None) -> Ticket:
@@ -421,7 +424,7 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot = self._writable(extent)
-            attempt = self._in_flight.reserve("write", disk_slot, extent)
+            attempt = self._tracker.reserve("write", disk_slot, extent)
         if extent.scratch:
             crc = None
         elif crc is None:
@@ -435,17 +438,17 @@ class Store:
         own = self.layout.find(extent.key, extent.chunk)
         with source._lock:
             from_disk_slot, _ = source._readable(extent, fresh=False)
-            source._in_flight.reserve("read", from_disk_slot, extent)
+            source._tracker.reserve("read", from_disk_slot, extent)
         try:
             with self._lock:
                 disk_slot = self._writable(own)
-                attempt = self._in_flight.reserve("write", disk_slot, own)
+                attempt = self._tracker.reserve("write", disk_slot, own)
             try:
                 if not self._volume.share(disk_slot, own, source._volume, from_disk_slot, extent):
                     return False
                 crc = source.checksum(extent.key, extent.chunk)
                 with self._lock:
-                    self._in_flight.mark_written(
+                    self._tracker.mark_written(
                         Ticket("write", own, disk_slot, _NOTHING, crc, attempt, -1)
                     )
             finally:
@@ -475,7 +478,7 @@ class Store:
         """Completes a read or write, and checks what was read where a check is due. After a
         DeadlineError or an interrupt the I/O is still in flight; wait again, discard or close."""
         with self._lock:
-            self._in_flight.claim(ticket)
+            self._tracker.claim(ticket)
         kind, disk_slot, extent = ticket.kind, ticket.disk_slot, ticket.extent
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -496,7 +499,7 @@ class Store:
             with self._lock:
                 if kind == "write":
                     self._bytes_written += ticket.buffer.nbytes
-                    self._in_flight.mark_written(ticket)
+                    self._tracker.mark_written(ticket)
                     return
                 self._bytes_read += ticket.buffer.nbytes
                 current = self._disk_slot_of(self.generation), FIXED_DISK_SLOT
@@ -527,11 +530,11 @@ class Store:
 
     def _release(self, kind: Kind, disk_slot: int, extent: Extent) -> None:
         with self._lock:
-            self._in_flight.release(kind, disk_slot, extent)
+            self._tracker.release(kind, disk_slot, extent)
 
     def _put_back(self, ticket: Ticket) -> None:
         with self._lock:
-            self._in_flight.add(ticket)
+            self._tracker.add(ticket)
 
     def discard(self) -> None:
         """Forgets what the step in flight has written; the committed generation stays. Outstanding
@@ -539,14 +542,14 @@ class Store:
         back, the store is failed. A slot written in place has nothing to go back to: then too."""
         with self._lock:
             self._check_usable()
-            stale = self._in_flight.claim_all()
+            stale = self._tracker.claim_all()
         late = self._drain(stale)
         with self._lock:
             if late is not None:
                 self._fail(f"I/O did not come back ({late})")
-            elif self._in_flight.touched and self._status is Status.DIRTY:
+            elif self._tracker.touched and self._status is Status.DIRTY:
                 self._fail("a step that was written in place did not finish")
-            self._in_flight.begin_generation()
+            self._tracker.begin_generation()
 
     def _drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
         """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
@@ -587,26 +590,26 @@ class Store:
         with self._lock:
             self._check_usable()
             new_meta = self._manifest.meta if meta is None else plain_json(meta)
-            self._in_flight.check_idle()
+            self._tracker.check_idle()
             in_place = self._volume.disk_slots == 1 and self._status is not Status.CREATING
             if advance and not in_place:
-                self._in_flight.check_complete(self.generation + 1)
+                self._tracker.check_complete(self.generation + 1)
             elif advance:
-                self._in_flight.keep_unwritten(self._sums)
+                self._tracker.keep_unwritten(self._checksums)
             elif self._status is Status.CREATING:
                 raise StoreError("commit of meta alone, but the store is still being created")
             else:
-                self._in_flight.check_untouched(self.generation + 1)
+                self._tracker.check_untouched(self.generation + 1)
             generation = self.generation + 1 if advance else self.generation
-            sums = self._in_flight.sums.copy() if advance else self._sums
+            checksums = self._tracker.checksums.copy() if advance else self._checksums
             if self._volume.disk_slots == 2 or clean or self._status is Status.CREATING:
                 data_changed = advance or self._status is Status.DIRTY
-                self._commit_durably(generation, new_meta, sums if data_changed else None)
+                self._commit_durably(generation, new_meta, checksums if data_changed else None)
             else:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
-            self._sums = sums
+            self._checksums = checksums
             if advance:
-                self._in_flight.begin_generation()
+                self._tracker.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
 
     def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
@@ -614,7 +617,7 @@ class Store:
         what is wrong with it, if anything is."""
         with self._lock:
             disk_slot, _ = self._readable(extent, fresh=False)
-            self._in_flight.reserve("read", disk_slot, extent)
+            self._tracker.reserve("read", disk_slot, extent)
         found, problem = 0, None
         try:
             for skip in range(0, extent.nbytes, len(buffer)):
@@ -622,7 +625,7 @@ class Store:
                 number = self._volume.read(disk_slot, extent, part, skip=skip)
                 self._volume.wait(number, self._timeout_s)
                 found = checksum(part, found)
-            self._compare(disk_slot, extent, found, expected=int(self._sums[extent.index]))
+            self._compare(disk_slot, extent, found, expected=int(self._checksums[extent.index]))
         except DeadlineError as error:  # the buffer is still the kernel's
             raise self._volume.io_error("read", disk_slot, extent, error) from error
         except StorageIOError as error:
@@ -636,7 +639,7 @@ class Store:
     def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""
         self._check_usable(reading=True)
-        written = self._in_flight.is_written(extent)
+        written = self._tracker.is_written(extent)
         fresh = written if fresh is None else fresh
         if (fresh or extent.scratch) and not written:
             raise StoreError(
@@ -653,7 +656,7 @@ class Store:
         if extent.fixed:
             return FIXED_DISK_SLOT, self._due(extent)
         if fresh:
-            crc = int(self._in_flight.sums[extent.index]) if self._verify == "always" else None
+            crc = int(self._tracker.checksums[extent.index]) if self._verify == "always" else None
             return self._disk_slot_of(self.generation + 1), crc
         if written and self._volume.disk_slots == 1:
             raise StoreError(
@@ -666,7 +669,7 @@ class Store:
         """The checksum of a committed chunk, if it must be compared with what is read."""
         first = self._verify == "first-read" and bool(self._unverified[extent.index])
         due = self._committed and (first or self._verify == "always")
-        return int(self._sums[extent.index]) if due else None
+        return int(self._checksums[extent.index]) if due else None
 
     def _writable(self, extent: Extent) -> int:
         self._check_usable()
@@ -690,19 +693,21 @@ class Store:
             self._status = Status.DIRTY
         return self._disk_slot_of(self.generation + 1)
 
-    def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
+    def _commit_durably(
+        self, generation: int, meta: dict[str, Any], checksums: Checksums | None
+    ) -> None:
         """Data, then checksums, then the manifest; each durable before the next begins. Without
-        `sums` the data and checksums on disk are already right. A failed sync does not say what
+        `checksums` those on disk and the data are already right. A failed sync does not say what
         reached the drive, and a failed rename or folder sync leaves open which manifest is current:
         after either, only a fresh open can tell."""
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
             if self._status is Status.CREATING:
                 self._volume.sync(FIXED_DISK_SLOT)
-            if sums is not None:
+            if checksums is not None:
                 disk_slot = self._disk_slot_of(generation)
                 self._volume.sync(disk_slot)
-                crc = write_sums(primary / SUMS[disk_slot], sums)
+                crc = write_checksums(primary / CHECKSUM_FILES[disk_slot], checksums)
             manifest = replace(
                 self._manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
             )

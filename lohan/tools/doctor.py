@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import LohanError, StorageIOError
-from lohan.model.state import MODES
-from lohan.store.engine import Engine, aligned_buffer, open_engine
+from lohan.model.state import STATE_FORMATS
+from lohan.store.io_engine import IOEngine, aligned_buffer, open_engine
 from lohan.util.system import (
     COPY_ON_WRITE,
     MEMORY,
@@ -235,7 +235,7 @@ PROBE_BYTES = MiB
 WAIT_S = 10.0
 LITTLE_SPACE = 20 * GiB
 WORN_PERCENT, NEARLY_WORN_PERCENT = 100, 80
-DEFAULT = MODES["bf16"]  # as many bytes as fp32
+DEFAULT = STATE_FORMATS["bf16"]  # as many bytes as fp32
 STATE_BYTES = int(
     2 * (DEFAULT.weight_bytes + DEFAULT.state_bytes)
 )  # per parameter, both disk slots
@@ -357,7 +357,7 @@ def _why() -> str:
     return "containers often forbid it: docker run --security-opt seccomp=unconfined"
 
 
-def _write_and_read(engine: Engine, file: Path) -> None:
+def _write_and_read(engine: IOEngine, file: Path) -> None:
     number = engine.open(str(file), size=PROBE_BYTES, create=True)
     sent, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
     sent[:] = memoryview(os.urandom(PROBE_BYTES))

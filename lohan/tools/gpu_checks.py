@@ -48,8 +48,8 @@ from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
 from lohan.planner.forecast import forecast
-from lohan.store.engine import aligned_buffer, open_engine
-from lohan.util.trace import Span, busy_s
+from lohan.store.io_engine import aligned_buffer, open_engine
+from lohan.util.trace import Span, busy_s, by_public_key, public_key
 from lohan.util.units import GiB, KiB, MiB, format_bytes
 
 NO_CARDS = ("software", "trial")  # how the name of a device begins that is none
@@ -86,25 +86,25 @@ class CheckResult:
 def device(bench: Bench) -> CheckResult:
     """Name, memory, driver and PCIe link."""
     opened = bench.open()
-    place, free = opened.torch_device, opened.memory_bytes()
-    (torch.ones(4, device=place) + 1).cpu()  # a kernel runs
+    torch_device, free = opened.torch_device, opened.memory_bytes()
+    (torch.ones(4, device=torch_device) + 1).cpu()  # a kernel runs
     facts: dict[str, Any] = {"dtype": opened.default_dtype, "free": format_bytes(free)}
-    if place.type == "cuda":
-        properties = torch.cuda.get_device_properties(place)
+    if torch_device.type == "cuda":
+        properties = torch.cuda.get_device_properties(torch_device)
         facts |= {
             "memory": format_bytes(properties.total_memory),
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda, "hip": torch.version.hip,
         }  # fmt: skip
-    return CheckResult({"free_bytes": free}, facts | pcie_link_of(place))
+    return CheckResult({"free_bytes": free}, facts | pcie_link_of(torch_device))
 
 
-def pcie_link_of(place: torch.device) -> dict[str, str]:
+def pcie_link_of(torch_device: torch.device) -> dict[str, str]:
     """Speed and width of the PCIe link, from the kernel; nothing where it does not say."""
-    if place.type != "cuda":
+    if torch_device.type != "cuda":
         return {}
-    found: Any = torch.cuda.get_device_properties(place)
+    found: Any = torch.cuda.get_device_properties(torch_device)
     parts = [getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
     folder = Path("/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0".format(*parts))
     names = ("current_link_speed", "max_link_speed", "current_link_width", "max_link_width")
@@ -159,8 +159,8 @@ def links(bench: Bench) -> CheckResult:
 def waits(bench: Bench) -> CheckResult:
     """A thread that waits for the device sleeps, instead of taking a core."""
     opened = bench.open()
-    place, width = opened.torch_device, 4096 if bench.real else 64
-    matrix = torch.ones(width, width, device=place, dtype=torch.float32)
+    torch_device, width = opened.torch_device, 4096 if bench.real else 64
+    matrix = torch.ones(width, width, device=torch_device, dtype=torch.float32)
     for _ in range(20):
         matrix = (matrix @ matrix).clamp(max=1.0)
     event = opened.mark()
@@ -204,8 +204,8 @@ def direct_io(bench: Bench) -> CheckResult:
 def matmul(bench: Bench) -> CheckResult:
     """A matrix product in 16 bit, and that it is one."""
     opened, width = bench.open(), 8192 if bench.real else 64
-    place, kind = opened.torch_device, torch.bfloat16
-    left, right = (torch.randn(width, width).to(place, kind) for _ in range(2))
+    torch_device, kind = opened.torch_device, torch.bfloat16
+    left, right = (torch.randn(width, width).to(torch_device, kind) for _ in range(2))
     made = left @ right
     wanted = left[:4].cpu().double() @ right.cpu().double()
     error = float((made[:4].cpu().double() - wanted).norm() / wanted.norm())
@@ -287,12 +287,12 @@ class Trained:
 
 
 def trained(bench: Bench, model: nn.Module, batches: Batches, name: str, **options: Any) -> Trained:
-    place = bench.folder / name
-    place.mkdir()
+    folder = bench.folder / name
+    folder.mkdir()
     losses = []
     with attach(
         copy.deepcopy(model), optimizer=AdamW(lr=1e-3), device=bench.open(), batch=batches[0],
-        budget=Budget(host="1GiB", ssd=[place], durability="step"), **options,
+        budget=Budget(host="1GiB", ssd=[folder], durability="step"), **options,
     ) as session:  # fmt: skip
         torch.manual_seed(11)
         for batch in batches:
@@ -505,16 +505,19 @@ def training(bench: Bench) -> CheckResult:
             raise Wrong(f"losses {losses}, with plain torch {wanted}")
     steps_s = [stop - start for start, stop in ends[2:]]
     start, stop = ends[-1]
-    share = busy_s(spans, start, stop)["gpu"] / (stop - start)
+    share = busy_s(spans, start, stop)["compute"] / (stop - start)
     figures = {"step_of_forecast": median(steps_s) / made.step_s}
-    if made.binding == "gpu":
+    if made.binding == "compute":
         figures["device_busy"] = share
     return CheckResult(figures, {
         "parameters": parameters, "tokens": batches[0]["input_ids"].numel(), "seq": seq,
         "losses": losses, "plain_losses": wanted, "steps_s": steps_s,
-        "forecast_s": made.step_s, "forecast_lanes_s": made.busy_s, "binding": made.binding,
+        "forecast_s": made.step_s, "forecast_lanes_s": by_public_key(made.busy_s),
+        "binding": public_key(made.binding),
         "device_busy": share, "profile": asdict(rates),
-        "last_step": [(s.lane, s.name, s.start_s - start, s.stop_s - start) for s in spans][:4000],
+        "last_step": [
+            (public_key(s.lane), s.name, s.start_s - start, s.stop_s - start) for s in spans[:4000]
+        ],
     })  # fmt: skip
 
 
@@ -547,13 +550,13 @@ def effort_for(bench: Bench, width: int) -> Effort:
 
 def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[float]:
     """Plain torch with AdamW on fp32 master weights, all of it on the device."""
-    place = opened.torch_device
-    here = copy.deepcopy(model).to(place)
+    torch_device = opened.torch_device
+    here = copy.deepcopy(model).to(torch_device)
     masters = [p.detach().float().clone().requires_grad_() for p in here.parameters()]
     plain = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0)
     losses = []
     for batch in batches:
-        loss = here(**{name: tensor.to(place) for name, tensor in batch.items()}).loss
+        loss = here(**{name: tensor.to(torch_device) for name, tensor in batch.items()}).loss
         loss.backward()
         losses.append(float(loss.item()))
         with torch.no_grad():
@@ -594,8 +597,8 @@ CHECKS: dict[str, Check] = {
 
 def card_name(device_name: str) -> str:
     """Of the card that a device name leads to."""
-    place = open_device(device_name).torch_device
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+    found = open_device(device_name).torch_device
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
 
 
 def is_real(card: str) -> bool:

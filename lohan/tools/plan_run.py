@@ -66,15 +66,15 @@ def traced_problem(
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     device_bytes = device.memory_bytes() if device.has_own_memory else None
-    machine, mode = machine_with(device, profile), train.dtype or device.default_dtype
+    machine, dtype = machine_with(device, profile), train.dtype or device.default_dtype
     if world > 1 and machine is not None and not machine.has_link:
         machine = None  # ranks on the CPU have a link that no profile knows
     task = task_of(config)
-    model = task.load(config, dtype=mode).train()
-    batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=mode)
-    whole = blocks_of(model, batch, base=train.base or "", mode=mode)
+    model = task.load(config, dtype=dtype).train()
+    batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=dtype)
+    whole = blocks_of(model, batch, base=train.base or "", dtype=dtype)
     workload, blocks = workload_of(model, whole, batch), Ranks(world=world).shards(whole)
-    options = options_of(config, mode=mode, minimise=minimise, world=world)
+    options = options_of(config, dtype=dtype, minimise=minimise, world=world)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
     overhead = device_overhead(device, model, host_bytes)
     device.close()
@@ -109,14 +109,14 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
     check_vacant(folder, config)
     check_loggers(config.output.log)
     check_machine(config)
-    with TemporaryDirectory(prefix="lohan-dry-run-") as place:
+    with TemporaryDirectory(prefix="lohan-dry-run-") as work:
         if config.init is not None:
-            config = replace(config, out=Path(place), model=Path(place) / BASE)
+            config = replace(config, out=Path(work), model=Path(work) / BASE)
             make_base(config, config.model)
-        inputs = open_inputs(RunFolder(Path(place)), config, display)
-        places = folder.places(config)
+        inputs = open_inputs(RunFolder(Path(work)), config, display)
+        folders = folder.ssd_folders(config)
         seen = replace(config, train=replace(config.train, steps=inputs.total))
-        made = plan_traced(seen, known_profile(places, seen.budget), inputs=inputs)
+        made = plan_traced(seen, known_profile(folders, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
         check_room(made.plan, inputs.prompts)
     return inputs.total, made
@@ -168,11 +168,11 @@ def case_of(
     measured profile. Reads the model's structure, not its weights."""
     train, followed = config.train, Plan.from_json(plan["plan"])
     task = task_of(config)
-    model = task.load(config, dtype=followed.mode).train()
+    model = task.load(config, dtype=followed.dtype).train()
     seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
-    batch = task.shapes(seen, [], dtype=followed.mode)
-    blocks = blocks_of(model, batch, base=train.base or "", mode=followed.mode)
-    options = replace(options_of(config, mode=followed.mode), kind=followed.kind)
+    batch = task.shapes(seen, [], dtype=followed.dtype)
+    blocks = blocks_of(model, batch, base=train.base or "", dtype=followed.dtype)
+    options = replace(options_of(config, dtype=followed.dtype), kind=followed.kind)
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(
         blocks, workload_of(model, blocks, batch), followed, profile, options, plan["host_bytes"],
@@ -229,7 +229,7 @@ def _lanes(case: Case, now: float) -> Iterator[Change]:
     """Bounds: the same plan with one lane out of the way."""
     made = case.forecast(case.plan, case.machine)
     links = ("h2d", "d2h") if case.machine.has_link else ()
-    for lane in ("gpu", "ssd", "cpu", *links):
+    for lane in ("compute", "ssd", "optimizer", *links):
         with suppress(LohanError):
             free = on_machine(made, without_lane(case.machine, lane))
             yield Change(LANE_NAMES[lane], now / free.step_s, bound=True)

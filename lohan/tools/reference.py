@@ -20,7 +20,7 @@ from lohan.checkpoint.packed import dequantise, pack_base, quantise
 from lohan.checkpoint.store_io import TrainState, source_of
 from lohan.config import TrainConfig
 from lohan.engine.attach import load
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 
 # -- The optimizers in memory: torch's own, or written down plainly where torch has none -----------
@@ -187,13 +187,13 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
 
 def _dequantise_base(model: nn.Module, recipe: Recipe, packing: str) -> None:
     """Weights that the run packs become what its calls compute with."""
-    mode = MODES[recipe.dtype]
+    fmt = STATE_FORMATS[recipe.dtype]
     read = source_of(load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter))
-    blocks = pack_base(model, cut(model), packing, mode.weight_bytes)
+    blocks = pack_base(model, cut(model), packing, fmt.weight_bytes)
     with torch.no_grad():
         for _, spec in blocks.tensors():
             if spec.packing:
-                values = torch.empty(spec.parameters, dtype=dtype_of(mode))
+                values = torch.empty(spec.parameters, dtype=dtype_of(fmt))
                 dequantise(quantise(spec, read), spec.packing, spec.shape, values)
                 model.get_parameter(spec.name).copy_(values.view(spec.shape))
 

@@ -34,7 +34,7 @@ from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered
 from lohan.util.files import WrongType, checked, load_json
 from lohan.util.system import drives_of
-from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output
+from lohan.util.trace import LANE_NAMES, LANES, public_key, trace_object, trace_output
 from lohan.util.units import GiB, counted, format_bytes, format_seconds
 
 # -- HTML in small pieces. What comes from a run is escaped here and nowhere else ------------------
@@ -166,7 +166,7 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
         named = {"name": f"rank {rank}"}
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": named})
         for lane, row in sorted({(span.lane, span.row) for span in spans}):
-            title = LANES[lane] + (f" +{row}" if row else "")
+            title = public_key(LANES[lane]) + (f" +{row}" if row else "")
             events.append(
                 {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane * ROWS + row,
                  "args": {"name": title}}
@@ -317,7 +317,8 @@ def measured_lanes(run: RunRecord) -> dict[str, float]:
     rows = run.steady
     found = {}
     for lane in LANES:
-        seconds = [row.get("busy", {}).get(lane, 0.0) * row["step_s"] for row in rows]
+        key = public_key(lane)
+        seconds = [row.get("busy", {}).get(key, 0.0) * row["step_s"] for row in rows]
         if any(seconds):
             found[lane] = statistics.median(seconds)
     return found
@@ -430,8 +431,7 @@ class Advice:
 def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> str:
     """HTML: "ssd binds 82 % of the step; a second drive would give 1.6x; --host +8GiB 1.2x"."""
     lane = max(measured, key=lambda each: measured[each])
-    name = LANE_NAMES[lane] if lane == "gpu" else lane
-    parts = [f"<b>{name}</b> binds {100 * measured[lane] / step_s:.0f} % of the step"]
+    parts = [f"<b>{lane}</b> binds {100 * measured[lane] / step_s:.0f} % of the step"]
     kinds: dict[bool, Change] = {}  # the best of each: more host memory, more drives
     for change in advice.changes:
         if not change.bound:
@@ -497,7 +497,7 @@ def lanes_card(run: RunRecord, advice: Advice) -> str:
     lines = [_advice(advice, measured, step_s)]
     rows = []
     for lane in LANES:
-        wanted = promise.get("lane_s", {}).get(lane, 0.0)
+        wanted = promise.get("lane_s", {}).get(public_key(lane), 0.0)
         if lane in measured or wanted:
             rows.append(_lane_row(lane, wanted if promise else None, measured.get(lane, 0.0),
                                   max(step_s, promise.get("step_s", 0.0))))  # fmt: skip
@@ -609,8 +609,8 @@ def wear_card(run: RunRecord) -> str:
     if planned > steps:
         left = f"at {format_bytes(rate)} per step from here"
         rows.append(["written by the whole run", format_bytes(expected), left])
-    places = run.folder.all_places(run.config, run.last("start").get("ranks", 1))
-    drives = drives_at(places or run.folder.places(run.config))
+    folders = run.folder.all_ssd_folders(run.config, run.last("start").get("ranks", 1))
+    drives = drives_at(folders or run.folder.ssd_folders(run.config))
     for told, written in {f"taken by {counted(steps, 'step')}": total, "by all": expected}.items():
         wear = wear_of(drives, written)
         if total and (written == total or planned > steps):
@@ -622,8 +622,8 @@ def wear_card(run: RunRecord) -> str:
             Markup(f"with <code>{text(other['option'])}</code>"), describe_wear(wear),
             f"{format_seconds(other['step_s'])} per step, as planned; {other['note']}",
         ])  # fmt: skip
-    for place in places:
-        for drive in drives_of(place):
+    for folder in folders:
+        for drive in drives_of(folder):
             known = drive.health
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
             life = f"{format_bytes(known.written_bytes)} written in its life" if known else ""

@@ -19,7 +19,7 @@ from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import gathering_reader
-from lohan.config import GRAD_MODES, Config, SampleConfig
+from lohan.config import UPDATE_MODES, Config, SampleConfig
 from lohan.device.ranks import ALONE, ProcessGroup, in_turn, run_ranks
 from lohan.engine.attach import load, workload_of
 from lohan.engine.session import Replanner, Session
@@ -27,7 +27,7 @@ from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import FlatGroup
 from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
-from lohan.train.inputs import Inputs, check_settings, mode_of, open_inputs, open_session
+from lohan.train.inputs import Inputs, check_settings, open_inputs, open_session, training_dtype
 from lohan.train.logs import Meter
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
@@ -275,14 +275,14 @@ def lohan_run(
             row = one_step(session, config, inputs, meter)
             losses.append(row["loss"])
             if stepwise:
-                session.settle()
+                session.commit()
                 with reading(session) as weights:
                     found = compare(weights, reference, step + 1) if reference is not None else ()
                     differences.append(tuple(found))
             elif step + 1 < recipe.steps:
                 moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
                 replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
-        session.settle()
+        session.commit()
         with reading(session) as weights:
             whole = digest(weights)
         return RunResult(tuple(losses), tuple(differences), whole, session.plan)
@@ -374,17 +374,17 @@ ALL_ACTIVATIONS = ("recompute", "all", "holistic")
 class RunMode:
     """One way to run that must not change the result."""
 
-    grad_offload: str
+    update_mode: str
     activations: str
     overlap: bool
 
     def __str__(self) -> str:
-        parts = [self.grad_offload, f"activations {Path(self.activations).name}"]
+        parts = [self.update_mode, f"activations {Path(self.activations).name}"]
         return ", ".join(parts if self.overlap else [*parts, "no overlap"])
 
     def of(self, config: Config) -> Config:
         train = replace(
-            config.train, grad_offload=self.grad_offload, activations=self.activations,
+            config.train, grad_offload=self.update_mode, activations=self.activations,
             overlap=self.overlap,
         )  # fmt: skip
         return replace(config, train=train)
@@ -396,7 +396,7 @@ def modes(config: Config, *, every: bool) -> list[RunMode]:
     own = RunMode(train.grad_offload, train.activations, train.overlap)
     if not every:
         return [own]
-    found = [own, *(replace(own, grad_offload=m, overlap=True) for m in GRAD_MODES)]
+    found = [own, *(replace(own, update_mode=m, overlap=True) for m in UPDATE_MODES)]
     found += [replace(own, activations=a, overlap=True) for a in ALL_ACTIVATIONS]
     return list(dict.fromkeys([*found, replace(own, overlap=False)]))
 
@@ -447,9 +447,9 @@ def verify(
     _check_comparable(config)
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
-        places = RunFolder(Path.cwd()).places(config)
-        made = group.broadcast_made(lambda: [str(_scratch(place, stack)) for place in places])
-        drives = [Path(place) for place in made]
+        folders = RunFolder(Path.cwd()).ssd_folders(config)
+        made = group.broadcast_made(lambda: [str(_scratch(folder, stack)) for folder in folders])
+        drives = [Path(folder) for folder in made]
         work, notes = drives[0], list[str]()
         facts = group.broadcast_made(lambda: _copied(config, work / "model", layers, notes))
         copy = ModelCopy(work / "model", *facts)
@@ -462,7 +462,7 @@ def verify(
             share = config.budget.host * copy.layers // copy.all_layers
             from_host = align_up(share, PAGE)
         recipe = Recipe(
-            model=own.model, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
+            model=own.model, train=own.train, dtype=training_dtype(own), seed=own.seed, steps=steps,
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
         )  # fmt: skip
         trial = _Trial(recipe, own, inputs, display, from_host, group)
@@ -592,13 +592,13 @@ def _judged(
 # -- what fits ------------------------------------------------------------------------------------
 
 
-def _scratch(place: Path, stack: ExitStack) -> Path:
+def _scratch(folder: Path, stack: ExitStack) -> Path:
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix="lohan-verify-", dir=place)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="lohan-verify-", dir=folder)
     except OSError as error:
         raise ConfigError(
-            f"{place}: cannot be written to: {error.strerror}; give a folder with --ssd"
+            f"{folder}: cannot be written to: {error.strerror}; give a folder with --ssd"
         ) from None
     return Path(stack.enter_context(made))
 
@@ -607,7 +607,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
     """None: the whole model fits. Else how many layers do."""
     whole = layer_count(config.model)
     moments = MOMENT_BYTES * len(config.train.kind.moment_specs)
-    needed = _needed(config, BYTES[mode_of(config)] + moments)
+    needed = _needed(config, BYTES[training_dtype(config)] + moments)
     free = host_memory_bytes() * 4 // 5
     if needed(whole) <= free:
         return None
@@ -628,7 +628,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
 def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
     """Bytes of an in-memory run with so many layers."""
     train = config.train
-    dtype = mode_of(config)
+    dtype = training_dtype(config)
     model = load(config.model, dtype=dtype, lora=train.adapter)
     blocks = cut(model)
     shape = torch.empty((train.batch, train.seq), dtype=torch.long, device="meta")

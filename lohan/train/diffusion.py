@@ -38,7 +38,7 @@ from lohan.data.images import (
 )
 from lohan.engine.attach import load as load_model
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.train.task import Batch, DataRequest, Task
 from lohan.util.units import counted, format_bytes
 
@@ -125,7 +125,7 @@ class Noising:
             raise DataError(
                 f"{place}: the latent is {height} x {width}, {self.of} takes {wanted}; crop it"
             )
-        self._check_places(place, height, width)
+        self._check_positions(place, height, width)
         if self.classes is not None:
             label = arrays[CLASS]
             if label.ndim or not np.issubdtype(label.dtype, np.integer):
@@ -151,51 +151,52 @@ class Noising:
                     f"{self.config[setting]}; make it with the text encoders of this model"
                 )
 
-    def _check_places(self, place: str, height: int, width: int) -> None:
+    def _check_positions(self, place: str, height: int, width: int) -> None:
         """SD3 has a table of positions, cut to the image; others reckon them."""
-        places, patch = self.config.get("pos_embed_max_size"), int(self.config.get("patch_size", 1))
-        if self.of != SD3 or places is None:
+        positions = self.config.get("pos_embed_max_size")
+        patch = int(self.config.get("patch_size", 1))
+        if self.of != SD3 or positions is None:
             return
-        most = patch * int(places)
+        most = patch * int(positions)
         if max(height, width) > most:
             raise DataError(
                 f"{place}: the latent is {height} x {width}, {self.of} takes {most} x {most} at "
-                f"most (pos_embed_max_size {places}, patches of {patch}); crop it, or encode "
+                f"most (pos_embed_max_size {positions}, patches of {patch}); crop it, or encode "
                 "smaller images"
             )
 
 
-def noising_of(place: DiffusersFolder) -> Noising:
-    raw = place.config()
+def noising_of(folder: DiffusersFolder) -> Noising:
+    raw = folder.config()
     name = str(raw.get(NAME))
     if name not in INTERFACES:
         raise ModelError(
-            f"{place.model}: {name} is not a model that --task diffusion trains; it trains "
+            f"{folder.model}: {name} is not a model that --task diffusion trains; it trains "
             f"{', '.join(INTERFACES)}; others go with lohan.attach and a loop of your own"
         )
-    found = diffusers_class(name, place.model)
+    found = diffusers_class(name, folder.model)
     signature = inspect.signature(found.__init__).parameters.values()
     defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
     config = {**defaults, **raw}  # a config.json may leave some out
     if name == DIT:
-        return Noising(INTERFACES[name], config, scheduler=_ddpm(place), of=name)
-    shift = float(scheduler_config(place).get("shift") or 1.0)  # how far noise levels are moved up
+        return Noising(INTERFACES[name], config, scheduler=_ddpm(folder), of=name)
+    shift = float(scheduler_config(folder).get("shift") or 1.0)  # how far noise levels are moved up
     return Noising(INTERFACES[name], config, shift=shift, of=name)
 
 
-def scheduler_config(place: DiffusersFolder) -> dict[str, Any]:
-    if place.scheduler is None:
+def scheduler_config(folder: DiffusersFolder) -> dict[str, Any]:
+    if folder.scheduler is None:
         return {}
-    return read_json(place.scheduler / "scheduler_config.json")
+    return read_json(folder.scheduler / "scheduler_config.json")
 
 
-def _ddpm(place: DiffusersFolder) -> Any:
+def _ddpm(folder: DiffusersFolder) -> Any:
     """The noise levels that the model was trained with; those of DDPM where no scheduler says."""
-    kind = diffusers_class("DDPMScheduler", place.model)
-    found = kind.from_config(scheduler_config(place)) if place.scheduler else kind()
+    kind = diffusers_class("DDPMScheduler", folder.model)
+    found = kind.from_config(scheduler_config(folder)) if folder.scheduler else kind()
     if found.config.prediction_type not in TARGETS:
         raise ModelError(
-            f"{place.scheduler}: prediction_type is {found.config.prediction_type!r}; known are "
+            f"{folder.scheduler}: prediction_type is {found.config.prediction_type!r}; known are "
             f"{', '.join(TARGETS)}"
         )
     return found
@@ -253,11 +254,11 @@ def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -
     """Flux: the model takes tokens of 2 x 2, and their places."""
     noisy, target, levels = flow(given[LATENT], noising.shift, generator)
     height, width = noisy.shape[-2] // 2, noisy.shape[-1] // 2
-    places = torch.zeros(height, width, 3)
-    places[..., 1], places[..., 2] = torch.arange(height)[:, None], torch.arange(width)
+    grid = torch.zeros(height, width, 3)
+    grid[..., 1], grid[..., 2] = torch.arange(height)[:, None], torch.arange(width)
     made = {
         "hidden_states": packed(noisy), TEXT: given[TEXT], POOLED: given[POOLED],
-        "timestep": levels, "img_ids": places.view(-1, 3),
+        "timestep": levels, "img_ids": grid.view(-1, 3),
         "txt_ids": torch.zeros(given[TEXT].shape[1], 3), TARGET: packed(target),
     }  # fmt: skip
     if noising.config.get("guidance_embeds"):
@@ -343,13 +344,13 @@ class Diffusion(Task[Noised]):
 
     def prepare(self, data: DataRequest) -> Noised:
         config, source = data.config, data.sources[0].path
-        place = diffusers_folder_of(config)
+        folder = diffusers_folder_of(config)
         if len(data.sources) > 1:
             raise ConfigError(
                 f"{data.option}: {len(data.sources)} folders are given, a diffusion model takes "
                 "one; put links to their images into one folder"
             )
-        noising = noising_of(place)
+        noising = noising_of(folder)
         ready = open_records(data.cache, seed=config.seed) if data.resume else None
         if ready is None:
             companions = noising.interface.companions
@@ -359,7 +360,7 @@ class Diffusion(Task[Noised]):
                 classes = _classes(samples, source, config, noising)
             examples = read_samples(
                 samples, companions=companions, classes=classes,
-                of_image=_encoder(place, noising, samples, config.budget.host),
+                of_image=_encoder(folder, noising, samples, config.budget.host),
                 progress=partial(data.progress, "reading"),
             )  # fmt: skip
 
@@ -389,7 +390,7 @@ class Diffusion(Task[Noised]):
             example = {name: array[0] for name, array in noising.example_arrays(1).items()}
             noising.check(str(config.model), example)
             made = noising.batch(noising.example_arrays(config.train.batch), generator_of(0, 0, 0))
-        inputs = _inputs(made, dtype_of(MODES[dtype]))
+        inputs = _inputs(made, dtype_of(STATE_FORMATS[dtype]))
         return {name: tensor.to("meta") for name, tensor in inputs.items()}
 
     def rows(self, batch: Batch) -> int:
@@ -445,7 +446,7 @@ def _classes(
 
 
 def _encoder(
-    place: DiffusersFolder, noising: Noising, samples: list[Sample], host_bytes: int | None
+    source: DiffusersFolder, noising: Noising, samples: list[Sample], host_bytes: int | None
 ) -> Callable[[Path], np.ndarray]:
     """From an image to what the model works on: pixels, or latents of the autoencoder, the mean of
     what it says."""
@@ -453,13 +454,13 @@ def _encoder(
         return lambda path: np.empty(0)
     if noising.channels == 3:
         return lambda path: square(path, noising.size)
-    if place.vae is None:
+    if source.vae is None:
         raise DataError(
-            f"{samples[0].path}: an image, and {noising.of} in {place.model} takes latents of "
+            f"{samples[0].path}: an image, and {noising.of} in {source.model} takes latents of "
             f"{noising.channels} channels; give the folder of a pipeline with its vae, or latents "
             "as .npy or .safetensors"
         )
-    vae = _autoencoder(place, place.vae, host_bytes)
+    vae = _autoencoder(source, source.vae, host_bytes)
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
     scale, shift = vae.config.scaling_factor, getattr(vae.config, "shift_factor", None) or 0.0
 
@@ -473,7 +474,7 @@ def _encoder(
     return encode
 
 
-def _autoencoder(place: DiffusersFolder, folder: Path, host_bytes: int | None) -> Any:
+def _autoencoder(source: DiffusersFolder, folder: Path, host_bytes: int | None) -> Any:
     """In memory while the data is prepared, before the run takes any."""
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if host_bytes is not None and needed > host_bytes:
@@ -481,7 +482,7 @@ def _autoencoder(place: DiffusersFolder, folder: Path, host_bytes: int | None) -
             f"{folder}: encoding images takes the autoencoder, {format_bytes(needed)}, --host is "
             f"{format_bytes(host_bytes)}; raise it, or give latents"
         )
-    kind = diffusers_class("AutoencoderKL", place.model)
+    kind = diffusers_class("AutoencoderKL", source.model)
     try:
         return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
     except (OSError, ValueError) as error:

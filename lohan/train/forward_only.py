@@ -37,7 +37,7 @@ from lohan.engine.session import PlanContext, Session
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError, first_line
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import MODES, stored_model
+from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import AdamW, Lora
 from lohan.planner.memory import WORK
 from lohan.planner.planner import PlanOptions, forward_plan
@@ -86,9 +86,9 @@ class Shape:
     packed: bool = False
 
 
-def source_of(place: Path) -> Source:
+def source_of(folder: Path) -> Source:
     """A run, or a model folder."""
-    run = RunFolder(place.absolute())
+    run = RunFolder(folder.absolute())
     if run.config_file.is_file():
         config = run.config()
         return Source(
@@ -98,12 +98,12 @@ def source_of(place: Path) -> Source:
             config.train.base or "",
             config.train.chat_template,
         )
-    if not (place / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{place}: neither a run (run.toml) nor a model folder (config.json); give the folder "
+            f"{folder}: neither a run (run.toml) nor a model folder (config.json); give the folder "
             "that `lohan train --out` wrote, or one with config.json and weights"
         )
-    return Source(place.absolute())
+    return Source(folder.absolute())
 
 
 @contextmanager
@@ -114,28 +114,28 @@ def open_stream(
     """The model in evaluation mode, its memory planned for `shape` within the budget, whose `ssd`
     is where the weights of a model folder, or of a run with several ranks, go."""
     with ExitStack() as undo:
-        place = open_device(device, memory=budget.device_bytes())
-        room = place.memory_bytes() if place.has_own_memory else None
+        opened = open_device(device, memory=budget.device_bytes())
+        room = opened.memory_bytes() if opened.has_own_memory else None
         stores: tuple[Store, ...] = ()
         if source.stores is not None:
             stores = undo.enter_context(open_set(source.stores))
             held = stored_model(stores[0].meta, stores[0].regions)
-            dtype = held.mode.name
-        mode = dtype or own_mode(source.folder)
-        model = load(source.folder, dtype=mode, lora=source.lora).eval()
+            dtype = held.state_format.name
+        dtype = dtype or own_dtype(source.folder)
+        model = load(source.folder, dtype=dtype, lora=source.lora).eval()
         if shape.packed:
             check_packs(model)
-        blocks = blocks_of(model, batch_of(shape), base=source.base, mode=mode)
+        blocks = blocks_of(model, batch_of(shape), base=source.base, dtype=dtype)
         if stores:
-            check_same(stores[0], blocks, mode)
+            check_same(stores[0], blocks, dtype)
             if len(stores) > 1:  # what is copied from them is dequantised
                 blocks = blocks_of(model, batch_of(shape))
             restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
         chunk = held.chunk_params if stores else CHUNK_PARAMS
         plan = _plan(
-            model, blocks, shape, mode, host=host, device=room, chunk_params=chunk,
-            place=place.torch_device, overhead=device_overhead(place, model, host),
+            model, blocks, shape, dtype, host=host, device=room, chunk_params=chunk,
+            torch_device=opened.torch_device, overhead=device_overhead(opened, model, host),
         )  # fmt: skip
         if len(stores) == 1:
             store = stores[0]
@@ -144,20 +144,20 @@ def open_stream(
             own = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
             dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or own]
             created = create_weights_store(
-                store_reader(*stores) if stores else source_of_model(model), blocks, mode,
+                store_reader(*stores) if stores else source_of_model(model), blocks, dtype,
                 chunk_params=plan.chunk_params, dirs=dirs, progress=progress,
             )  # fmt: skip
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
-        context = PlanContext(blocks, PlanOptions(mode=mode), None, host, None, place, room)
+        context = PlanContext(blocks, PlanOptions(dtype=dtype), None, host, None, opened, room)
         run = partial(running, model, context, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, context, run, plan))
 
 
 def _plan(
-    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, host: int, device: int | None,
-    chunk_params: int, place: torch.device, overhead: Iterable[tuple[str, int]],
+    model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, host: int, device: int | None,
+    chunk_params: int, torch_device: torch.device, overhead: Iterable[tuple[str, int]],
 ) -> Plan:  # fmt: skip
     """With the largest micro-batch that fits; what fills a cache cannot be cut."""
     micro_batch, (least, most) = shape.batch, HEAD_TOKENS
@@ -167,10 +167,11 @@ def _plan(
     while True:
         try:
             return forward_plan(
-                blocks, mode, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
+                blocks, dtype, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
                 head_tokens=head, chunk_params=chunk_params,
                 needs=needs_of(
-                    model, blocks, shape, mode, micro_batch=micro_batch, head=head, place=place
+                    model, blocks, shape, dtype, micro_batch=micro_batch, head=head,
+                    torch_device=torch_device,
                 )
                 | dict(overhead),
             )  # fmt: skip
@@ -193,10 +194,10 @@ def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
         yield Path(path) / "store"
 
 
-def own_mode(folder: Path) -> str:
-    """The mode that computes in the type of the folder's weights."""
+def own_dtype(folder: Path) -> str:
+    """The name of the type of the folder's weights, if it is one of ours."""
     named = str(getattr(causal_config(folder), "dtype", None) or "float32").removeprefix("torch.")
-    return next((name for name, mode in MODES.items() if mode.dtype == named), "fp32")
+    return next((name for name, fmt in STATE_FORMATS.items() if fmt.dtype == named), "fp32")
 
 
 def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
@@ -206,15 +207,20 @@ def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def needs_of(
-    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, micro_batch: int, head: int,
-    place: torch.device = CPU,
+    model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, micro_batch: int, head: int,
+    torch_device: torch.device = CPU,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes on top of the weights, by owner. The head takes `head` tokens at a time, or the last of
     each row where tokens are made."""
     config: Any = model.config
-    text, width = config.get_text_config(), MODES[mode].weight_bytes
+    text, width = config.get_text_config(), STATE_FORMATS[dtype].weight_bytes
     found = measure(
-        model, blocks, batch_of(shape), micro_batch=micro_batch, place=place, training=False
+        model,
+        blocks,
+        batch_of(shape),
+        micro_batch=micro_batch,
+        torch_device=torch_device,
+        training=False,
     )
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
@@ -304,9 +310,9 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        place = compute_device(model)
-        forked = [] if place.type == "cpu" else [place.index or 0]
-        with torch.no_grad(), torch.random.fork_rng(devices=forked, device_type=place.type):
+        torch_device = compute_device(model)
+        forked = [] if torch_device.type == "cpu" else [torch_device.index or 0]
+        with torch.no_grad(), torch.random.fork_rng(devices=forked, device_type=torch_device.type):
             yield
     finally:
         for module in training:
@@ -315,8 +321,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 def compute_device(model: nn.Module) -> torch.device:
     """Where a model computes."""
-    places = (p.device for p in model.parameters() if p.device.type != "meta")
-    return next(places, torch.device("cpu"))
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -419,9 +425,10 @@ def generate(
     causal: Any = model
     longest = max(map(len, prompts))
     pad = encoder.pad_id(None)
-    place = compute_device(model)
-    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=place)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=place)
+    torch_device = compute_device(model)
+    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=torch_device)
+    real = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    mask = torch.tensor(real, device=torch_device)
     with forward_only(model):
         torch.manual_seed(sampling.seed)
         out = causal.generate(
@@ -450,7 +457,7 @@ Scored = tuple[float, bool]  # log-probability of a continuation, and whether it
 
 
 def run_tasks(
-    place: Path, tasks: Sequence[str], *, budget: Budget, device: str, dtype: str | None,
+    model_or_run: Path, tasks: Sequence[str], *, budget: Budget, device: str, dtype: str | None,
     batch: int, seq: int, limit: int | None, fewshot: int | None, folder: Path | None,
     shown: Display,
 ) -> dict[str, Any]:  # fmt: skip
@@ -463,7 +470,7 @@ def run_tasks(
             f"--tasks: lm-evaluation-harness cannot be imported ({first_line(error)}); pip install "
             "'lohan[eval]'"
         ) from None
-    source = source_of(place)
+    source = source_of(model_or_run)
     causal_config(source.folder)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--tasks-dir {folder}: no such folder; check the name")
@@ -524,16 +531,16 @@ class Streamed:
         rows = [
             ((context + then)[-self.seq :], min(len(then), self.seq - 1)) for context, then in pairs
         ]
-        order = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
         longest = max(len(ids) for ids, _ in rows)
         shape = Shape(min(self.batch, len(rows)), min(self.seq, align_up(longest, 8)))
         with self._opened(shape) as session, forward_only(session.model):
             for start in range(0, len(order), self.batch):
                 some = order[start : start + self.batch]
-                for place, score in zip(
+                for index, score in zip(
                     some, self._scored(session, [rows[p] for p in some]), strict=True
                 ):
-                    found[place] = score
+                    found[index] = score
                 self._shown.advance("scoring", min(start + self.batch, len(order)), len(order))
         return found
 
@@ -545,9 +552,9 @@ class Streamed:
             ids[number, : len(tokens)] = torch.tensor(tokens)
             mask[number, : len(tokens)] = 1
             labels[number, len(tokens) - count : len(tokens)] = torch.tensor(tokens[-count:])
-        place = compute_device(session.model)
-        inputs = {"input_ids": ids.to(place), "attention_mask": mask.to(place)}
-        logps, likeliest = _label_logps(session, inputs, labels.to(place))
+        torch_device = compute_device(session.model)
+        inputs = {"input_ids": ids.to(torch_device), "attention_mask": mask.to(torch_device)}
+        logps, likeliest = _label_logps(session, inputs, labels.to(torch_device))
         counts = [count for _, count in rows]
         return [
             (float(own.double().sum()), bool(best.all()))
@@ -560,17 +567,17 @@ class Streamed:
         """What follows each text, up to the first of its stops."""
         found = [""] * len(asked)
         groups: dict[tuple[int, float, float], list[int]] = {}
-        for place, (_, how) in enumerate(asked):
+        for index, (_, how) in enumerate(asked):
             sampled = bool(how.get("do_sample", float(how.get("temperature", 0)) > 0))
             warmth = float(how.get("temperature", 1.0)) if sampled else 0.0
             count = int(how.get("max_gen_toks", how.get("max_new_tokens", ANSWER)))
-            groups.setdefault((count, warmth, float(how.get("top_p", 1.0))), []).append(place)
-        for (count, warmth, top_p), places in groups.items():
+            groups.setdefault((count, warmth, float(how.get("top_p", 1.0))), []).append(index)
+        for (count, warmth, top_p), indices in groups.items():
             room = self.seq - 1 - count
             if room < 1:
                 raise ConfigError(f"--seq {self.seq}: a task wants answers of {count}; raise it")
-            ids = {p: self.encode(asked[p][0])[-room:] for p in places}
-            order = sorted(places, key=lambda place: -len(ids[place]))
+            ids = {p: self.encode(asked[p][0])[-room:] for p in indices}
+            order = sorted(indices, key=lambda index: -len(ids[index]))
             longest = len(ids[order[0]])
             shape = Shape(min(self.batch, len(order)), longest, longest + count)
             sampling = Sampling(max_new_tokens=count, temperature=warmth, top_p=top_p)
@@ -578,8 +585,8 @@ class Streamed:
                 for start in range(0, len(order), self.batch):
                     some = order[start : start + self.batch]
                     texts = generate(session.model, self.encoder, [ids[p] for p in some], sampling)
-                    for place, text in zip(some, texts, strict=True):
-                        found[place] = _cut_at_stops(text, asked[place][1].get("until"))
+                    for index, text in zip(some, texts, strict=True):
+                        found[index] = _cut_at_stops(text, asked[index][1].get("until"))
                     self._shown.advance("answering", start + len(some), len(order))
         return found
 

@@ -31,7 +31,7 @@ from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.machine import Profile
 from lohan.model.plan import Plan, activation_policy_of
-from lohan.model.state import mode_with, stored_mode
+from lohan.model.state import state_format_of, stored_state_format
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
 from lohan.train import supervised
@@ -104,7 +104,7 @@ class Inputs:
         """Of the largest share of a batch, without its memory."""
         every = [self.train, *([self.held] if self.held is not None else [])]
         own = config.of_rank(group.ranks.world)
-        return self.task.shapes(own, every, dtype=mode_of(config))
+        return self.task.shapes(own, every, dtype=training_dtype(config))
 
 
 def check_machine(config: Config, group: ProcessGroup = ALONE) -> None:
@@ -150,12 +150,12 @@ def _prompts(config: Config) -> Prompts | None:
         return None
     encoder = Encoder(config.model, template=config.train.chat_template)
     texts = read_prompts(config.sample.prompts)
-    ids, mode = encode_prompts(encoder, texts), mode_of(config)
-    model = load(config.model, dtype=mode, lora=config.train.adapter).eval()
+    ids, dtype = encode_prompts(encoder, texts), training_dtype(config)
+    model = load(config.model, dtype=dtype, lora=config.train.adapter).eval()
     longest = max(map(len, ids))
     shape = Shape(1, longest, longest + config.sample.tokens)
     blocks = blocks_of(model, batch_of(shape))
-    each = sum(needs_of(model, blocks, shape, mode, micro_batch=1, head=1).values())
+    each = sum(needs_of(model, blocks, shape, dtype, micro_batch=1, head=1).values())
     return Prompts(texts, ids, encoder, each)
 
 
@@ -168,9 +168,9 @@ def open_session(
 ) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
-    mode = train.dtype or device.default_dtype
-    model = inputs.task.load(config, dtype=mode).train()
-    places, name = folder.places(config, group.ranks.rank), folder.store_name(config)
+    dtype = train.dtype or device.default_dtype
+    model = inputs.task.load(config, dtype=dtype).train()
+    ssd_folders, name = folder.ssd_folders(config, group.ranks.rank), folder.store_name(config)
 
     def lr(step: int) -> float:
         return train.lr_at(step, inputs.total)
@@ -179,7 +179,7 @@ def open_session(
         model,
         optimizer=train.optimizer_with(lr),
         budget=Budget(
-            host=budget.host, ssd=places, durability=budget.durability,
+            host=budget.host, ssd=ssd_folders, durability=budget.durability,
             commit_every=budget.commit_every,
         ),
         device=device,
@@ -190,7 +190,7 @@ def open_session(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
             overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
             grad_dtype=train.grad_dtype, run_again=True,
-            profile=known_profile(places, config.budget),
+            profile=known_profile(ssd_folders, config.budget),
         ),
         store_policy=StorePolicy(
             store_name=name, resume=resume,
@@ -206,7 +206,7 @@ def open_session(
     return session
 
 
-def mode_of(config: Config) -> str:
+def training_dtype(config: Config) -> str:
     """How parameters are kept: as the user says, or as suits the device."""
     budget = config.budget
     return config.train.dtype or default_dtype(budget.device)
@@ -214,10 +214,10 @@ def mode_of(config: Config) -> str:
 
 def check_made_for(folder: RunFolder, config: Config) -> None:
     """Refuses a run whose settings ask for other state than its store has."""
-    asked = mode_with(mode_of(config), config.train.kind)
+    asked = state_format_of(training_dtype(config), config.train.kind)
     for found in sets_of(folder, config):
         manifest = read_manifest(found.primaries[0])
-        if manifest is None or (made := stored_mode(manifest.meta)) == asked:
+        if manifest is None or (made := stored_state_format(manifest.meta)) == asked:
             continue
         raise ConfigError(
             f"the store in {found.primaries[0]} was made for {made.kind} in {made.name}, "
@@ -245,15 +245,15 @@ def bytes_between_steps(plan: Plan) -> int:
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in compute)
 
 
-def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | None:
+def known_profile(folders: Sequence[Path], budget: BudgetConfig) -> Profile | None:
     """What `lohan profile` found for these drives and this device, or for the drives with compute
     on the cpu, if it was asked."""
-    if not all(place.is_dir() for place in places):
+    if not all(folder.is_dir() for folder in folders):
         return None
     asked = Where(known_name(budget.device), budget.device_memory, budget.link)
     for where in (asked, CPU):
-        if cache_file(places, where).is_file():
-            return cached_profile(places, where=where)
+        if cache_file(folders, where).is_file():
+            return cached_profile(folders, where=where)
     return None
 
 
@@ -287,11 +287,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
         sync_path(target / file.name)
     count = len(load_tokenizer(target, needed_by="--tokenizer"))
-    places = getattr(load_config(target).get_text_config(), "vocab_size", None)
-    if places is not None and count > places:
+    known = getattr(load_config(target).get_text_config(), "vocab_size", None)
+    if known is not None and count > known:
         raise ModelError(
             f"--tokenizer {source}: has {count} tokens, vocab_size in {target / CONFIG} is "
-            f"{places}; raise vocab_size"
+            f"{known}; raise vocab_size"
         )
 
 

@@ -24,7 +24,7 @@ from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
 from lohan.util.system import rss_bytes, total_memory_bytes
-from lohan.util.trace import Span, Trace, busy_s
+from lohan.util.trace import Span, Trace, busy_s, by_public_key, public_key
 
 # -- What a run writes down about itself for `lohan report`, in RUN/journal.jsonl ------------------
 #
@@ -133,7 +133,7 @@ class NullJournal:
 
 def figures(made: Forecast) -> dict[str, Any]:
     return {
-        "step_s": made.step_s, "lane_s": made.busy_s, "tokens": made.tokens,
+        "step_s": made.step_s, "lane_s": by_public_key(made.busy_s), "tokens": made.tokens,
         "written_bytes": made.written_bytes,
     }  # fmt: skip
 
@@ -273,8 +273,8 @@ class Meter:
             "rss_bytes": rss_bytes(),
             "ssd_read_bytes": after.bytes_read - self._before.bytes_read - self._aside_read,
             "ssd_written_bytes": after.bytes_written - self._before.bytes_written,
-            "busy": {lane: round(s / step_s, 4) for lane, s in busy.items() if s},
-            "binding": max(busy, key=lambda lane: busy[lane]),
+            "busy": {public_key(lane): round(s / step_s, 4) for lane, s in busy.items() if s},
+            "binding": public_key(max(busy, key=lambda lane: busy[lane])),
         }
         self._start_s, self._before = stop, after
         self._aside_s, self._aside_read = 0.0, 0

@@ -105,7 +105,7 @@ class PeriodicTasks:
 
     def _export_best(self) -> None:
         """Before it is logged that this is the best: what the log says is there."""
-        self._session.settle()
+        self._session.commit()
         mark = export_mark(self._folder, self._config) if self._first else None
         with self._meter.aside():
             self._session.export_committed(

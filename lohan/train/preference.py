@@ -33,10 +33,10 @@ from lohan.config import Config, PreferenceConfig
 from lohan.data import IGNORE, Dataset, Encoder
 from lohan.data.images import read_npy
 from lohan.data.supervised import Preferences
-from lohan.engine.head import TokenLoss
+from lohan.engine.head import LogpLoss
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, first_line
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
@@ -44,7 +44,7 @@ from lohan.util.files import write_atomic
 from lohan.util.system import offline
 from lohan.util.units import align_up, counted
 
-Added = Callable[[float], float]  # over all ranks
+AllReduceSum = Callable[[float], float]  # over all ranks
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
@@ -118,15 +118,15 @@ class Preference(Task[Preferences]):
         wanted = labels.clone()
         if config.loss == "orpo":  # the prompt too
             wanted[:count] = ids[:count].masked_fill(mask[:count] == 0, IGNORE)
-        place = wanted[:, 1:] != IGNORE
-        row = place.nonzero()[:, 0]
-        answer = (labels[:, 1:] != IGNORE)[place]
+        labelled = wanted[:, 1:] != IGNORE
+        row = labelled.nonzero()[:, 0]
+        answer = (labels[:, 1:] != IGNORE)[labelled]
         counts = (labels[:, 1:] != IGNORE).sum(1)
 
         def sums(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(2 * count).index_add(0, row[which], values[which])
 
-        def token_loss(logps: torch.Tensor, added: Added) -> torch.Tensor:
+        def logp_loss(logps: torch.Tensor, all_reduce_sum: AllReduceSum) -> torch.Tensor:
             whole = None
             if config.loss == "orpo":  # each rank has its tokens' part of the mean over all of them
                 tokens = batch.get("of_tokens") or _first_tokens(batch)
@@ -134,7 +134,7 @@ class Preference(Task[Preferences]):
                 whole = (share * (batch.get("of", count) / count)).expand(count)
 
             def mean(values: torch.Tensor) -> float:
-                return added(float(values.mean()) * (scale * count))
+                return all_reduce_sum(float(values.mean()) * (scale * count))
 
             answers = Answers(
                 sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable"),
@@ -146,7 +146,7 @@ class Preference(Task[Preferences]):
             return total
 
         inputs = {"input_ids": ids, "attention_mask": mask}
-        return token_loss_of(model, inputs, wanted, token_loss)
+        return logp_loss_of(model, inputs, wanted, logp_loss)
 
     def before_training(
         self, session: Session, examples: Preferences, config: Config, progress: OnProgress
@@ -272,11 +272,11 @@ def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo, "kto": kto}
 
 
-def token_loss_of(
-    model: nn.Module, inputs: Batch, labels: torch.Tensor, token_loss: TokenLoss
+def logp_loss_of(
+    model: nn.Module, inputs: Batch, labels: torch.Tensor, logp_loss: LogpLoss
 ) -> torch.Tensor:
     """Through the head in slices."""
-    found: torch.Tensor = model(**inputs, labels=labels, token_loss=token_loss).loss
+    found: torch.Tensor = model(**inputs, labels=labels, logp_loss=logp_loss).loss
     return found
 
 
@@ -328,12 +328,12 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     row = (labels[:, 1:] != IGNORE).nonzero()[:, 0]
     found = []
 
-    def keep(logps: torch.Tensor, _: Added) -> torch.Tensor:
+    def keep(logps: torch.Tensor, _: AllReduceSum) -> torch.Tensor:
         found.append(logps.new_zeros(len(labels)).index_add(0, row, logps))
         return logps.sum()
 
     inputs = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")}
-    token_loss_of(model, inputs, labels, keep)
+    logp_loss_of(model, inputs, labels, keep)
     return found[0].cpu()
 
 
@@ -356,7 +356,7 @@ class Reward(Preference):
         text: Any = found.get_text_config()
         text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))  # no score behind
         with offline():
-            model = build_model(config.model, dtype=dtype_of(MODES[dtype]), config=found)
+            model = build_model(config.model, dtype=dtype_of(STATE_FORMATS[dtype]), config=found)
             if is_causal(load_config(config.model)):
                 draw_head(model, seed=config.seed)
             if config.train.adapter is not None:

@@ -212,23 +212,23 @@ class RunFolder:
         with. Its settings have that path; the folder may have moved since."""
         paths = (config.out, self.path, self.path.resolve())
         tags = [f"lohan-{p.name}-{hashlib.sha256(bytes(p)).hexdigest()[:8]}" for p in paths]
-        places = [place for place in self.places(config) if config.budget.ssd and place.is_dir()]
-        there = {parse_store_name(p.name)[0] for place in places for p in place.iterdir()}
+        found = [one for one in self.ssd_folders(config) if config.budget.ssd and one.is_dir()]
+        there = {parse_store_name(p.name)[0] for one in found for p in one.iterdir()}
         return next((tag for tag in tags if tag in there), tags[0])
 
-    def places(self, config: Config, rank: int = 0) -> list[Path]:
+    def ssd_folders(self, config: Config, rank: int = 0) -> list[Path]:
         """Directories that the store of a rank is spread over. In --ssd, {rank} stands for its
         number and {host} for the name of the machine."""
         if not config.budget.ssd:
             return [self.path]
         host = platform.node()
-        given = [str(place) for place in config.budget.ssd]
+        given = [str(one) for one in config.budget.ssd]
         return [Path(text.replace(RANK, str(rank)).replace(HOST, host)) for text in given]
 
-    def all_places(self, config: Config, ranks: int) -> list[Path]:
+    def all_ssd_folders(self, config: Config, ranks: int) -> list[Path]:
         """Of the stores of all ranks, as far as they are on this machine."""
-        places = dict.fromkeys(p for rank in range(ranks) for p in self.places(config, rank))
-        return list(filter(Path.is_dir, places))
+        found = dict.fromkeys(p for rank in range(ranks) for p in self.ssd_folders(config, rank))
+        return list(filter(Path.is_dir, found))
 
     def store_name(self, config: Config) -> str:
         """The folder of the store in each of them, of a run with one rank."""
@@ -238,7 +238,7 @@ class RunFolder:
         """Where a rank has its store."""
         ranks = ranks or Ranks()
         name = ranks.store_name(self.store_name(config))
-        return [place / name for place in self.places(config, ranks.rank)]
+        return [one / name for one in self.ssd_folders(config, ranks.rank)]
 
 
 @contextmanager
@@ -350,7 +350,7 @@ CLAIM = f"{MARK}.lock"
 def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSet]:
     """Whatever there is of the run's stores on this machine, whole or not, beginning where a rank
     has its own."""
-    return find_sets(partial(folder.places, config), folder.store_name(config), seen_by=rank)
+    return find_sets(partial(folder.ssd_folders, config), folder.store_name(config), seen_by=rank)
 
 
 def stores_of(folder: RunFolder, config: Config) -> StoreSet:
@@ -397,11 +397,11 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
 
 def check_snapshots(folder: RunFolder, config: Config) -> None:
     """Refuses snapshots in the place of the store: one would take the other's name."""
-    place = folder.snapshots(config).resolve()
-    if place in [path.resolve() for path in folder.store_dirs(config)]:
+    snapshots = folder.snapshots(config).resolve()
+    if snapshots in [path.resolve() for path in folder.store_dirs(config)]:
         raise ConfigError(
-            f"snapshot_dir {place.parent} is where --ssd has the run's store; give a folder of its "
-            "own for snapshots, on another drive if there is one"
+            f"snapshot_dir {snapshots.parent} is where --ssd has the run's store; give a folder of "
+            "its own for snapshots, on another drive if there is one"
         )
 
 
@@ -446,7 +446,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
     budget, mark = config.budget, folder.mark
     ranks = range(max(1, budget.gpus)) if budget.ssd else ()
     needed = inputs_of(config)
-    needed += [("--ssd", place) for rank in ranks for place in folder.places(config, rank)]
+    needed += [("--ssd", path) for rank in ranks for path in folder.ssd_folders(config, rank)]
     needed += [("snapshot_dir", budget.snapshot_dir)] if budget.snapshot_dir is not None else []
     for target in folder.exports(config):
         real = target.resolve()
@@ -633,7 +633,7 @@ def reshard_stores(folder: RunFolder, config: Config, world: int, display: Displ
             "commits are agreed step by step; resume with --gpus 1"
         )
     reshard_to_world(
-        partial(folder.places, config), folder.store_name(config), world, note=display.note,
+        partial(folder.ssd_folders, config), folder.store_name(config), world, note=display.note,
         progress=lambda done, total: display.advance("resharding", done, total),
     )  # fmt: skip
 
@@ -655,41 +655,41 @@ def undo_start(folder: RunFolder, config: Config) -> None:
     # the next start removes it.
     names = set() if mark is None else {*mark.names} - {MARK}
     own = (*folder.store_dirs(config), *(folder.path / name for name in names))
-    if not any(place.exists() for place in own):
+    if not any(path.exists() for path in own):
         (folder.path / MARK).unlink(missing_ok=True)
 
 
-def _remove_data(place: Path) -> None:
+def _remove_data(path: Path) -> None:
     """The files that preparing data writes, and their folder if nothing else is in it."""
     try:
-        meta = checked(load_json(place / "meta.json"), dict[str, Any], "it")
+        meta = checked(load_json(path / "meta.json"), dict[str, Any], "it")
         fields = checked(meta.get("fields", {}), dict[str, Any], "fields")
     except (OSError, ValueError):
         fields = {}
     own = [name for name in fields if "/" not in name]
     names = [*CACHE_FILES, *(f"{name}.{end}" for name in own for end in ("bin", "npy"))]
     for name in (*names, *(f"{name}.part" for name in names)):
-        (place / name).unlink(missing_ok=True)
+        (path / name).unlink(missing_ok=True)
     with suppress(OSError):
-        place.rmdir()
+        path.rmdir()
 
 
 def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
     """A store written in place that died in a step, or while it was being put back, comes from its
     last snapshot. Without one, opening the store says what is wrong with it."""
-    dirs, place = folder.store_dirs(config), folder.snapshots(config)
+    dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
     if is_whole(dirs):
         return
     try:
-        find_snapshot(place)
+        find_snapshot(snapshots)
     except StoreError:
         if not (dirs[0] / MANIFEST).exists():
             return
         raise StoreError(
             f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
-            f"a step, and there is no snapshot at {place}; start it again, with durability = step "
-            "or with snapshot_every"
+            f"a step, and there is no snapshot at {snapshots}; start it again, with durability = "
+            "step or with snapshot_every"
         ) from None
     there = "is not whole" if dirs[0].exists() else "is not there"
-    display.note(f"the store in {dirs[0]} {there}; going back to the snapshot in {place}")
-    restore(place, dirs).close()
+    display.note(f"the store in {dirs[0]} {there}; going back to the snapshot in {snapshots}")
+    restore(snapshots, dirs).close()

@@ -297,8 +297,8 @@ def run(
         show_start(session, config, display)
         instead = sparing_options(session)
         if group.ranks.first:  # it planned: others do not know what a micro-batch takes
-            places = folder.all_places(config, group.ranks.world)
-            show_wear(session, places, total, instead, display)
+            folders = folder.all_ssd_folders(config, group.ranks.world)
+            show_wear(session, folders, total, instead, display)
         loggers = open_loggers(folder, config, step=session.step) if group.ranks.first else []
         for logger in loggers:
             undo.callback(logger.close)
@@ -435,7 +435,7 @@ def show_commits(session: Session, display: Display) -> None:
 
 
 def show_wear(
-    session: Session, places: Sequence[Path], total: int, instead: Sequence[Alternative],
+    session: Session, folders: Sequence[Path], total: int, instead: Sequence[Alternative],
     display: Display,
 ) -> None:  # fmt: skip
     """What the steps that are left take of the drives."""
@@ -446,7 +446,7 @@ def show_wear(
         context.shards, context.workload, session.plan,
         durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
-    lines = wear_lines(drives_at(places), written, steps=steps, instead=instead)
+    lines = wear_lines(drives_at(folders), written, steps=steps, instead=instead)
     for line in lines:
         display.note(line)
     if len(lines) > 1:
@@ -520,7 +520,7 @@ class StepLog:
             self.pending.logged(row["step"])
 
     def catch_up(self) -> None:
-        self._session.settle()
+        self._session.commit()
         self.write()
 
 
@@ -555,11 +555,11 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
     every = config.budget.snapshot_every
     if not every or not session.step or session.step % every:
         return
-    session.settle()
-    place = folder.snapshots(config, session.process_group.ranks)
-    if snapshot_generation(place) != session.store.generation:
+    session.commit()
+    target = folder.snapshots(config, session.process_group.ranks)
+    if snapshot_generation(target) != session.store.generation:
         with meter.aside():
-            snapshot(session.store, place)
+            snapshot(session.store, target)
 
 
 @dataclass

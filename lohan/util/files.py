@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -125,6 +125,25 @@ class WrongType(ValueError):
     """Which field it is, what it is, and what it should be."""
 
 
+JSON_KEY = "json key"
+
+
+def json_key(key: str) -> dict[str, str]:
+    """Metadata of a dataclass field that has another name in JSON, the one it had first."""
+    return {JSON_KEY: key}
+
+
+def _key_of(field: Field[Any]) -> str:
+    key: str = field.metadata.get(JSON_KEY, field.name)
+    return key
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """A dataclass as an object, by the keys that its fields have in JSON."""
+    found = asdict(value)
+    return {_key_of(field): found[field.name] for field in fields(value)}
+
+
 def from_json(cls: type[Made], data: object, *, name: str = "") -> Made:
     """A dataclass from an object with its fields; more than those are refused."""
     made: Made = checked(data, cls, name)
@@ -197,14 +216,15 @@ def _items(value: Any, name: str) -> list[tuple[int, Any]]:
 def _dataclass(value: Any, cls: Any, name: str) -> Any:
     _check(isinstance(value, dict), value, "an object", name)
     hints = _hints(cls)
-    known = {field.name: field for field in fields(cls) if field.init}
+    known = {_key_of(field): field for field in fields(cls) if field.init}
     for key in value:
         if key not in known:
             raise WrongType(f"{_dotted(name, str(key)[:80])} is not a known key")
     for key, field in known.items():
         if key not in value and field.default is MISSING and field.default_factory is MISSING:
             raise WrongType(f"{_dotted(name, key)} is missing")
-    return cls(**{key: checked(v, hints[key], _dotted(name, key)) for key, v in value.items()})
+    named = ((known[key].name, key, v) for key, v in value.items())
+    return cls(**{own: checked(v, hints[own], _dotted(name, key)) for own, key, v in named})
 
 
 @cache

@@ -355,18 +355,18 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
             where = f"under [{other}]" if other else "at the top, above the first [section]"
             return ConfigError(f"{written}: unknown key; {key} goes {where}")
     plain = key.lower().replace("-", "_")
-    for place, known in sections.items():
+    for other_section, known in sections.items():
         ours = OTHER_NAMES.get(plain, "")
         if ours in known:
-            named = ours if place in ("", section) else f"[{place}] {ours}"
+            named = ours if other_section in ("", section) else f"[{other_section}] {ours}"
             return ConfigError(f"{written}: unknown key; did you mean {named}?")
     near = difflib.get_close_matches(plain, here, n=1)
     if near:
         return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")
     close = {
-        other: f"[{place}] {other}"
-        for place, known in sections.items()
-        if place not in ("", section)
+        other: f"[{other_section}] {other}"
+        for other_section, known in sections.items()
+        if other_section not in ("", section)
         for other in known
     }
     far = difflib.get_close_matches(plain, close, n=1)

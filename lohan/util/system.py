@@ -55,10 +55,10 @@ def _cgroup_limits() -> list[tuple[int, int]]:
         else:
             continue
         folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if not place.is_relative_to(root):
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
                 break
-            limit, used = _number(place / names[0]), _number(place / names[1])
+            limit, used = _number(group / names[0]), _number(group / names[1])
             if limit is not None and used is not None:
                 found.append((limit, used))
     return found

@@ -5,23 +5,37 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lohan.util.files import OutputFile, write_atomic
 
 LANE_NAMES = {
-    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
-    "ssd": "drives", "cpu": "optimizer", "net": "exchange between ranks",
+    "compute": "compute", "h2d": "link to the device", "d2h": "link from the device",
+    "ssd": "drives", "optimizer": "optimizer", "net": "exchange between ranks",
 }  # fmt: skip
 LANES = tuple(LANE_NAMES)
 _WRITER = {"writer": "lohan"}  # by which a trace of ours is known
 
 
-def lane_label(lane: str) -> str:
-    """In a short line: what computes by what it does, other lanes by their own names."""
-    return LANE_NAMES[lane] if lane in ("gpu", "cpu") else lane
+# Two lanes have other keys in metrics, traces and what commands print, whatever device they are on.
+_PUBLIC_KEYS = {"compute": "gpu", "optimizer": "cpu"}
+_LANE_OF_KEY = {key: lane for lane, key in _PUBLIC_KEYS.items()}
+
+
+def public_key(lane: str) -> str:
+    """By which a lane is known in files and in what commands print."""
+    return _PUBLIC_KEYS.get(lane, lane)
+
+
+def by_public_key(values: Mapping[str, float]) -> dict[str, float]:
+    return {public_key(lane): value for lane, value in values.items()}
+
+
+def lane_of_key(key: str) -> str:
+    """The lane that `public_key` made this of."""
+    return _LANE_OF_KEY.get(key, key)
 
 
 class Span(NamedTuple):
@@ -128,7 +142,8 @@ def chrome_trace(spans: list[Span]) -> dict[str, Any]:
         )
     for lane, rows in ends.items():
         for row in range(len(rows)):
-            name = lane if row == 0 else f"{lane} +{row}"
+            key = public_key(lane)
+            name = key if row == 0 else f"{key} +{row}"
             tid = LANES.index(lane) * 100 + row
             events.append(
                 {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}

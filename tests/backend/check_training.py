@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
@@ -68,7 +68,7 @@ def same(found: Result, wanted: Result) -> None:
 
 
 @pytest.mark.parametrize("activations", ["recompute", "all"])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
     """Nothing that was to be kept is made again: that would be said in a warning."""
@@ -90,7 +90,7 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
@@ -162,7 +162,7 @@ def test_a_large_buffer_is_no_part_of_a_step(tmp_path):
     batch = {"x": torch.ones(2, 3, 8)}
     with attached(Positions(), tmp_path, batch=batch, device=there()) as session:
         session.model(**batch).backward()
-        session.settle()
+        session.commit()
         assert session.step == 1 and "buffers" not in session.store.meta
 
 

@@ -23,7 +23,7 @@ from lohan.capture.selective_checkpoint import (
     EarlyStop,
     SavedOps,
     SavePlan,
-    run_again,
+    recompute_with,
     run_and_save,
 )
 from lohan.capture.tracing import Inventory, SavePlans, inventory
@@ -145,7 +145,7 @@ def test_kept_memory_is_free_after_backward():
     gc.disable()  # by reference counts alone
     try:
         tensors, args, kwargs = call.restore(slice(0, BATCH), grad=True)
-        (out,) = run_again(lambda: block(*args, **kwargs), kept)
+        (out,) = recompute_with(lambda: block(*args, **kwargs), kept)
         assert kept.nbytes == 0 and not kept.tensors
         assert not all(ref.expired() for ref in storages)  # autograd has what it needs
         out.backward(torch.ones_like(out))
@@ -191,7 +191,7 @@ def compared(block, save_plan, *, change=lambda out: None):
             change(out)
         y = x.clone().requires_grad_()
         torch.manual_seed(2)
-        leaf = run(y) if kept_ops is None else run_again(lambda: run(y), kept)[0]  # noqa: B023
+        leaf = run(y) if kept_ops is None else recompute_with(lambda: run(y), kept)[0]  # noqa: B023
         leaf.backward(torch.ones_like(leaf))
         found.append([y.grad, *(p.grad.clone() for p in block.parameters())])
     assert all(map(torch.equal, *found))
@@ -256,7 +256,7 @@ def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
         return block(x)
 
     with pytest.warns(RuntimeWarning, match=message):
-        (out,) = run_again(again, kept)
+        (out,) = recompute_with(again, kept)
     assert torch.equal(out, torch.exp(torch.tanh(block.linear(x))))
     assert kept.nbytes == 0
 
@@ -276,11 +276,11 @@ def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
         assert kept.export() == []
         kept.adopt([])
         with pytest.warns(RuntimeWarning, match=message):
-            (out,) = run_again(lambda it=other: it(x), kept)
+            (out,) = recompute_with(lambda it=other: it(x), kept)
         assert torch.equal(out, other(x))
 
 
-class ActivationOffload(torch.autograd.Function):
+class ActivationHooks(torch.autograd.Function):
     """Keeps a tensor for backward where autograd does not see it."""
 
     @staticmethod
@@ -301,7 +301,7 @@ class Hiding(nn.Module):
     def forward(self, x):
         x = self.linear(x)
         if self.where == "function":
-            return ActivationOffload.apply(x)
+            return ActivationHooks.apply(x)
         self.seen = x + 1
         return x * 2
 
@@ -334,7 +334,7 @@ def test_tensors_must_come_back():
     taken = kept.export()
     assert [tensor.shape for tensor in taken] == [(32,)]
     with pytest.raises(LohanError, match="needs 1 saved results and has 0"):
-        run_again(lambda: block(torch.ones(4, 8)), kept)
+        recompute_with(lambda: block(torch.ones(4, 8)), kept)
     with pytest.raises(LohanError, match="give back what export returned"):
         kept.adopt([taken[0][:-1]])
 
@@ -548,7 +548,7 @@ def test_what_is_known_of_a_call_is_used_by_the_next_only_where_it_holds():
         made = kept(factor=factor)
         block.factor = 4.0
         with pytest.warns(RuntimeWarning, match="with other arguments than forward"):
-            run_again(lambda: block(x), made)
+            recompute_with(lambda: block(x), made)
     longer = kept(factor=3.0, more=True)
     assert len(longer.ops) == 4 and len(save_plan.known) == 4
     assert len(kept(more=False).ops) == 3 and len(save_plan.known) == 3

@@ -23,10 +23,10 @@ from lohan.checkpoint.store_io import restore_rng
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
 from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, FlatGroup, Ranks, TensorSpec
-from lohan.model.state import mode_with, regions
+from lohan.model.state import regions, state_format_of
 from lohan.optim import StateKind
-from lohan.store.engine import aligned_buffer
 from lohan.store.files import MANIFEST, PREPARED
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.manifest import COMMITS, commit_state_of
 from lohan.store.store import Store
 
@@ -50,9 +50,9 @@ DEFAULT = StateKind()
 
 def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind = DEFAULT) -> None:
     """The store of one rank, full of random bytes; zeros fill the last page of a state chunk."""
-    random, mode = np.random.default_rng(7), mode_with(name, kind)
-    made = regions(groups(), mode=mode, chunk_params=CHUNK, gradients=True)
-    used = {mode.state_size(n): sum(array.size(n) for array in mode.arrays)
+    random, state_format = np.random.default_rng(7), state_format_of(name, kind)
+    made = regions(groups(), state_format=state_format, chunk_params=CHUNK, gradients=True)
+    used = {state_format.state_size(n): sum(array.size(n) for array in state_format.arrays)
             for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)}  # fmt: skip
     with Store.create(places, made, first_generation=3) as store:
         for extent in store.layout.durable:
@@ -84,8 +84,8 @@ def places(tmp_path):
     return lambda rank: [tmp_path / "a", tmp_path / "b"]
 
 
-def make_run(places, mode: str = "bf16", **facts) -> None:
-    make_store([place / "run" for place in places(0)], mode, **facts)
+def make_run(places, dtype: str = "bf16", **facts) -> None:
+    make_store([place / "run" for place in places(0)], dtype, **facts)
 
 
 def dirs_of(places, world: int) -> list[Path]:
@@ -93,7 +93,7 @@ def dirs_of(places, world: int) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
+    ("dtype", "kind"),
     [
         ("fp32", DEFAULT),
         ("bf16", DEFAULT),
@@ -101,8 +101,8 @@ def dirs_of(places, world: int) -> list[Path]:
         ("bf16", StateKind("adamw", "int8")),
     ],
 )
-def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, mode, kind):
-    make_run(places, mode, kind=kind)
+def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, dtype, kind):
+    make_run(places, dtype, kind=kind)
     before = content(places(0)[0] / "run")
     seen = []
     for world in (3, 2, 1):

@@ -12,7 +12,7 @@ import torch
 
 import lohan
 from lohan.cli import main
-from lohan.config import GRAD_MODES, load_config
+from lohan.config import UPDATE_MODES, load_config
 from lohan.engine.lanes import Lanes
 from lohan.engine.session import Replanner
 from lohan.model.machine import Drive, Profile
@@ -160,7 +160,7 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
 
 @pytest.mark.parametrize(
     ("family", "mode", "clip", "host"),
-    pairwise(["llama", "gpt2"], GRAD_MODES, [0.0, 1e9], [TIGHT, ROOMY]),  # no step is clipped
+    pairwise(["llama", "gpt2"], UPDATE_MODES, [0.0, 1e9], [TIGHT, ROOMY]),  # no step is clipped
 )
 def test_it_is_what_a_run_does(
     models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str

@@ -40,13 +40,13 @@ def test_an_answer_for_people():
 
 
 def test_options_reach_the_policy():
-    serial = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, grad_offload="serial")
+    serial = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, update_mode="serial")
     static = simulate_command(GPT, SERVER, "lohan", batch=64, seq=1024, activations="static")
     assert serial["step_s"] > 24 and static["kept_bytes"] == 2 * 64 * 1024 * 5120 * 40
     with pytest.raises(ConfigError, match="--activations: 'most'; choose holistic"):
         simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, activations="most")
     with pytest.raises(ConfigError, match="--grad-offload: 'never'; choose serial"):
-        simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, grad_offload="never")
+        simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, update_mode="never")
 
 
 def test_auto_is_a_policy_too():

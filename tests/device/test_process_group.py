@@ -32,6 +32,6 @@ def test_a_step_of_one_sums_nothing():
     group = FlatGroup("g", (TensorSpec("a", (4,), 0, 4, True, True),), 4)
     alone, grads = StepCollectives(ALONE, [group]), {0: torch.randn(4)}
     loss = torch.tensor(0.1)
-    assert alone.loss(loss) is loss and alone.added(0.1) == 0.1
+    assert alone.loss(loss) is loss and alone.all_reduce_sum(0.1) == 0.1
     assert alone.reduce_scatter_host(0, grads)[0] is grads[0]
     assert alone.late_groups(7, [2, 0]) == [0, 2] and alone.absent(["b", "a"]) == ["b", "a"]

@@ -51,7 +51,7 @@ def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypa
             keys.clear()  # of the store's first generation
         for batch in made:
             session.model(**batch).backward()
-        session.settle()
+        session.commit()
         groups = [g for g in session.executor.blocks.groups if g.key != RESIDENT]
         assert {f"{kind}/{g.key}" for g in groups for kind in "ws"} <= taken[True]
         assert taken[False] == {f"w/{RESIDENT}", f"s/{RESIDENT}"}
@@ -66,7 +66,7 @@ def test_resident_parameters_may_be_changed_between_steps(tmp_path, monkeypatch)
             session.model(**batch).backward()
             with torch.no_grad():
                 session.model.shift.clamp_(-0.05, 0.05)
-        session.settle()
+        session.commit()
         assert verify(session.store) == []
         assert session.model.shift.abs().max() <= 0.05
 
@@ -75,7 +75,7 @@ def test_damaged_bytes_are_noticed(tmp_path):
     with attached(net(), tmp_path) as session:
         for batch in data(2):
             session.model(**batch).backward()
-        session.settle()
+        session.commit()
         store, key = session.store, "s/blocks.2"
         extent, slot = store.layout.find(key, 0), store.generation % 2
         dirs, said = store.dirs, store.checksum(key, 0)

@@ -46,7 +46,7 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
 
     def watched(self, wrapped, call, grads):
         if "layers" in wrapped.site.name:
-            waiting.append(self._reducer.sink.waiting())
+            waiting.append(self._collector.sink.waiting())
         return backward(self, wrapped, call, grads)
 
     made = batches(3, batch=4, seq=16)

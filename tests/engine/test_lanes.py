@@ -80,11 +80,11 @@ def make():
 
 
 def drive(lanes: Lanes, runner: Recorder, text: str, scalars: Any = None) -> None:
-    """The caller's part: every gpu action in turn."""
+    """The caller's part: every compute action in turn."""
     schedule = from_text(text)
     lanes.enqueue(schedule, scalars)
     for action in schedule:
-        if action.lane == "gpu":
+        if action.lane == "compute":
             assert lanes.expected() == action.name
             assert lanes.begin(action.name) == action
             runner.note("start", action)
@@ -115,7 +115,7 @@ def test_order_and_waits(way, seed, make):
             last[action.lane, verb] = at
         done[action.name] = end
     verbs = [verb for verb, name in runner.events if name[0] == "U"]
-    assert verbs == ["start", "complete"] * 2  # the cpu lane does one thing at a time
+    assert verbs == ["start", "complete"] * 2  # the optimizer lane does one thing at a time
 
 
 def test_several_in_flight_on_the_ssd_lane(make):
@@ -231,7 +231,7 @@ def test_wait_for_and_flush(way, make):
     [
         ("start", "S1.0@1", "ssd"),
         ("complete", "S1.0@1", "ssd"),
-        ("start", "U1.0@1,1(B1,S1.0)", "cpu"),
+        ("start", "U1.0@1,1(B1,S1.0)", "optimizer"),
         ("complete", "W1.0@1,1(U1.0)", "ssd"),
     ],
 )
@@ -442,7 +442,7 @@ def test_close_leaves_no_thread_even_with_work_queued():
     lanes = Lanes(runner, overlap=True, trace=Trace(), stall_s=30.0)
     lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) W0.0@0,0(U0.0) R0@0"))
     names = {t.name for t in threading.enumerate() if t.name.startswith("lohan-")}
-    assert names == {"lohan-ssd", "lohan-done", "lohan-cpu"}
+    assert names == {"lohan-ssd", "lohan-done", "lohan-optimizer"}
     lanes.close()
     lanes.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("lohan-")]

@@ -25,7 +25,7 @@ from tests.models import attached, stored_bytes
 from tests.overlapping import Tuning, data, memory_engine, net, tuned
 
 LATE_S = 0.004
-LANES = ["gpu", "h2d", "d2h", "ssd", "cpu"]
+LANES = ["compute", "h2d", "d2h", "ssd", "optimizer"]
 STEPS = 3
 MOVED = ("blocks.0", "blocks.1", "blocks.2")  # more than there are buffers for them
 
@@ -121,6 +121,6 @@ def keeping_on_cpu(clip: float) -> Any:
 
 @pytest.mark.parametrize("late", LANES)
 def test_activations(late):
-    """Four slices a block: halves of a place on the device are used again within it."""
-    clip = 0.3 if late in ("ssd", "cpu") else 0.0  # with it, updates do not come between
+    """Four slices a block: halves of a buffer on the device are used again within it."""
+    clip = 0.3 if late in ("ssd", "optimizer") else 0.0  # with it, updates do not come between
     assert keeping_run(clip, late, device=EmulatedDevice(64 * MiB)) == keeping_on_cpu(clip)

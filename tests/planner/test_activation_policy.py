@@ -20,7 +20,7 @@ from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import PlanOptions, closed_form_plan
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
-WORKLOAD = load_of_shape(MODEL, batch=4, seq=256, mode="fp32")
+WORKLOAD = load_of_shape(MODEL, batch=4, seq=256, dtype="fp32")
 LAYOUT = layout_of(MODEL)
 NAMES = [part.name for part in MODEL.blocks[0].by_benefit(256)]
 # Slow compute: whatever can be kept is worth it.
@@ -32,7 +32,7 @@ AMPLE, SOME = 2**31, 7 * 2**24
 
 
 def plan(asked, host=AMPLE, profile=SLOW):
-    options = PlanOptions(mode="fp32", activations=asked)
+    options = PlanOptions(dtype="fp32", activations=asked)
     return closed_form_plan(LAYOUT, options, host_bytes=host, workload=WORKLOAD, profile=profile)
 
 

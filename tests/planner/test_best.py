@@ -23,12 +23,12 @@ from lohan.planner.planner import PlanOptions, closed_form_plan, plan_for_budget
 from lohan.util.units import EVERY_STEP, Interval, MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
-BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
+BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, dtype="fp32")
 MACHINE = Profile(
     name="slow", device="emulated", device_bytes=512 * MiB, compute=((1.0, 8.5e9),), h2d=1.8e8,
     d2h=1.8e8, host_bytes=2**34, adam=7.5e6, drives=(Drive(name="d", read=1.8e8, write=1.8e8),),
 )  # fmt: skip
-OPTIONS = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
+OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 
 
 @pytest.mark.parametrize(("host", "deferring_pays"), [(96 * MiB, False), (160 * MiB, True)])
@@ -36,7 +36,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     """The closed form would defer in both cases."""
     asked = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
     closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
-    at_once = closed_form_plan(BLOCKS, replace(OPTIONS, grad_offload="optimized"), **asked)
+    at_once = closed_form_plan(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
     made = plan_for_budget(BLOCKS, OPTIONS, **asked)
     deferring, without, best = (
         forecast(MACHINE, BLOCKS, WORKLOAD, plan, durable=True).step_s
@@ -44,20 +44,20 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     )
     assert closed.deferred and (deferring < without) is deferring_pays
     assert best == min(deferring, without)
-    assert made.grad_offload == "balanced" and bool(made.deferred) is deferring_pays
+    assert made.update_mode == "balanced" and bool(made.deferred) is deferring_pays
 
 
 def test_of_a_large_model_too():
     """Only its levels of activations take too long to simulate."""
     model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
     asked = PlanRequest(
-        model=model, machine=machine, batch=64, seq=1024, options=PlanOptions(mode="bf16"),
+        model=model, machine=machine, batch=64, seq=1024, options=PlanOptions(dtype="bf16"),
         host=machine.host_bytes,
     )  # fmt: skip
     how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
     assert closed_form_plan(asked.blocks, asked.options, **how).deferred
     balanced, at_once = (
-        plan_for_machine(replace(asked, options=replace(asked.options, grad_offload=way)))
+        plan_for_machine(replace(asked, options=replace(asked.options, update_mode=way)))
         for way in ("balanced", "optimized")
     )
     assert balanced.step_s <= at_once.step_s
@@ -65,7 +65,7 @@ def test_of_a_large_model_too():
 
 def asked_of(model: str, **options) -> PlanRequest:
     machine = presets.machine("rtx4090")
-    wished = PlanOptions(**{"mode": "bf16", "run_again": True, "commit": None, **options})
+    wished = PlanOptions(**{"dtype": "bf16", "can_rerun": True, "commit": None, **options})
     return PlanRequest(
         model=presets.model(model), machine=machine, options=wished, batch=64, seq=1024,
         host=machine.host_bytes,
@@ -88,7 +88,7 @@ def test_tiles_save_no_compute():
     for tiles in ("off", 8192, 512):
         asked = asked_of("qwen3-14b", micro_batch=16, tiles=tiles, activations="recompute")
         made = plan_for_machine(asked).forecast
-        seconds.append(made.busy_s["gpu"])
+        seconds.append(made.busy_s["compute"])
     assert seconds[0] < seconds[1] < 1.1 * seconds[0] and seconds[2] > 1.2 * seconds[0]
 
 
@@ -125,7 +125,7 @@ def test_between_commits_updates_wait_without_idle_drives():
         for commit in (Interval(14), EVERY_STEP)
     )
     plan, keys = rarely.plan, [group.key for group in rarely.blocks.trained]
-    assert plan.made_again and not {*plan.made_again} & {*plan.host_cached_weights}
+    assert plan.updated_twice and not {*plan.updated_twice} & {*plan.host_cached_weights}
     assert {*plan.host_cached_weights} & {*keys[:4]} and {*plan.host_cached_weights} & {*keys[-4:]}
     assert rarely.clipped is None and rarely.step_s <= every.step_s
     assert every.clipped.step_s > 1.2 * rarely.step_s
@@ -136,7 +136,7 @@ def test_a_plan_for_clipped_steps():
     """Where the plan of a run is slower with them than another would be, the run changes it."""
     made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
     assert made.changes_plan and len(made.clipped.plan.spilled) < len(made.plan.spilled)
-    assert len(made.clipped.plan.made_again) > len(made.plan.made_again)
+    assert len(made.clipped.plan.updated_twice) > len(made.plan.updated_twice)
     own = forecast(made.machine, made.blocks, made.workload, made.plan, durable=True, clipped=True)
     assert made.clipped.step_s < own.step_s / 1.05 and made.step_s < made.clipped.step_s
     assert "above the limit, by a plan for such steps" in "\n".join(describe(made, steps=None))
@@ -147,7 +147,7 @@ def test_a_rough_forecast_of_very_many_chunks():
     machine = presets.machine("ratel-4090")
     asked = PlanRequest(
         model=presets.model("llama-3.1-405b"), machine=machine, batch=8, seq=1024,
-        options=PlanOptions(mode="bf16", clip=1.0, run_again=True), host=machine.host_bytes,
+        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True), host=machine.host_bytes,
     )  # fmt: skip
     workload = workload_of(asked)
     plan = closed_form_plan(

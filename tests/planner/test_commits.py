@@ -17,7 +17,7 @@ from lohan.util.units import EVERY_STEP, GiB, Interval
 
 def planned(model: str = "qwen3-8b", machine: object = None, **options) -> MachinePlan:
     profile = machine or presets.machine("rtx4090")
-    options = {"mode": "bf16", "clip": 1.0, "run_again": True, "commit": None, **options}
+    options = {"dtype": "bf16", "clip": 1.0, "can_rerun": True, "commit": None, **options}
     return plan_for_machine(
         PlanRequest(
             model=presets.model(model), machine=profile, options=PlanOptions(**options), batch=64,

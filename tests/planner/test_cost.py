@@ -66,14 +66,14 @@ def test_deferred_updates_are_forwards():
     )  # fmt: skip
     forward, backward = phases(MACHINE, made)
     assert (forward["ssd"], backward["ssd"]) == pytest.approx((0.5, 1.5))
-    assert (forward["cpu"], backward["cpu"]) == pytest.approx((0.5, 1.5))
+    assert (forward["optimizer"], backward["optimizer"]) == pytest.approx((0.5, 1.5))
 
 
 @pytest.mark.parametrize("drives, shared, step_s", [(0.5, 0.5, 1.0), (2.0, 0.5, 2.0), (2, 3, 3.0)])
 def test_no_lane_has_more_to_do_than_a_step_lasts(drives, shared, step_s):
     timeline: Any = SimpleNamespace(step_s=1.0)
     nothing: Any = None
-    made = Forecast(nothing, timeline, 1, 0.0, (), nothing, {"gpu": 0.9, "ssd": drives}, shared)
+    made = Forecast(nothing, timeline, 1, 0.0, (), nothing, {"compute": 0.9, "ssd": drives}, shared)
     assert made.step_s == step_s
 
 

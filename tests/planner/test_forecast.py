@@ -23,8 +23,8 @@ from lohan.schedule.simulate import Layout, bus_bytes, step_bus_bytes
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
-BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
-OPTIONS = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
+BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, dtype="fp32")
+OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 
 
 def made(*, flops, rate, **shares):
@@ -46,7 +46,8 @@ def test_compute_is_slower_for_as_long_as_drives_work():
     # What is lost in each second of I/O, all of which goes on during compute or an update.
     assert more_s == pytest.approx(0.4 * alone.lane_s["ssd"], rel=0.1)
     assert (
-        with_io.lane_s["gpu"] > alone.lane_s["gpu"] and with_io.lane_s["cpu"] > alone.lane_s["cpu"]
+        with_io.lane_s["compute"] > alone.lane_s["compute"]
+        and with_io.lane_s["optimizer"] > alone.lane_s["optimizer"]
     )
     assert with_io.lane_s["ssd"] == alone.lane_s["ssd"]
 
@@ -59,7 +60,7 @@ def test_compute_loses_nothing_to_drives_that_are_done_at_once():
 def test_drives_are_slower_beside_compute():
     alone, with_io = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
     assert with_io.lane_s["ssd"] == pytest.approx(2 * alone.lane_s["ssd"], rel=0.1)
-    assert with_io.lane_s["gpu"] == alone.lane_s["gpu"]
+    assert with_io.lane_s["compute"] == alone.lane_s["compute"]
 
 
 def test_drives_lose_nothing_where_there_is_little_to_compute():
@@ -78,8 +79,8 @@ def on_device(*, drives: int, host_rate: float):
         d2h=2.5e10, host_bytes=2**37, host_rate=host_rate, adam=2.4e9, drives=(fast,) * drives,
     )  # fmt: skip
     model = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
-    blocks, workload = layout_of(model), load_of_shape(model, batch=1, seq=32, mode="bf16")
-    options = PlanOptions(mode="bf16", activations="recompute", clip=0.0)
+    blocks, workload = layout_of(model), load_of_shape(model, batch=1, seq=32, dtype="bf16")
+    options = PlanOptions(dtype="bf16", activations="recompute", clip=0.0)
     plan = closed_form_plan(
         blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine
     )
@@ -134,7 +135,7 @@ def test_the_forecast_counts_what_the_document_says():
 def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
     """With so many of them, steps take as long as if all waited for the norm."""
     machine = presets.machine("rtx4090")
-    options = PlanOptions(mode="bf16", clip=1.0, run_again=True, spill_all=spill_all)
+    options = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True, spill_all=spill_all)
     model = gpt_shape(6, 16, 2048)
     found = plan_for_machine(
         PlanRequest(

@@ -43,7 +43,7 @@ def plan_for(blocks, *, host_bytes, workload=None, **options) -> Plan:
 def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
     blocks, workload = parts
     plans = {
-        size: plan_for(blocks, mode="fp32", host_bytes=size * MiB, workload=workload)
+        size: plan_for(blocks, dtype="fp32", host_bytes=size * MiB, workload=workload)
         for size in (400, 120, 70, 40)
     }
     for size, plan in plans.items():
@@ -55,11 +55,11 @@ def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
         assert plans[smaller].micro_batch <= plans[larger].micro_batch
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, dtype):
     blocks, workload = parts
     with pytest.raises(BudgetError) as refused:
-        plan_for(blocks, mode=mode, host_bytes=5 * MiB, workload=workload)
+        plan_for(blocks, dtype=dtype, host_bytes=5 * MiB, workload=workload)
     message = str(refused.value)
     assert "--host allows 5.00 MiB" in message
     assert "--batch (now 8) or --seq (now 128)" in message
@@ -68,10 +68,10 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
     owners = re.search(r"largest: (.*?)\)", message)[1]
     assert owners.count("iB") == 3
     enough = int(parse_bytes(needed) + 0.01 * MiB)  # the message rounds to two digits
-    plan = plan_for(blocks, mode=mode, host_bytes=enough, workload=workload)
+    plan = plan_for(blocks, dtype=dtype, host_bytes=enough, workload=workload)
     assert 0.99 * enough < plan.tier_bytes("host") <= enough
     with pytest.raises(BudgetError):
-        plan_for(blocks, mode=mode, host_bytes=int(0.99 * enough), workload=workload)
+        plan_for(blocks, dtype=dtype, host_bytes=int(0.99 * enough), workload=workload)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +88,19 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
 )  # fmt: skip
 def test_only_what_exists_is_to_be_lowered(workload, options, words):
     asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload})
-    assert lower_hint(asked, PlanOptions(mode="fp32", **options)) == words
+    assert lower_hint(asked, PlanOptions(dtype="fp32", **options)) == words
 
 
 def test_images_have_no_seq():
     for name, text in (("dit-0.9b", False), ("llama-3-8b", True)):
-        made = load_of_shape(presets.model(name), batch=2, seq=64, mode="bf16")
+        made = load_of_shape(presets.model(name), batch=2, seq=64, dtype="bf16")
         assert made.text is text
 
 
 def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     """There is no --device-memory to raise: compute works in host memory."""
     whole, workload = parts
-    shards, options = Ranks(world=2).shards(whole), PlanOptions(mode="fp32", world=2)
+    shards, options = Ranks(world=2).shards(whole), PlanOptions(dtype="fp32", world=2)
     with pytest.raises(BudgetError) as refused:
         plan_in_one_memory(shards, options, host_bytes=5 * MiB, workload=workload)
     message = str(refused.value)
@@ -118,10 +118,11 @@ def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
 
 def test_a_given_micro_batch_is_kept_or_refused(parts):
     blocks, workload = parts
-    plan = plan_for(blocks, mode="fp32", host_bytes=400 * MiB, workload=workload, micro_batch=3)
+    plan = plan_for(blocks, dtype="fp32", host_bytes=400 * MiB, workload=workload, micro_batch=3)
     assert plan.micro_batch == 3
-    least = plan_for(blocks, mode="fp32", host_bytes=36 * MiB, workload=workload).tier_bytes("host")
-    eight = {"mode": "fp32", "host_bytes": least, "workload": workload, "micro_batch": 8}
+    tight = plan_for(blocks, dtype="fp32", host_bytes=36 * MiB, workload=workload)
+    least = tight.tier_bytes("host")
+    eight = {"dtype": "fp32", "host_bytes": least, "workload": workload, "micro_batch": 8}
     with pytest.raises(BudgetError):
         plan_for(blocks, **eight, tiles="off")
     assert plan_for(blocks, **eight).tiles  # it takes tiles to fit
@@ -130,18 +131,18 @@ def test_a_given_micro_batch_is_kept_or_refused(parts):
 def test_state_bytes_by_mode(parts):
     """12 bytes of SSD per parameter, 14 for fp16, in two slots."""
     blocks, _ = parts
-    for mode, each in (("fp32", 12), ("bf16", 12), ("fp16", 14)):
-        plan = plan_for(blocks, mode=mode, host_bytes=400 * MiB)
+    for dtype, each in (("fp32", 12), ("bf16", 12), ("fp16", 14)):
+        plan = plan_for(blocks, dtype=dtype, host_bytes=400 * MiB)
         total = sum(group.numel for group in blocks.groups)
         state = next(e for e in plan.ledger if e.owner == "weights and state x2")
         assert state.bytes == 2 * each * total
         held = plan.tier_bytes("ssd") - state.bytes
-        assert held == (4 * total if mode == "fp16" else 0)  # loss scaling holds gradients
+        assert held == (4 * total if dtype == "fp16" else 0)  # loss scaling holds gradients
 
 
 def test_plan_round_trips_and_prints(parts):
     blocks, workload = parts
-    plan = plan_for(blocks, mode="bf16", host_bytes=100 * MiB, workload=workload)
+    plan = plan_for(blocks, dtype="bf16", host_bytes=100 * MiB, workload=workload)
     assert Plan.from_json(plan.to_json()) == plan
     lines = plan.describe(host_bytes=100 * MiB)
     assert len(lines) == len(plan.ledger) + 2
@@ -159,5 +160,5 @@ def test_chunks_are_no_larger_than_the_largest_group():
         num_key_value_heads=2, vocab_size=64,
     )  # fmt: skip
     blocks = cut(AutoModelForCausalLM.from_config(tiny))
-    plan = plan_for(blocks, mode="fp32", host_bytes=100 * MiB)
+    plan = plan_for(blocks, dtype="fp32", host_bytes=100 * MiB)
     assert plan.chunk_params == max(group.numel for group in blocks.groups)

@@ -34,7 +34,7 @@ DRIVES = (
 
 def asked(model: str = "llama-3-8b", *, batch: int = 16, host: int = 0, **options) -> PlanRequest:
     machine = presets.machine("rtx4090")
-    options = PlanOptions(**{"mode": "bf16", "clip": 1.0, "run_again": True, **options})
+    options = PlanOptions(**{"dtype": "bf16", "clip": 1.0, "can_rerun": True, **options})
     return PlanRequest(
         model=presets.model(model), machine=machine, options=options, batch=batch, seq=1024,
         host=host or machine.host_bytes,

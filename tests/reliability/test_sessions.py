@@ -23,7 +23,7 @@ from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule.actions import Action
 from lohan.store.admin import describe
-from lohan.store.engine import open_engine
+from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
 from tests.overlapping import Tuning, data, tuned
 from tests.store.numbered import Error, Faults, NumberedEngine
@@ -77,7 +77,7 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
         with pytest.raises((StoreError, KeyboardInterrupt)):
             go_on(session)
     for use in (
-        lambda: go_on(session), session.flush, session.settle,
+        lambda: go_on(session), session.flush, session.commit,
         lambda: session.export(tmp_path / "out"), lambda: session.follow(session.plan),
     ):  # fmt: skip
         with pytest.raises(StoreError, match=r"roll.*close the session and resume"):
@@ -104,7 +104,7 @@ def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None
         threading.Timer(0.1, go.set).start()
         abort(executor)
 
-    session.executor.pipeline._lanes.delay = delay
+    session.executor.scheduler._lanes.delay = delay
     monkeypatch.setattr(Executor, "abort", given_up)
 
 
@@ -145,7 +145,7 @@ def test_a_finished_step_that_cannot_be_committed_is_told(
         if action.kind == "C":
             raise StorageIOError("no")
 
-    session.executor.pipeline._lanes.delay = fails
+    session.executor.scheduler._lanes.delay = fails
     go_on(session, until=3)
     with (
         pytest.warns(UserWarning, match="training goes on after step 2"),
@@ -228,7 +228,7 @@ def test_a_plan_that_cannot_be_followed(
         assert contents(session) == expected
         session.close()
         return
-    for use in (session.flush, session.settle, lambda: session.step, lambda: session.plan):
+    for use in (session.flush, session.commit, lambda: session.step, lambda: session.plan):
         with pytest.raises(StoreError, match=r"no plan.*close the session and resume"):
             use()
     assert [row["progress"]["step"] for row in session.take_finished()] == [1, 2]
@@ -315,9 +315,9 @@ def follow(session: lohan.Session, arm: Callable[[], None]) -> None:
     session.follow(replace(session.plan, overlap=False))
 
 
-def settle(session: lohan.Session, arm: Callable[[], None]) -> None:
+def commit(session: lohan.Session, arm: Callable[[], None]) -> None:
     arm()
-    session.settle()
+    session.commit()
 
 
 def close(session: lohan.Session, arm: Callable[[], None]) -> None:
@@ -325,7 +325,7 @@ def close(session: lohan.Session, arm: Callable[[], None]) -> None:
     session.close()
 
 
-OPERATIONS = {"abort": abort, "follow": follow, "settle": settle, "close": close}
+OPERATIONS = {"abort": abort, "follow": follow, "commit": commit, "close": close}
 
 
 def hit(
@@ -387,7 +387,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
 
 CASES = [
     ("abort", "step"), ("follow", "step"), ("close", "step"), ("follow", "checkpoint"),
-    ("settle", "checkpoint"), ("close", "checkpoint"),
+    ("commit", "checkpoint"), ("close", "checkpoint"),
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.steps import ExecutionOrder, check_order, steps
 
@@ -16,7 +16,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("place", SHAPES)
 @pytest.mark.parametrize("all_held", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import ScheduleSpec, empty_buffers, from_text, to_text
 from lohan.schedule.check import validate
@@ -63,7 +63,7 @@ def test_gradients_that_are_not_there_yet():
             check_forward(good.replace(wait, action))
 
 
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_in_a_row(mode, overlap):
     deferred = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()

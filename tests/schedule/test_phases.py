@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
@@ -37,12 +37,12 @@ from lohan.schedule.phases import (
 def test_tokens_print_and_parse():
     action = Action("U", 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
     assert action.token() == "U5.1@0,2,1(H5,E,S5.1)"
-    assert (action.name, action.lane) == ("U5.1", "cpu")
+    assert (action.name, action.lane) == ("U5.1", "optimizer")
     assert parse_token(action.token()) == action
     text = "F3@0 B3@1(R3) E R5@2(W5.0,W5.1) S5.1@0 H5(B3) P5.1@0(H5) G5.1@1(P5.1) W5.1@0,2(U5.1) C"
     assert to_text(from_text(text)) == text
     lanes = [action.lane for action in from_text(text)]
-    assert lanes == ["gpu", "gpu", "gpu", "ssd", "ssd", "cpu", "ssd", "ssd", "ssd", "ssd"]
+    assert lanes == [*["compute"] * 3, "ssd", "ssd", "optimizer", *["ssd"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_modes(mode, deferred, back, after):
     made, buffers = backward(TWO, buffers, (1, 0), update_mode=mode, deferred=deferred)
     assert to_text(made) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, buffers, order, deferred=deferred, commit=bool(deferred))
+    made, _ = forward(TWO, buffers, order, deferred=deferred, end_step=bool(deferred))
     assert to_text(made) == after
 
 
@@ -115,7 +115,7 @@ def test_tied_weights_are_updated_after_their_last_use():
         "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
         "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
     )
-    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", after_backward=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", unreached=(2,))
     assert to_text(made) == (
         "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
         "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
@@ -128,7 +128,7 @@ def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
     made, buffers = backward(SPILLED, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
     assert to_text(made) == ("B1@1(R1) H1(B1) B0@0(R0) H0(B0) P0.0@0(H0,U0.0) P0.1@1(H0,U0.1) E")
-    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), commit=True)
+    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), end_step=True)
     assert to_text(made) == (
         "G0.0@0(P0.0) S0.0@0(W0.0) U0.0@0,0,0(H0,E,R0,S0.0,G0.0) W0.0@0,0(U0.0,C) "
         "G0.1@1(P0.1) S0.1@1(W0.1) U0.1@1,0,1(H0,E,R0,S0.1,G0.1) W0.1@1,0(U0.1,C) "
@@ -142,12 +142,12 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
     _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), commit=True)
-    names = [action.name for action in made if action.lane != "cpu"]
+    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), end_step=True)
+    names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2(U0.0,C) C"
     made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    names = [action.name for action in made if action.lane != "cpu"]
+    names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
     for phase, rest in (
         (backward(spec, buffers, (1, 0), update_mode="optimized", speculate=True), "S1.0"),
@@ -155,9 +155,9 @@ def test_state_in_memory_is_written_beside_the_next_backward():
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    made, _ = forward(spec, before, (), deferred=(0, 1), commit=True)
+    made, _ = forward(spec, before, (), deferred=(0, 1), end_step=True)
     assert [action.name for action in made][-2:] == ["W0.0", "C"]
-    made, _ = forward(spec, before, (0, 1), deferred=(0,), commit=True)
+    made, _ = forward(spec, before, (0, 1), deferred=(0,), end_step=True)
     assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
@@ -168,7 +168,7 @@ def test_updates_that_do_not_wait_for_the_norm():
         "S1.0@0(W1.0) B1@1(R1) H1(B1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) S0.0@1(W0.0) B0@0(R0) "
         "H0(B0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E(H0)"
     )
-    made, _ = forward(TWO, buffers, (0, 1), commit=True)
+    made, _ = forward(TWO, buffers, (0, 1), end_step=True)
     assert to_text(made) == "C F0@0(R0,U0.0) F1@1(R1,U1.0)"
 
 
@@ -179,9 +179,7 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
         spec = replace(cached, write_through=durable)
-        made, _ = backward(
-            spec, empty_buffers(spec), (1,), update_mode="optimized", after_backward=()
-        )
+        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
 
@@ -278,8 +276,8 @@ def test_what_is_right_passes():
         # what there is
         (STEP, TWO, ("R0@0 ", "R7@0 "), "R7@0: there is no such site, group or chunk"),
         (STEP, TWO, ("S1.0@0 ", "S1.3@0 "), "there is no such site, group or chunk"),
-        (STEP, TWO, ("R0@0 ", "R0@5 "), "names a place that does not exist"),
-        (STEP, TWO, ("R0@0 ", "R0 "), "R0: has 0 places, wants 1"),
+        (STEP, TWO, ("R0@0 ", "R0@5 "), "names a slot or buffer that does not exist"),
+        (STEP, TWO, ("R0@0 ", "R0 "), "R0: has 0 slots and buffers, wants 1"),
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,R9)"), "waits for R9, which no schedule"),
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
@@ -358,7 +356,7 @@ def runs(draw: st.DrawFn) -> Run:
         [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
     )
     widest = max(len([g for g in site if g not in cached]) for site in sites)
-    mode = draw(st.sampled_from(GRAD_MODES))
+    mode = draw(st.sampled_from(UPDATE_MODES))
     if mode == "serial" or draw(st.booleans()):
         deferred = list(range(len(chunks)))
         spilled = [g for g in moving if draw(st.booleans())]
@@ -373,7 +371,7 @@ def runs(draw: st.DrawFn) -> Run:
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
         host_cached_state=tuple(host_cached_state), write_through=draw(st.booleans()),
-        spilled=frozenset(spilled), made_again=frozenset(again),
+        spilled=frozenset(spilled), updated_twice=frozenset(again),
     )  # fmt: skip
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
@@ -406,7 +404,7 @@ def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec
 
 
 class Chain:
-    """Calls the passes as the pipeline does; checks each schedule alone, and keeps all of them."""
+    """Calls the phases as ActionScheduler does; checks each schedule alone, keeps all of them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.spec = run, run.spec
@@ -419,7 +417,7 @@ class Chain:
         self.buffers = made[1]
 
     def write_behind(self) -> None:
-        if self.buffers.again:
+        if self.buffers.second_updates:
             self.add(write_behind(self.spec, self.buffers))
 
     def step(self, step: Step, after: Step | None) -> None:
@@ -443,7 +441,7 @@ class Chain:
             self.add(
                 backward(
                     self.spec, self.buffers, step.back, update_mode=self.run.mode,
-                    after_backward=rest,
+                    unreached=rest,
                     deferred=deferred, speculate=speculate,
                 )
             )  # fmt: skip
@@ -455,12 +453,12 @@ class Chain:
                         updates(self.spec, self.buffers, final, after=f"B{site}", deferred=deferred)
                     )
             self.add(updates(self.spec, self.buffers, rest, after="E", deferred=deferred, end=True))
-        deferred, commit = deferred, bool(deferred) or speculate
+        deferred, ends = deferred, bool(deferred) or speculate
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), deferred=deferred, commit=commit))
-            deferred, commit = (), False
+            self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
+            deferred, ends = (), False
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, deferred=deferred, commit=commit))
+        self.add(forward(self.spec, self.buffers, order, deferred=deferred, end_step=ends))
 
 
 def chain_of(run: Run) -> Schedule:

@@ -93,6 +93,6 @@ def test_any_schedule_runs_in_the_order_of_its_waits(run):
                 if other in seen:
                     assert done[other][seen[other] - 1] <= starts[action.name][number]
             seen[action.name] = number + 1
-        for lane in ("gpu", "cpu", "h2d", "d2h", "ssd"):
+        for lane in ("compute", "optimizer", "h2d", "d2h", "ssd"):
             rows = sorted((s for s in timeline.spans if s.lane == lane), key=lambda s: s.start_s)
             assert all(a.stop_s <= b.start_s for a, b in pairwise(rows))

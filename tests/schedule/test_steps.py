@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.steps import ExecutionOrder, check_order, steady_step
@@ -45,7 +45,7 @@ def test_a_site_that_backward_leaves_out():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("deferred", [(), (1, 2), ALL])
 @pytest.mark.parametrize("back", [ALL[::-1], (3, 1, 2, 0), (2, 1), ()])
 def test_every_order_may_run(back, deferred, mode, overlap):

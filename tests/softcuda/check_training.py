@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.gradients import GradientOffload
 from lohan.engine.session import OomGuard
@@ -90,7 +90,7 @@ def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("activations", ["recompute", "all"])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
     made, before = rows_of(""), cuda.counts()
@@ -123,7 +123,7 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
@@ -220,7 +220,7 @@ def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
     same(found, wanted)
     with attached(Large(), tmp_path / "meta", batch=made[0], device=there()) as session:
         session.model(**made[0]).backward()
-        session.settle()
+        session.commit()
         assert "buffers" not in session.store.meta
         lines = {
             entry.owner: entry.bytes for entry in session.plan.ledger if entry.tier == "device"
@@ -298,7 +298,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         with waits() as found:
             for batch in made[3:]:
                 step(batch)
-        session.settle()
+        session.commit()
         assert cuda.counts()["spins"] == before
     own = [wait for wait in found if wait.thread.startswith(LAUNCHING)]
     most = documented()
@@ -320,7 +320,7 @@ def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
                 monkeypatch.setattr(AcceleratorDevice, "elapsed_s", lambda *_: 0.0)
             session.model(**batch).loss.backward()
             session.flush()
-            spans = [s for s in session.executor.trace.take_step() if s.lane == "gpu"]
+            spans = [s for s in session.executor.trace.take_step() if s.lane == "compute"]
             lengths = [span.stop_s - span.start_s for span in spans]
             assert len(lengths) > 4 and all(length >= 0 for length in lengths)
             assert (sum(lengths) > 0) == (number < 3)
@@ -457,7 +457,7 @@ def test_what_is_reserved_is_what_was_planned(tmp_path):
         with attached(wide_model(), tmp_path, batch=made[0], device=Limited()) as session:
             for batch in made:
                 session.model(**batch).loss.backward()
-            session.settle()
+            session.commit()
             planned = session.plan.tier_bytes("device")
         peak = torch.cuda.max_memory_reserved() - before
         assert peak <= 1.05 * planned, (peak / MiB, planned / MiB, session.plan.ledger)

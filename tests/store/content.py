@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lohan.store.engine import Buffer, aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import PAGE
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import Buffer, Engine
+from lohan.store.io_engine import Buffer, IOEngine
 from lohan.util.units import PAGE
 
 Kind = Literal["eio", "enospc", "short_read", "torn_write"]
@@ -56,7 +56,7 @@ class _Held:
 
 class FaultyEngine:
     def __init__(
-        self, inner: Engine, *faults: Fault, max_delay_s: float = 0.0, seed: int = 0
+        self, inner: IOEngine, *faults: Fault, max_delay_s: float = 0.0, seed: int = 0
     ) -> None:
         self.inner = inner
         self.faults = faults

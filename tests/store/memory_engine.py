@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import Buffer
+from lohan.store.io_engine import Buffer
 from lohan.util.units import PAGE
 
 

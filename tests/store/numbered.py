@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import Engine
+from lohan.store.io_engine import IOEngine
 
 CALLS = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
 Error = type[OSError] | type[KeyboardInterrupt]
@@ -70,7 +70,7 @@ class NumberedEngine:
 
     name = "numbered"
 
-    def __init__(self, inner: Engine) -> None:
+    def __init__(self, inner: IOEngine) -> None:
         self.inner, self.faults = inner, Faults(at=0)
 
     def open(self, path: str, *, size: int, create: bool) -> int:

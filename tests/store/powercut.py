@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lohan.store.engine import Buffer
+from lohan.store.io_engine import Buffer
 from lohan.util.units import PAGE
 
 Kind = Literal["mkdir", "create", "rename", "unlink", "rmdir", "write", "size", "sync", "mark"]

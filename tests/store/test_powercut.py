@@ -22,7 +22,7 @@ from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import find_snapshot, is_whole, restore, verify
-from lohan.store.engine import Volume
+from lohan.store.io_engine import Volume
 from lohan.store.manifest import apply_recovery, checksum, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows

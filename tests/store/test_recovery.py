@@ -15,8 +15,8 @@ import pytest
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
 from lohan.store import admin, files, manifest
 from lohan.store.admin import is_whole, restore
-from lohan.store.engine import Buffer, aligned_buffer
 from lohan.store.files import NoRoomError, lock_holder
+from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
 from tests.store.memory_engine import MemoryEngine

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from lohan.errors import StorageIOError
-from lohan.store import engine
+from lohan.store import io_engine
 from lohan.store.admin import restore, rewind, snapshot
-from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import MiB
 
@@ -104,15 +104,15 @@ def test_what_a_file_system_refuses_is_copied_and_an_error_is_told(
 
     def refuse(number: int) -> None:
         def ioctl(file: int, request: int, argument: bytes) -> int:
-            assert request == engine.FICLONERANGE
+            assert request == io_engine.FICLONERANGE
             asked.append(len(argument))
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(engine.fcntl, "ioctl", ioctl)
+        monkeypatch.setattr(io_engine.fcntl, "ioctl", ioctl)
 
     with Store.create(tmp_path / "s", REGIONS) as store:
         write(store, 7)
-        for number in engine.NO_REFLINK:
+        for number in io_engine.NO_REFLINK:
             refuse(number)
             assert snapshot(store, tmp_path / "copy") == 0
         assert set(asked) == {32}

@@ -17,8 +17,8 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin, files
 from lohan.store.admin import find_snapshot, restore, snapshot, verify
-from lohan.store.engine import DeadlineError, aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.io_engine import DeadlineError, aligned_buffer
 from lohan.store.manifest import PROGRESS
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE

@@ -19,7 +19,7 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import verify
-from lohan.store.engine import aligned_buffer, open_engine
+from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE

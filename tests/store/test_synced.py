@@ -14,7 +14,7 @@ import torch
 
 from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError
-from lohan.store.engine import aligned_buffer, open_engine
+from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.store import Store
 from tests.store.content import write_all
 from tests.store.test_fixed import MIXED, write_fixed

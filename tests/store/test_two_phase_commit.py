@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import StoreError
-from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import MANIFEST, PREPARED
+from lohan.store.io_engine import aligned_buffer
 from lohan.store.manifest import (
     COMMITS,
     CommitState,

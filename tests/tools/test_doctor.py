@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import open_engine
+from lohan.store.io_engine import open_engine
 from lohan.tools import doctor
 from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
 from lohan.util import system

@@ -21,7 +21,7 @@ from lohan.tools.report import (
 def test_lanes_are_busy_for_seconds():
     rows = [{"busy": {"gpu": share, "ssd": 0.25}, "step_s": 4.0} for share in (0.25, 0.5, 1.0)]
     story: Any = SimpleNamespace(steady=rows)
-    assert measured_lanes(story) == {"gpu": 2.0, "ssd": 1.0}
+    assert measured_lanes(story) == {"compute": 2.0, "ssd": 1.0}
 
 
 def test_the_difference_is_that_of_what_was_measured():

@@ -122,8 +122,8 @@ def test_predicted_beside_measured(page, finished):
     page = Elements(page)
     assert re.search(r"Predicted from rates measured in step \d", page.text)
     lanes = gather.measured_lanes(read_run(RunFolder(finished)))
-    assert {"gpu", "ssd", "cpu"} <= lanes.keys() and all(s > 0 for s in lanes.values())
-    assert re.search(r"(compute|ssd|cpu) binds \d+ % of the step", page.text)
+    assert {"compute", "ssd", "optimizer"} <= lanes.keys() and all(s > 0 for s in lanes.values())
+    assert re.search(r"(compute|ssd|optimizer) binds \d+ % of the step", page.text)
 
 
 def test_wear_in_rated_lives_and_money(page, run, report):
@@ -294,7 +294,7 @@ def test_the_sentence():
         Change("--host 16GiB", 1.9), Change("--host 12GiB", 1.2), Change("a second drive", 1.6),
         Change("the drives", 9.0, bound=True),
     ])  # fmt: skip
-    assert bottleneck({"ssd": 8.2, "gpu": 3.0}, 10.0, advice) == (
+    assert bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice) == (
         "<b>ssd</b> binds 82 % of the step; <code>--host 16GiB</code> would give 1.9x; "
         "a second drive 1.6x"
     )

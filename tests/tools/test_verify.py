@@ -293,7 +293,7 @@ def test_bits_that_depend_on_the_mode(verify, monkeypatch):
 
     monkeypatch.setattr(whole, "lohan_run", other)
     monkeypatch.setattr(whole, "ALL_ACTIVATIONS", ())
-    monkeypatch.setattr(whole, "GRAD_MODES", ("balanced", "naive"))
+    monkeypatch.setattr(whole, "UPDATE_MODES", ("balanced", "naive"))
     ended, made = verify("--all-modes", steps=1)
     assert ended.code == 1
     assert {m["grad_offload"] for m in made["modes"] if m["other_bits_than"]} == {"naive"}

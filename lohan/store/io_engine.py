@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Buffer = npt.NDArray[np.uint8]
 
 
-class Engine(Protocol):
+class IOEngine(Protocol):
     """Moves bytes between aligned buffers and files; every completion is checked."""
 
     @property
@@ -66,7 +66,7 @@ def aligned_buffer(size: int) -> Buffer:
     return raw[start : start + size]
 
 
-def open_engine(kind: str = "auto", **options: Any) -> Engine:
+def open_engine(kind: str = "auto", **options: Any) -> IOEngine:
     """The engine named `kind`: "uring", "threads", or "auto": io_uring where the kernel allows it,
     else threads. Options: uring depth=32, threads threads=4, both piece_bytes."""
     from lohan import _core
@@ -134,7 +134,7 @@ class Volume:
     """Owns the engine if it was given by name; an engine given as an object stays the caller's."""
 
     def __init__(
-        self, dirs: tuple[Path, ...], layout: Layout, *, disk_slots: int, engine: str | Engine
+        self, dirs: tuple[Path, ...], layout: Layout, *, disk_slots: int, engine: str | IOEngine
     ) -> None:
         self.dirs, self.layout, self.disk_slots = dirs, layout, disk_slots
         self._owned = isinstance(engine, str)

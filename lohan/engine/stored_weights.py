@@ -1,9 +1,9 @@
 """The weights of an attached model: found again, saved, copied and merged by its own methods.
 
-A parameter that was moved to a store knows which (`Home`) and under what name, also when its
-session is closed. So a model may be attached again with what it has learnt, and `save_pretrained`,
-`state_dict`, `deepcopy` and PEFT's `merge_and_unload` read from there: streamed where they write a
-folder, into memory where their result is in memory, if there is room.
+A parameter that was moved to a store knows which (`StoredWeights`) and under what name, also when
+its session is closed. So a model may be attached again with what it has learnt, and
+`save_pretrained`, `state_dict`, `deepcopy` and PEFT's `merge_and_unload` read from there: streamed
+where they write a folder, into memory where their result is in memory, if there is room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import source_of, store_reader
 from lohan.engine.session import Session, export_merged, export_store
 from lohan.errors import BudgetError, ConfigError, StoreError
-from lohan.model.state import MODES
+from lohan.model.state import STATE_FORMATS
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
 from lohan.util.system import host_memory_bytes
@@ -39,7 +39,7 @@ from lohan.util.units import format_bytes, parse_bytes
 P = ParamSpec("P")
 
 
-class Home:
+class StoredWeights:
     """Where the weights of a model are. `dtype` is the type that its owner gave it in."""
 
     def __init__(self, session: Session, dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ class Home:
         session = self.session
         if session is not None:
             if not session.stopped:
-                session.settle()
+                session.commit()
             yield session.store
         elif self._opened is not None:
             yield self._opened
@@ -77,7 +77,7 @@ class Home:
             )
 
     @contextmanager
-    def making_way(self, *, resume: bool) -> Iterator[None]:
+    def handing_over(self, *, resume: bool) -> Iterator[None]:
         """While another session is made for the model, which takes its weights from here, or with
         `resume` from its own store."""
         session = self.session
@@ -95,10 +95,10 @@ class Home:
             session.close()
             yield
         else:
-            with session.making_way():
+            with session.handing_over():
                 yield
 
-    def now(self) -> ReadFlat:
+    def current_reader(self) -> ReadFlat:
         """What reads the weights while the model changes hands."""
         session = self.session
         opened = session.store if session is not None else self._opened
@@ -115,7 +115,7 @@ class Home:
         alone, or with `merged` the model with the adapter added to its weights."""
         session = self.session
         model = base_of(self.model) if merged else self.model
-        how = {"dtype": _mode(self.dtype), "source_folder": None, **how}
+        how = {"dtype": _dtype_name(self.dtype), "source_folder": None, **how}
         if session is not None and session.process_group.several:
             if merged:
                 raise ConfigError(
@@ -130,31 +130,31 @@ class Home:
             return export_store(store, out, model=model, buffers=buffers, **how)
 
 
-def home_of(model: nn.Module) -> Home | None:
+def stored_weights_of(model: nn.Module) -> StoredWeights | None:
     """Where the weights of a model are, if they are in a store."""
-    homes = (getattr(parameter, "home", None) for parameter in model.parameters())
-    return next((home for home in homes if home is not None), None)
+    every = (getattr(parameter, "stored_weights", None) for parameter in model.parameters())
+    return next((stored for stored in every if stored is not None), None)
 
 
-def settle_in(session: Session, dtype: torch.dtype) -> None:
+def redirect_to_store(session: Session, dtype: torch.dtype) -> None:
     """Marks a model's parameters with their store, and redirects its methods there."""
-    home, model = Home(session, dtype), session.model
+    stored, model = StoredWeights(session, dtype), session.model
     for parameter in model.parameters():
-        parameter.home = home  # type: ignore[attr-defined]
+        parameter.stored_weights = stored  # type: ignore[attr-defined]
     methods: dict[str, Callable[..., Any]] = {}
     if hasattr(type(model), "save_pretrained"):
-        methods["save_pretrained"] = _SavePretrained(home)
+        methods["save_pretrained"] = _SavePretrained(stored)
     if is_adapted(model) and hasattr(model, "merge_and_unload"):
-        methods["merge_and_unload"] = _MergeAndUnload(home)
-    methods["state_dict"] = _StateDict(home)
-    methods["__deepcopy__"] = _Copy(home)
+        methods["merge_and_unload"] = _MergeAndUnload(stored)
+    methods["state_dict"] = _StateDict(stored)
+    methods["__deepcopy__"] = _Copy(stored)
     for name, method in methods.items():
         setattr(model, name, method)
 
 
-def homes_of(model: nn.Module) -> set[Home]:
-    found = {getattr(parameter, "home", None) for parameter in model.parameters()}
-    return {home for home in found if home is not None}
+def all_stored_weights_of(model: nn.Module) -> set[StoredWeights]:
+    found = {getattr(parameter, "stored_weights", None) for parameter in model.parameters()}
+    return {stored for stored in found if stored is not None}
 
 
 def taking_over(
@@ -164,14 +164,14 @@ def taking_over(
 
     @wraps(attach)
     def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
-        homes = homes_of(model)
-        dtype = next((home.dtype for home in homes), _given_dtype(model))
+        every = all_stored_weights_of(model)
+        dtype = next((stored.dtype for stored in every), _given_dtype(model))
         resume = named.get("resume", getattr(named.get("store_policy"), "resume", False))
         with ExitStack() as earlier:
-            for home in homes:
-                earlier.enter_context(home.making_way(resume=bool(resume)))
+            for stored in every:
+                earlier.enter_context(stored.handing_over(resume=bool(resume)))
             session = attach(model, *given, **named)
-        settle_in(session, dtype)
+        redirect_to_store(session, dtype)
         return session
 
     return attached
@@ -184,18 +184,18 @@ def _given_dtype(model: nn.Module) -> torch.dtype:
         if parameter.requires_grad or not adapted:
             sizes[parameter.dtype] += parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
-    return most if any(dtype_of(mode) == most for mode in MODES.values()) else torch.float32
+    return most if any(dtype_of(fmt) == most for fmt in STATE_FORMATS.values()) else torch.float32
 
 
 def weights_source(model: nn.Module) -> ReadFlat:
     """First values for a new store: what is in an earlier one counts as it is there now."""
     named = dict(model.named_parameters(remove_duplicate=False))
     held: dict[str, Any] = {
-        name: p for name, p in named.items() if getattr(p, "home", None) is not None
+        name: p for name, p in named.items() if getattr(p, "stored_weights", None) is not None
     }
     if not held:
         return source_of(model)
-    readers = {home: home.now() for home in homes_of(model)}
+    readers = {stored: stored.current_reader() for stored in all_stored_weights_of(model)}
     others = {name: lacks_values(p) for name, p in named.items() if name not in held}
     in_memory = [name for name, meta in others.items() if not meta]
     by_name = dict.fromkeys(in_memory, ModuleSource(model, in_memory).read_flat)
@@ -205,7 +205,7 @@ def weights_source(model: nn.Module) -> ReadFlat:
 
     def read(name: str, start: int, stop: int) -> torch.Tensor:
         if name in held:
-            return readers[held[name].home](held[name].stored_as, start, stop)
+            return readers[held[name].stored_weights](held[name].stored_as, start, stop)
         return by_name[name](name, start, stop)
 
     return read
@@ -215,8 +215,8 @@ def weights_source(model: nn.Module) -> ReadFlat:
 
 
 class _Method:
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, stored: StoredWeights) -> None:
+        self._stored = stored
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
         raise TypeError("a method of an attached model is not copied")
@@ -229,21 +229,21 @@ class _SavePretrained(_Method):
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True,
         state_dict: Mapping[str, Any] | None = None, **how: Any,
     ) -> None:  # fmt: skip
-        home = self._home
+        stored = self._stored
         if state_dict is not None:  # what is to be written is given
-            own: Any = type(home.model)
-            own.save_pretrained(home.model, save_directory, state_dict=state_dict, **how)
+            own: Any = type(stored.model)
+            own.save_pretrained(stored.model, save_directory, state_dict=state_dict, **how)
             return
         unknown = {k for k, v in how.items() if v} - {"safe_serialization", "max_shard_size"}
         if unknown:
             raise ConfigError(
                 f"save_pretrained with {', '.join(sorted(unknown))}: the weights are streamed from "
-                f"{home.dirs[0]}, which does not know it; leave it out"
+                f"{stored.dirs[0]}, which does not know it; leave it out"
             )
         if is_main_process:
             size = how.get("max_shard_size") or SHARD_BYTES
             save_into(
-                Path(save_directory), home, merged=self.merged,
+                Path(save_directory), stored, merged=self.merged,
                 max_shard_bytes=parse_bytes(size, name="max_shard_size"),
             )  # fmt: skip
 
@@ -252,12 +252,12 @@ class _SaveMerged(_SavePretrained):
     merged = True
 
 
-def save_into(target: Path, home: Home, *, merged: bool = False, **how: Any) -> None:
+def save_into(target: Path, stored: StoredWeights, *, merged: bool = False, **how: Any) -> None:
     """The files of an export join what else is in the folder, and take the place of those that were
     saved there before. Of several ranks all call it, and the first writes."""
-    session = home.session
+    session = stored.session
     group = None if session is None else session.process_group
-    adapter = is_adapted(home.model) and not merged
+    adapter = is_adapted(stored.model) and not merged
     stems = ("adapter_model",) if adapter else STEMS
     with ExitStack() as saving:
         made = target / NEW
@@ -265,32 +265,32 @@ def save_into(target: Path, home: Home, *, merged: bool = False, **how: Any) -> 
             if group is None or group.ranks.first:
                 made = saving.enter_context(joining(target))
                 check_joinable(target, {}, stems=stems)
-        home.export(made, overwrite=True, mark=SAVED, merged=merged, **how)
+        stored.export(made, overwrite=True, mark=SAVED, merged=merged, **how)
 
 
 class _MergeAndUnload(_Method):
     def __call__(self, *given: Any, **named: Any) -> nn.Module:
         """The base model: its calls add the adapter as before, its `save_pretrained` streams the
         merged weights."""
-        base: Any = base_of(self._home.model)
-        with self._home.reading() as read:
-            MergedReader(self._home.model, read)  # refuses what cannot be merged, now
-        base.save_pretrained = _SaveMerged(self._home)
-        base.state_dict = _MergedStateDict(self._home)
-        base.__deepcopy__ = _MergedCopy(self._home)
+        base: Any = base_of(self._stored.model)
+        with self._stored.reading() as read:
+            MergedReader(self._stored.model, read)  # refuses what cannot be merged, now
+        base.save_pretrained = _SaveMerged(self._stored)
+        base.state_dict = _MergedStateDict(self._stored)
+        base.__deepcopy__ = _MergedCopy(self._stored)
         merged: nn.Module = base
         return merged
 
 
 class _StateDict(_Method):
     def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
-        home = self._home
-        found: dict[str, Any] = type(home.model).state_dict(
-            home.model, *given, keep_vars=True, **named
+        stored = self._stored
+        found: dict[str, Any] = type(stored.model).state_dict(
+            stored.model, *given, keep_vars=True, **named
         )
         if keep_vars:
             return found
-        values = values_of(home, [p for p in found.values() if hasattr(p, "home")])
+        values = values_of(stored, [p for p in found.values() if hasattr(p, "stored_weights")])
         return {
             name: values[id(tensor)].detach() if id(tensor) in values else tensor.detach()
             for name, tensor in found.items()
@@ -300,54 +300,54 @@ class _StateDict(_Method):
 class _Copy(_Method):
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         """A model in memory of its own, with the weights of now."""
-        home = self._home
-        held = [p for p in home.model.parameters() if hasattr(p, "home")]
-        memo |= values_of(home, held)
+        stored = self._stored
+        held = [p for p in stored.model.parameters() if hasattr(p, "stored_weights")]
+        memo |= values_of(stored, held)
         with ExitStack() as undo:
-            if home.session is not None:
-                undo.enter_context(home.session.unhooked())
-            for own in {id(m): vars(m) for m in (home.model, base_of(home.model))}.values():
+            if stored.session is not None:
+                undo.enter_context(stored.session.unhooked())
+            for own in {id(m): vars(m) for m in (stored.model, base_of(stored.model))}.values():
                 methods = {name: own.pop(name) for name in [*own] if isinstance(own[name], _Method)}
                 undo.callback(own.update, methods)
-            return copy.deepcopy(home.model, memo)
+            return copy.deepcopy(stored.model, memo)
 
 
 class _MergedStateDict(_Method):
     def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
         if keep_vars:
-            base = base_of(self._home.model)
+            base = base_of(self._stored.model)
             return type(base).state_dict(base, *given, keep_vars=True, **named)
-        return _MergedCopy(self._home)({}).state_dict(*given, **named)
+        return _MergedCopy(self._stored)({}).state_dict(*given, **named)
 
 
 class _MergedCopy(_Method):
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        whole: Any = _Copy(self._home)(memo)
+        whole: Any = _Copy(self._stored)(memo)
         merged: nn.Module = whole.merge_and_unload()
         return merged
 
 
-def values_of(home: Home, parameters: list[Any]) -> dict[int, nn.Parameter]:
+def values_of(stored: StoredWeights, parameters: list[Any]) -> dict[int, nn.Parameter]:
     """Parameters in memory, by the id of those that stand for them."""
-    needed = sum(p.numel() for p in parameters) * home.dtype.itemsize
+    needed = sum(p.numel() for p in parameters) * stored.dtype.itemsize
     free = host_memory_bytes()
     if needed > free:
         raise BudgetError(
-            f"the weights of {type(home.model).__name__} take {format_bytes(needed)}, "
+            f"the weights of {type(stored.model).__name__} take {format_bytes(needed)}, "
             f"{format_bytes(free)} of memory are free; save_pretrained(DIR) streams them to a "
             "folder instead"
         )
     made: dict[int, nn.Parameter] = {}
-    with home.reading() as read:
+    with stored.reading() as read:
         for p in parameters:
             if id(p) not in made:
                 spans = element_ranges(p.numel())
-                flat = [read(p.stored_as, a, b).to(home.dtype) for a, b in spans]
+                flat = [read(p.stored_as, a, b).to(stored.dtype) for a, b in spans]
                 values = torch.cat(flat).view(p.shape) if flat else torch.empty(p.shape)
                 made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
     return made
 
 
-def _mode(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """The name of a type in LoHan."""
-    return next(name for name, mode in MODES.items() if dtype_of(mode) == dtype)
+    return next(name for name, fmt in STATE_FORMATS.items() if dtype_of(fmt) == dtype)

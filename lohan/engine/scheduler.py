@@ -33,7 +33,7 @@ class Slots(Protocol):
     def flat(self, group: FlatGroup, slot: int, /) -> torch.Tensor: ...
 
 
-class Pipeline:
+class ActionScheduler:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
@@ -57,18 +57,16 @@ class Pipeline:
         self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
-        # Of the step before, during this backward: writes, the commit behind them, and which of
-        # them are of updates that are made again, with the scalars of that step.
+        # Of the step before, during this backward: writes, its end behind them, and which of
+        # them are of updates made a second time, with the scalars of that step.
         self._behind: tuple[Action, ...] = ()
-        self._again: frozenset[tuple[int, int]] = frozenset()
+        self._second_updates: frozenset[tuple[int, int]] = frozenset()
         self._scalars: StepScalars | None = None
         self._waiting_scalars: StepScalars | None = None
-        # Where activations of the current block lie: a host buffer, a place on the device.
-        self.activation_places: tuple[int, ...] = ()
+        # Where activations of the current block lie: a host buffer, a device buffer.
+        self.activation_buffers: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._after_backward: list[
-            int
-        ] = []  # groups whose gradients count only when backward has ended
+        self._unreached: list[int] = []  # groups whose gradients count only when backward has ended
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
         self._last_inference: tuple[int, ...] = ()  # and of the last such pass
 
@@ -83,7 +81,7 @@ class Pipeline:
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
         if self._overlap and order and self._lanes.expected() is None:
-            self._make_again()
+            self._make_second_updates()
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
 
@@ -116,13 +114,13 @@ class Pipeline:
 
     def _write_behind(self) -> None:
         """What the step before has left to be written: no backward comes during which it would."""
-        if self._buffers.behind or self._buffers.again:
+        if self._buffers.behind or self._buffers.second_updates:
             made, self._buffers = sched.write_behind(self._spec, self._buffers)
             self._lanes.enqueue(made, self._waiting_scalars)
 
-    def _make_again(self) -> None:
+    def _make_second_updates(self) -> None:
         """As `_write_behind`, where the next schedule could do no updates of the step before."""
-        if self._buffers.again:
+        if self._buffers.second_updates:
             self._write_behind()
 
     def wait_updated(self, group: int) -> None:
@@ -148,23 +146,22 @@ class Pipeline:
             self._ahead, self.speculated = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
-            self._after_backward = [
-                group for group in range(len(self._groups)) if group not in used
-            ]
-            self._again = frozenset() if speculate else frozenset(self._buffers.again)
+            self._unreached = [group for group in range(len(self._groups)) if group not in used]
+            second = () if speculate else self._buffers.second_updates
+            self._second_updates = frozenset(second)
             if speculate:
-                self._make_again()
+                self._make_second_updates()
             self._behind = self._buffers.behind
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
-                deferred=self._deferred_now, after_backward=self._after_backward,
+                deferred=self._deferred_now, unreached=self._unreached,
                 speculate=self.speculated,
             )  # fmt: skip
-            if self._again:  # no update is of this step
-                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.COMMIT))
-            self._lanes.enqueue(made, self._waiting_scalars if self._again else scalars)
+            if self._second_updates:  # no update is of this step
+                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
+            self._lanes.enqueue(made, self._waiting_scalars if self._second_updates else scalars)
         else:
-            self._make_again()
+            self._make_second_updates()
 
     def last_use_groups(self) -> tuple[int, ...] | None:
         """Groups whose last use the current backward is, if that was scheduled."""
@@ -193,11 +190,11 @@ class Pipeline:
         cancelled = set(map(id, self._lanes.cancel_ahead()))
         left = [action for action in self._behind if id(action) in cancelled]
         writes = {(action.index, action.chunk) for action in left}
-        again = tuple(key for key in sorted(self._again) if key in writes)
-        left = [action for action in left if (action.index, action.chunk) not in self._again]
+        second = tuple(key for key in sorted(self._second_updates) if key in writes)
+        left = [a for a in left if (a.index, a.chunk) not in self._second_updates]
         # Idle; what slots hold is not known.
         behind = (*left, *self._buffers.behind)
-        self._buffers = replace(empty_buffers(self._spec), behind=behind, again=again)
+        self._buffers = replace(empty_buffers(self._spec), behind=behind, second_updates=second)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
         self._ahead, self._last_uses, self._behind = False, None, ()
@@ -218,9 +215,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            self._after_backward = [n for n in range(len(self._groups)) if n not in self._updated]
+            self._unreached = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._after_backward, after=Op.BACKWARD_DONE,
+                self._writing, self._buffers, self._unreached, after=Op.BACKWARD_DONE,
                 end=True, deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
@@ -257,20 +254,20 @@ class Pipeline:
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
-        commit = bool(deferred) or self.speculated
+        ends = bool(deferred) or self.speculated
         if self._update_mode == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(
-                self._writing, self._buffers, (), deferred=deferred, commit=commit
+                self._writing, self._buffers, (), deferred=deferred, end_step=ends
             )
             self._lanes.enqueue(made, scalars)
             self._lanes.flush()
-            deferred, commit = (), False
-        self._schedule_forward(deferred, scalars, commit=commit)
+            deferred, ends = (), False
+        self._schedule_forward(deferred, scalars, end_step=ends)
 
     def roll_back(self) -> None:
         """Discards the updates of this backward and invalidates all weight slots; what the step
         before left is committed first."""
-        self._lanes.wait_for(Op.COMMIT)
+        self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
 
@@ -285,25 +282,29 @@ class Pipeline:
         return () if self.speculated else self._deferred
 
     def _schedule_forward(
-        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
+        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, end_step: bool = False
     ) -> None:
         if self._known is not None:
-            self._make_again()
+            self._make_second_updates()
             made, self._buffers = sched.forward(
-                self._writing, self._buffers, self._known.forward, deferred=deferred, commit=commit
+                self._writing,
+                self._buffers,
+                self._known.forward,
+                deferred=deferred,
+                end_step=end_step,
             )
-            if self._buffers.again and scalars is not None:
-                again = frozenset(group for group, _ in self._buffers.again)
-                scalars = self._waiting_scalars = replace(scalars, made_again=again)
+            if self._buffers.second_updates and scalars is not None:
+                second = frozenset(group for group, _ in self._buffers.second_updates)
+                scalars = self._waiting_scalars = replace(scalars, updated_twice=second)
             self._lanes.enqueue(made, scalars)
 
     def wait_for_squares(self) -> list[int]:
         """Waits until the squares of all groups that backward has reached are summed; returns the
         others, whose sums come only after BACKWARD_DONE, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        waits = (f"H{group}" for group in trained if group not in self._after_backward)
+        waits = (f"H{group}" for group in trained if group not in self._unreached)
         self._lanes.wait_for(*waits)
-        return self._after_backward
+        return self._unreached
 
     @property
     def collectives_checksum(self) -> int:
@@ -330,16 +331,14 @@ class Pipeline:
         self._updated = set()
         self._ahead, self._last_uses = False, None
 
-    def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    def _weights(self, site: int, at: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]
-        self.activation_places = places[len(groups) :]
-        return {
-            group: self._flat(group, place) for group, place in zip(groups, places, strict=False)
-        }
+        self.activation_buffers = at[len(groups) :]
+        return {group: self._flat(group, slot) for group, slot in zip(groups, at, strict=False)}
 
-    def _flat(self, group: int, place: int) -> torch.Tensor:
+    def _flat(self, group: int, slot: int) -> torch.Tensor:
         """Slots stay where they are: the same tensor every time."""
-        found = self._flats.get((group, place))
+        found = self._flats.get((group, slot))
         if found is None:
-            found = self._flats[group, place] = self._slots.flat(self._groups[group], place)
+            found = self._flats[group, slot] = self._slots.flat(self._groups[group], slot)
         return found

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, StorageIOError
-from lohan.store.engine import aligned_buffer, open_engine
+from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.util.units import PAGE
 from tests.store.faults import Fault, FaultyEngine
 from tests.store.memory_engine import MemoryEngine
@@ -345,7 +345,7 @@ PRELUDE = """
 import os, signal, sys, threading, time
 import numpy as np
 from lohan.errors import StorageIOError
-from lohan.store.engine import aligned_buffer, open_engine
+from lohan.store.io_engine import aligned_buffer, open_engine
 engine = open_engine(KIND)
 file = engine.open(sys.argv[1], size=2**27, create=True)
 buffer = aligned_buffer(2**27)

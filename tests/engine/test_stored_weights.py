@@ -251,7 +251,7 @@ def test_state_dict_and_copies_are_in_memory(tmp_path, monkeypatch):
         assert session.step == 2 and other.lm_head.weight.grad is not None
         learn(model, 1)
         assert session.step == 3
-        monkeypatch.setattr("lohan.engine.stored.host_memory_bytes", lambda: 1000)
+        monkeypatch.setattr("lohan.engine.stored_weights.host_memory_bytes", lambda: 1000)
         with pytest.raises(lohan.LohanError, match=r"1000 B of memory are free; save_pretrained"):
             copy.deepcopy(model)
     assert host_memory_bytes() > 1000

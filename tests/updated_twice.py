@@ -13,10 +13,10 @@ from lohan.model.plan import Plan
 def everywhere() -> None:
     made = attach.plan_for_budget
 
-    def again(blocks: Any, options: Any, **given: Any) -> Plan:
+    def twice(blocks: Any, options: Any, **given: Any) -> Plan:
         plan = made(blocks, options, **given)
         keys = tuple(group.key for group in blocks.trained if not group.resident)
-        again = keys if plan.overlap else ()
-        return replace(plan, host_cached_weights=(), host_cached_state=(), made_again=again)
+        twice = keys if plan.overlap else ()
+        return replace(plan, host_cached_weights=(), host_cached_state=(), updated_twice=twice)
 
-    attach.plan_for_budget = again  # type: ignore[assignment]
+    attach.plan_for_budget = twice  # type: ignore[assignment]
