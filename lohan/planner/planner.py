@@ -323,10 +323,12 @@ def _with_micro_batch(
         kept = "recompute" if options.activations == "holistic" else options.activations
         return plan_of(replace(asked, activations=kept))
 
-    def worth(plan: Plan) -> float:
+    def worth(plan: Plan, least: float = math.inf) -> float:
         made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
         if options.minimise == "writes":
             return made.written_bytes
+        if options.minimise == "time" and made.step_s >= least:  # clipped steps take longer still
+            return made.step_s
         step_s = _expected_s(profile, blocks, workload, made, durable=durable, clipped=0.5)
         if options.minimise == "time":
             return step_s
@@ -347,7 +349,7 @@ def _with_micro_batch(
             if (plan.micro_batch, plan.tiles) in seen:
                 continue
             seen.add((plan.micro_batch, plan.tiles))
-            if (found := worth(plan)) < least:
+            if (found := worth(plan, least)) < least:
                 options, least = candidate, found
     return options
 
@@ -384,7 +386,8 @@ def _with_interval(
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
     if made is not None and not (fixed or few or options.spill_all):
         assert workload is not None and profile is not None
-        _, other = _simulated_plan(blocks, replace(options, spill_all=True), **how)
+        spilling = replace(options, spill_all=True)
+        _, other = _simulated_plan(blocks, spilling, near=[held.kept], **how)
         assert other is not None
         clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
         expected_s = partial(
@@ -445,9 +448,10 @@ def _resting_s(made: Forecast) -> float:
 
 def _simulated_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
-    profile: Profile | None, device_bytes: int | None,
+    profile: Profile | None, device_bytes: int | None, near: Sequence[Kept] = (),
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    """With a rough forecast, where the plan was simulated."""
+    """With a rough forecast, where the plan was simulated. `near`: what a plan that differs little
+    has kept."""
 
     def plan_of(asked: PlanOptions) -> Plan:
         return closed_form_plan(
@@ -476,7 +480,9 @@ def _simulated_plan(
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
     if quick and options.activations == "holistic":
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
-        made = _best_level(made, known, lambda kept: simulated(plan_of(_keeping(options, kept))))
+        made = _best_level(
+            made, known, lambda kept: simulated(plan_of(_keeping(options, kept))), near=near
+        )
         options = _keeping(options, made.plan.kept)
     update_mode = options.update_mode
     if made.plan.deferred:
@@ -504,15 +510,18 @@ def _simulated_plan(
 
 
 def _best_level(
-    made: Forecast, known: list[Kept], simulated: Callable[[Kept], Forecast]
-) -> Forecast:
-    """Other levels of activations than that of the plan, where they are faster."""
+    made: Forecast, known: list[Kept], simulated: Callable[[Kept], Forecast], *,
+    near: Sequence[Kept],
+) -> Forecast:  # fmt: skip
+    """Other levels of activations than that of the plan, where they are faster: all over the range,
+    or `near` that of a similar plan, then next to the best of them."""
     at = known.index(made.plan.kept) if made.plan.kept in known else 0
-    seen: set[int] = set()
+    seen = set[int]()
+    hints = [known.index(kept) for kept in near if kept in known]
     for apart in (FAR, NEAR):
         around = [at + i * apart for i in (-2, -1, 1, 2)]
-        near = range(at % apart, len(known), apart) if apart == FAR else around
-        for number in near:
+        far = hints or range(at % apart, len(known), apart)
+        for number in far if apart == FAR else around:
             if number in seen or not 0 <= number < len(known):
                 continue
             seen.add(number)
