@@ -73,7 +73,6 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
                 if not session.must_run_again:
                     break
             counts.update(session.executor.clipping.counts)
-            counts["clipped"] += session.executor.clipping.clipped
             session.take_finished()
             new = trace.take_step()
             spans.extend(new)

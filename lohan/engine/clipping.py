@@ -71,7 +71,8 @@ class Clipping:
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
-        self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
+        # Of the last step: clipped, speculated and redone, or clipped_blocks.
+        self.counts: dict[str, int] = {}
 
     @property
     def clipped(self) -> bool:
@@ -120,6 +121,8 @@ class Clipping:
             return factor
         clipped = factor != 1.0
         self._clipped.append(clipped)
+        if self._plan.clip:
+            self.counts["clipped"] = int(clipped and factor is not None)
         if self._possible:
             redone = int(speculated and clipped)
             self.counts |= {"speculated": int(speculated), "redone": redone}
