@@ -19,9 +19,10 @@ $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.c
 demo: setup
 	$(PY) examples/demo.py
 
-# One worker for each core; a worker takes whole files, the longest first (tests/conftest.py).
+# One worker more than cores, since tests wait for drives and processes; a worker takes whole files,
+# the longest first (tests/conftest.py).
 test: setup
-	$(PY) -m pytest -q -n logical --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -q -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
 
 # Everything else, in slices of at most half an hour; the table in docs/slow-tests.md says how each
 # ended last. One slice: make test-slow SLICE=crash
