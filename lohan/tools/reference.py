@@ -20,6 +20,7 @@ from lohan.checkpoint.packed import dequantise, pack_base, quantise
 from lohan.checkpoint.store_io import TrainState, source_of
 from lohan.config import TrainConfig
 from lohan.engine.attach import load
+from lohan.errors import ModelError, first_line
 from lohan.model.state import STATE_FORMATS
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 
@@ -166,10 +167,16 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     from_folder: Callable[..., nn.Module] = AutoModelForCausalLM.from_pretrained
-    model: Any = from_folder(
-        str(recipe.model), dtype=dtype, local_files_only=True, use_safetensors=True,
-        trust_remote_code=False,
-    )  # fmt: skip
+    try:
+        model: Any = from_folder(
+            str(recipe.model), dtype=dtype, local_files_only=True, use_safetensors=True,
+            trust_remote_code=False,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "transformers, with which a run is compared, cannot load this model: "
+            f"{first_line(error)}; verify one that it can"
+        ) from error
     model.config.use_cache = False
     if recipe.train.adapter is not None:
         model = add_lora(model, recipe.train.adapter)

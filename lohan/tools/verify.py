@@ -17,6 +17,7 @@ import torch
 
 from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import causal_config
+from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import UPDATE_MODES, Config, SampleConfig
@@ -191,6 +192,7 @@ def layer_count(model: Path) -> int:
 def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCopy:
     """`model` with links for files and a config of its own, with its first `layers` layers."""
     whole = layer_count(model)
+    open_folder(model)  # says what is missing in it, if anything is
     into.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":

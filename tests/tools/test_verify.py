@@ -13,9 +13,12 @@ from transformers import GPT2Config, LlamaConfig, Qwen3Config
 from lohan.capture import blocks
 from lohan.checkpoint.hf_folder import load_config
 from lohan.checkpoint.sources import FolderSource
+from lohan.config import TrainConfig
 from lohan.engine import attach as api
+from lohan.errors import ModelError
 from lohan.optim import AdamW
 from lohan.tools import verify as whole
+from lohan.tools.reference import Recipe, loaded
 from lohan.tools.verify import (
     TOLERANCES,
     Difference,
@@ -146,6 +149,18 @@ def test_rounded_moments_have_nothing_to_be_compared_with(verify):
 def test_rounded_sums_have_nothing_to_be_compared_with(verify):
     ended, _ = verify("--set", "train.grad_dtype=bf16")
     refused(ended, "--grad-dtype bf16 rounds sums", "--set train.grad_dtype=fp32")
+
+
+def test_a_model_without_weights(verify, inputs, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    (empty / "config.json").write_bytes((inputs / "model" / "config.json").read_bytes())
+    ended, _ = verify(model=empty)
+    refused(ended, rf"{empty}: holds neither model.safetensors nor", "give a folder with")
+    recipe = Recipe(
+        model=empty, train=TrainConfig(), dtype="fp32", seed=0, steps=1, total=1, batch=lambda _: {}
+    )
+    with pytest.raises(ModelError, match=r"cannot load this model: .*no file named .*that it can"):
+        loaded(recipe, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
