@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from lohan.errors import ModelError
 
 # -- What this machine has: free host memory (cgroup included) and this process's own use ----------
@@ -23,12 +21,16 @@ _UNLIMITED = 2**60
 
 def host_memory_bytes() -> int:
     """Memory that a new run can count on: what is free, or what the cgroup leaves, if less."""
+    import psutil  # not where nothing is asked of this machine: it takes a while
+
     free = psutil.virtual_memory().available
     limits = [limit - used for limit, used in _cgroup_limits() if limit < _UNLIMITED]
     return max(0, min([int(free), *limits]))
 
 
 def total_memory_bytes() -> int:
+    import psutil
+
     return int(psutil.virtual_memory().total)
 
 
@@ -73,6 +75,8 @@ def _number(path: Path) -> int | None:
 
 
 def rss_bytes() -> int:
+    import psutil
+
     return int(psutil.Process().memory_info().rss)
 
 
