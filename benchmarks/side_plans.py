@@ -46,7 +46,9 @@ def main() -> None:
             plan = plan_of(wish)
         except LohanError as refused:
             return {"refused": str(refused)}
-        made = forecast(machine, blocks, workload, plan, durable=spec["durability"] == "step")
+        made = forecast(
+            machine, blocks, workload, plan, two_generations=spec["durability"] == "step"
+        )
         memory = HostMemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {

@@ -186,8 +186,10 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        durable = store.durability == "step"  # there is a committed generation to go back to
-        self.spec = spec_of(context.shards, plan, durable=durable)
+        two_generations = (
+            store.durability == "step"
+        )  # there is a committed generation to go back to
+        self.spec = spec_of(context.shards, plan, two_generations=two_generations)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
@@ -202,7 +204,7 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.update_mode, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(durable=durable),
+            speculates=plan.speculates(two_generations=two_generations),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
@@ -216,7 +218,7 @@ class Executor:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
-            plan, durable=durable, scheduler=self.scheduler, runner=self.runner,
+            plan, two_generations=two_generations, scheduler=self.scheduler, runner=self.runner,
             store=store, collectives=self.collectives,
         )  # fmt: skip
         try:

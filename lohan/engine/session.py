@@ -612,9 +612,14 @@ class Replanner:
     def _forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         context = self._session.context
         assert context.workload is not None
-        durable = self._session.store.durability == "step"
+        two_generations = self._session.store.durability == "step"
         return forecast(
-            profile, context.blocks, context.workload, plan, durable=durable, clipped=clipped
+            profile,
+            context.blocks,
+            context.workload,
+            plan,
+            two_generations=two_generations,
+            clipped=clipped,
         )
 
 

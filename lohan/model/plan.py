@@ -90,23 +90,25 @@ class Plan:
         """Of all gradients, or of each group's."""
         return self.defers_all or self.block_clip > 0
 
-    def speculates(self, *, durable: bool) -> bool:
+    def speculates(self, *, two_generations: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are rolled back if it is, with
-        the gradients, where those are all in memory, or by running the step again. `durable`: there
-        is a committed generation to go back to. It is that of the step before if every step is
-        committed; otherwise updates wait."""
+        the gradients, where those are all in memory, or by running the step again.
+        `two_generations`: there is a committed one to go back to. It is that of the step before if
+        every step is committed; otherwise updates wait."""
         every_step = self.waits_for_norm and not self.commits_by_interval
-        return every_step and durable and (self.can_rerun or not self.spilled)
+        return every_step and two_generations and (self.can_rerun or not self.spilled)
 
     @property
     def waits_for_norm(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
         return self.defers_all and self.overlap and self.update_mode != "serial"
 
-    def always_waits(self, *, durable: bool, every_clipped: bool = False) -> bool:
+    def always_waits(self, *, two_generations: bool, every_clipped: bool = False) -> bool:
         """All updates of every step run in the next forward: between two commits, or if every step
         is clipped."""
-        return self.waits_for_norm and durable and (self.commits_by_interval or every_clipped)
+        return (
+            self.waits_for_norm and two_generations and (self.commits_by_interval or every_clipped)
+        )
 
     @property
     def commits_by_interval(self) -> bool:

@@ -56,14 +56,14 @@ def choose(
     plan: Plan,
     *,
     limit: int,
-    durable: bool,
+    two_generations: bool,
     minimise: str = "time",
     kept: Kept | None = None,
     spill_all: bool = False,
 ) -> Choice:
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
-    pricer = _Pricer(profile, memory, workload, plan, limit, durable, spill_all)
+    pricer = _Pricer(profile, memory, workload, plan, limit, two_generations, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
     if plan.defers_all:
         shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
@@ -101,11 +101,11 @@ def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 class _Pricer:
     def __init__(
         self, profile: Profile, memory: HostMemoryModel, workload: BatchWorkload, plan: Plan,
-        limit: int, durable: bool, spill_all: bool,
+        limit: int, two_generations: bool, spill_all: bool,
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
-        self.durable, self.spill_all = durable, spill_all
-        self.writes_cached = durable and not plan.commits_by_interval  # in every step
+        self.two_generations, self.spill_all = two_generations, spill_all
+        self.writes_cached = two_generations and not plan.commits_by_interval  # in every step
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
@@ -139,7 +139,9 @@ class _Pricer:
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
         in_memory = replace(plan, spilled=plan.spilled if spilled else ())
-        if in_memory.speculates(durable=self.durable):  # steps that are not clipped count
+        if in_memory.speculates(
+            two_generations=self.two_generations
+        ):  # steps that are not clipped count
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
         if not plan.defers_all and waiting > free:

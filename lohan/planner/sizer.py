@@ -336,7 +336,7 @@ class Sizer:
             return None
         return choose(
             self.profile, self.memory, self.workload, plan, limit=limit,
-            durable=self.options.durability == "step", minimise=self.options.minimise,
+            two_generations=self.options.durability == "step", minimise=self.options.minimise,
             kept=kept, spill_all=self.options.spill_all,
         )  # fmt: skip
 

@@ -153,7 +153,7 @@ def test_the_schedule_that_is_simulated_is_the_one_that_runs():
 
     asked = request("gpt-13b", "ratel-4090", batch=8)
     made = plan_for_machine(asked)
-    shape = spec_of(layout_of(asked.model), made.plan, durable=True)
+    shape = spec_of(layout_of(asked.model), made.plan, two_generations=True)
     chain = tuple(action for phase in made.forecast.phases for action in phase)
     validate(chain, shape, empty_buffers(shape), whole=True)
 
@@ -284,7 +284,7 @@ def test_the_choice_is_the_best_of_all(clip):
 
     def price(kept):
         return choose(
-            asked.machine, memory, workload, bare, limit=asked.host, durable=True, kept=kept
+            asked.machine, memory, workload, bare, limit=asked.host, two_generations=True, kept=kept
         ).step_s
 
     best = price(None)
