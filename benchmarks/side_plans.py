@@ -52,8 +52,8 @@ def main() -> None:
         memory = HostMemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
-            "kept": plan.kept, "moved_out": len(plan.moved_out), "swapped_bytes": kept,
-            "ssd_bytes": sum(plan.moved_bytes), "forecast_s": made.step_s,
+            "kept": plan.kept, "moved_out": len(plan.spilled_sites), "swapped_bytes": kept,
+            "ssd_bytes": sum(plan.spilled_site_bytes), "forecast_s": made.step_s,
             "busy_s": made.busy_s, "binding": made.binding, "same": repr(plan),
         }  # fmt: skip
 

@@ -208,9 +208,9 @@ def bytes_of(plan: Plan) -> float:
 def _activations(plan: Plan) -> str:
     kept = ", ".join(f"{name} of {counted(n, 'block')}" for name, n in plan.kept_counts.items())
     text = "block inputs" + (f", {kept}" if kept else "") + "; the rest is recomputed"
-    if not plan.moved_out:
+    if not plan.spilled_sites:
         return text
-    return f"{text}; those of {counted(len(plan.moved_out), 'block')} go to SSD"
+    return f"{text}; those of {counted(len(plan.spilled_sites), 'block')} go to SSD"
 
 
 def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:

@@ -58,8 +58,9 @@ class Plan:
     host_cached_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
     host_cached_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
     kept: Kept = ()  # saved activations, by class
-    moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
-    moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
+    # Sites whose kept activations go to SSD, and room there for each of them.
+    spilled_sites: tuple[str, ...] = field(default=(), metadata=json_key("moved_out"))
+    spilled_site_bytes: tuple[int, ...] = field(default=(), metadata=json_key("moved_bytes"))
     act_buffers: int = 2  # of the largest such site, in host memory
     staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory

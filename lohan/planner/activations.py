@@ -106,7 +106,7 @@ class _Pricer:
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.two_generations, self.spill_all = two_generations, spill_all
         self.writes_cached = two_generations and not plan.commits_by_interval  # in every step
-        bare = replace(plan, kept=(), moved_out=())
+        bare = replace(plan, kept=(), spilled_sites=())
         # What is left for activations, gradients that wait, weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
         self.parameters = float(sum(group.numel for group in memory.moving))
@@ -114,7 +114,7 @@ class _Pricer:
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
         """Choices with these activations kept; none if the device cannot hold them."""
-        bare = replace(self.plan, kept=kept, moved_out=())
+        bare = replace(self.plan, kept=kept, spilled_sites=())
         plan = self.memory.relieved(bare, self.profile.device_bytes)
         if plan is None:
             return []
@@ -202,7 +202,7 @@ class _Pricer:
 def site_works(memory: HostMemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
     micro = (memory.micro_batch or workload.batch) * workload.seq
-    moved, staying = set(plan.moved_out), set(plan.staying)
+    moved, staying = set(plan.spilled_sites), set(plan.staying)
     works: dict[str, SiteWork] = {}
     made: dict[tuple[object, ...], SiteWork] = {}
     for name in memory.block_sites:
@@ -577,7 +577,7 @@ def _step(
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
     fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
-    bare = replace(plan, kept=(), moved_out=())
+    bare = replace(plan, kept=(), spilled_sites=())
     everything = by_class([frozenset(a.name for a in block.activations) for block in model.blocks])
     works = site_works(memory, workload, replace(bare, kept=everything)).values()
     inputs = input_bytes(model, workload.tokens, width)

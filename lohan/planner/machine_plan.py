@@ -373,7 +373,7 @@ def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
         problem.check_drives(plan)
         return plan, known, False
     except SpaceError:
-        if problem.options.activations != "holistic" or not plan.moved_out:
+        if problem.options.activations != "holistic" or not plan.spilled_sites:
             raise
     least = replace(problem.options, activations="recompute")
     plan, known = replace(problem, options=least).sized(plan_with_forecast)

@@ -261,9 +261,9 @@ class Sizer:
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
             middle = (few + many) // 2
-            tried = self.memory.with_ledger(replace(plan, moved_out=spread(names, middle)))
+            tried = self.memory.with_ledger(replace(plan, spilled_sites=spread(names, middle)))
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
-        moved = self.memory.with_ledger(replace(plan, moved_out=spread(names, few)))
+        moved = self.memory.with_ledger(replace(plan, spilled_sites=spread(names, few)))
         # Where nothing is enough, small inputs take less than the buffers that they leave through.
         return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
 
@@ -311,7 +311,7 @@ class Sizer:
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
         while kept:
-            grown = self.memory.relieved(replace(plan, kept=kept, moved_out=()), self.device)
+            grown = self.memory.relieved(replace(plan, kept=kept, spilled_sites=()), self.device)
             if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
                 return grown
             kept = kept[:-1]
@@ -322,7 +322,7 @@ class Sizer:
         if self.options.activations != "g10":
             return self._moved_out(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.block_sites if name not in plan.staying)
-        return self.memory.with_ledger(replace(plan, moved_out=tuple(names)))
+        return self.memory.with_ledger(replace(plan, spilled_sites=tuple(names)))
 
     def _by_policy(self, plan: Plan, limit: int) -> Kept | None:
         """What the user wants kept, class by class; None: whatever is best."""

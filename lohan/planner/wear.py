@@ -208,11 +208,11 @@ def _candidates(
     ):
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
-    if plan.moved_out and options.activations == "holistic":
+    if plan.spilled_sites and options.activations == "holistic":
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
     state = sum(work.groups) * (work.layout.state + work.layout.weight) * plan.world
-    if plan.moved_out or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
+    if plan.spilled_sites or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
         size = format_bytes(2 * host_bytes).replace(" ", "")
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
 

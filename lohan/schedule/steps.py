@@ -39,7 +39,9 @@ def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpe
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
         write_through=two_generations,
         spilled=frozenset(numbers[key] for key in plan.spilled),
-        moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),
+        spilled_sites=frozenset(
+            n for n, s in enumerate(blocks.sites) if s.name in plan.spilled_sites
+        ),
         act_buffers=plan.act_buffers,
         device_slots=plan.device_slots,
         device_grads=plan.device_grads,

@@ -388,7 +388,7 @@ def one_step(
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
             row.update(executor.clipping.counts)
-        if executor.train_state.skipped > state.skipped:
+        if executor.train_state.skipped_steps > state.skipped_steps:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 

@@ -233,7 +233,7 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
     asked = replace(request("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
     plenty = plan_for_machine(with_room(asked, 1, 10**15))
     needed = plenty.plan.tier_bytes("ssd")
-    assert plenty.plan.kept and plenty.plan.moved_out and not plenty.scarce
+    assert plenty.plan.kept and plenty.plan.spilled_sites and not plenty.scarce
     less = plan_for_machine(with_room(asked, 1, needed - 1))
     assert less.scarce and not less.plan.kept and less.plan.tier_bytes("ssd") < needed
     assert "the drives have no room for more" in "\n".join(describe(less, steps=None))

@@ -392,7 +392,7 @@ def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec
     of one of several ranks."""
     once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
     moved = frozenset(site for site in once if draw(st.booleans()))
-    spec = replace(spec, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
+    spec = replace(spec, spilled_sites=moved, act_buffers=draw(st.integers(1, 3)))
     if not draw(st.booleans()):
         return spec
     wide = max(map(len, spec.sites))
@@ -476,7 +476,7 @@ def commit_between_spill_and_fetch() -> Run:
     spec = ScheduleSpec(
         sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1,
         host_cached_weights=(1,), host_cached_state=((1, 1),), write_through=True,
-        moved_out=frozenset({3}), act_buffers=1,
+        spilled_sites=frozenset({3}), act_buffers=1,
     )  # fmt: skip
     first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
     last = Step(order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False)
