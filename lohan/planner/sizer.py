@@ -201,7 +201,7 @@ class Sizer:
         plan = self.memory.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:
             plan = self.memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
-        return self._moved_out(plan, host_bytes)
+        return self._with_spilled_sites(plan, host_bytes)
 
     @property
     def _tiles(self) -> int:
@@ -254,7 +254,7 @@ class Sizer:
     def _fits(self, plan: Plan, limit: int) -> bool:
         return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
 
-    def _moved_out(self, plan: Plan, limit: int) -> Plan:
+    def _with_spilled_sites(self, plan: Plan, limit: int) -> Plan:
         """Activations go to SSD of as many blocks as it takes, spread over all of them: the drives
         are busy evenly then."""
         names = [name for name in self.memory.block_sites if name not in plan.staying]
@@ -320,7 +320,7 @@ class Sizer:
     def _placed(self, plan: Plan, limit: int) -> Plan:
         """In host memory as far as that goes, or all of it on SSD, as G10 has it."""
         if self.options.activations != "g10":
-            return self._moved_out(self.memory.with_ledger(plan), limit)
+            return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.block_sites if name not in plan.staying)
         return self.memory.with_ledger(replace(plan, spilled_sites=tuple(names)))
 
