@@ -97,7 +97,7 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
     closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
     simulated_s, made = timed(
-        lambda: forecast(request.machine, request.blocks, workload, plan, durable=True)
+        lambda: forecast(request.machine, request.blocks, workload, plan, two_generations=True)
     )
     whole_s, _ = timed(lambda: plan_for_machine(request))
     actions = sum(map(len, made.phases))

@@ -149,7 +149,8 @@ def forecasts(spec: dict[str, Any], context: Any, plan: Any) -> list[dict[str, A
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
     made = [
         forecast(
-            one, context.blocks, context.workload, plan, durable=spec["durability"] == "step",
+            one, context.blocks, context.workload, plan,
+            two_generations=spec["durability"] == "step",
             clipped=spec.get("clipped", False),
         )
         for one in machines or [context.profile]

@@ -46,12 +46,14 @@ def main() -> None:
             plan = plan_of(wish)
         except LohanError as refused:
             return {"refused": str(refused)}
-        made = forecast(machine, blocks, workload, plan, durable=spec["durability"] == "step")
+        made = forecast(
+            machine, blocks, workload, plan, two_generations=spec["durability"] == "step"
+        )
         memory = HostMemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
-            "kept": plan.kept, "moved_out": len(plan.moved_out), "swapped_bytes": kept,
-            "ssd_bytes": sum(plan.moved_bytes), "forecast_s": made.step_s,
+            "kept": plan.kept, "moved_out": len(plan.spilled_sites), "swapped_bytes": kept,
+            "ssd_bytes": sum(plan.spilled_site_bytes), "forecast_s": made.step_s,
             "busy_s": made.busy_s, "binding": made.binding, "same": repr(plan),
         }  # fmt: skip
 

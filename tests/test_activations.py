@@ -133,7 +133,7 @@ def test_keeping_and_moving_out_change_nothing(
     assert plan.kept
     assert got[0] == want[0]
     if tight:
-        assert plan.moved_out and moved
+        assert plan.spilled_sites and moved
         assert not list(tmp_path.glob("ssd/*activations*"))
     else:
         assert got == want and not moved
@@ -153,7 +153,7 @@ def smaller(
     size = 2**26
     while size > 2**16:
         plan = closed_form_plan(blocks, options, host_bytes=size, workload=workload, profile=SLOW)
-        if plan.moved_out and (plan.kept or policy in HOST_ONLY):
+        if plan.spilled_sites and (plan.kept or policy in HOST_ONLY):
             return f"{size}b"
         size = size * 24 // 25
     raise AssertionError("no budget made activations move")
@@ -229,7 +229,7 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
             )  # fmt: skip
         except BudgetError:
             break
-        if tight.moved_out:
+        if tight.spilled_sites:
             got, plan, moved = train(
                 folder,
                 tmp_path / "tight",
@@ -240,7 +240,7 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
             )
             assert got[0] == pytest.approx(want[0], rel=1e-6)
             hidden = 4 * SEQ * 6 * 64 * 4  # what takes a gradient; masks and positions stay
-            assert moved == STEPS * len(plan.moved_out) * hidden
+            assert moved == STEPS * len(plan.spilled_sites) * hidden
             inputs = sum(e.bytes for e in plan.ledger if e.owner == "block inputs")
             assert inputs < held["block inputs"]
             return

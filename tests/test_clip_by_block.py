@@ -140,7 +140,7 @@ def test_fp16_waits_for_overflows_only(tmp_path, monkeypatch):
             scale=scale, overlap=overlap, clip=0.05, clip_by="block",
         )  # fmt: skip
     made[True].check(made[False])
-    assert made[True].progress.skipped == 1
+    assert made[True].progress.skipped_steps == 1
 
 
 def test_several_backward_calls_of_a_step(tmp_path, monkeypatch):

@@ -131,8 +131,8 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
         assert not session.plan.defers_all
         assert not any(region.scratch for region in session.store.regions)
         seen = []
-        original = session.executor.runner.update
-        session.executor.runner.update = lambda action, context: (
+        original = session.executor.runner.run_optimizer
+        session.executor.runner.run_optimizer = lambda action, context: (
             seen.append(action.kind), original(action, context)
         )  # fmt: skip
         for batch in data(3):

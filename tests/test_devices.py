@@ -129,12 +129,12 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
     def moved(self: Sizer, plan: Plan, *args: object) -> Plan:
         plan = grown(self, plan, *args)
         away = tuple(n for n in self.memory.block_sites if n not in plan.staying)
-        return self.memory.with_ledger(replace(plan, moved_out=away))
+        return self.memory.with_ledger(replace(plan, spilled_sites=away))
 
     monkeypatch.setattr(Sizer, "grown", moved)
     found, plan = language_run(tmp_path / "there", 9, device=emulated(), **options)
     found.check(wanted)
-    assert plan.moved_out and plan.kept
+    assert plan.spilled_sites and plan.kept
 
 
 # -- budgets --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_leftover_memory_caches_weights():
         )
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory
-        spec = spec_of(blocks, plan, durable=True)
+        spec = spec_of(blocks, plan, two_generations=True)
         sites = tuple(range(len(blocks.sites)))
         order = ExecutionOrder(
             forward=sites, backward=sites[::-1], update_mode="balanced", deferred=()

@@ -82,7 +82,7 @@ def test_a_wrong_heartbeat_is_one_clear_error(
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(ranks, "BEAT_S", 0.0)
     beating = Heartbeat.__new__(Heartbeat)
-    beating._ranks, beating._run, beating._place = Ranks(0, 2), "run", Place()
+    beating._ranks, beating._run, beating._rendezvous = Ranks(0, 2), "run", Place()
     beating._done, beating._missed_beats, beating._heard = (
         ranks.threading.Event(),
         MissedBeats(2),

@@ -110,7 +110,9 @@ def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "model", **sizes)
     tight = options.get("host") == "40MiB"
     plan, pool, live = held(folder, tmp_path / "ssd", seq, slow=tight, **options)
-    assert bool(plan.moved_out) is tight and bool(plan.kept) is (options["activations"] == "all")
+    assert bool(plan.spilled_sites) is tight and bool(plan.kept) is (
+        options["activations"] == "all"
+    )
     planned = {entry.owner: entry.bytes for entry in plan.ledger if entry.tier == "host"}
 
     # The pool hands out what the ledger says, owner by owner.
@@ -119,7 +121,7 @@ def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
 
     # What is kept is the ledger's, and what torch holds for work: all of it together at the peak.
     by_torch = (INPUTS, KEPT, WAITING, STREAMS, WORK)
-    if plan.kept and not plan.moved_out:
+    if plan.kept and not plan.spilled_sites:
         for owner in (INPUTS, KEPT):
             assert live.owners[owner] == pytest.approx(planned[owner], rel=WITHIN), owner
     predicted = sum(planned.get(owner, 0) for owner in by_torch)

@@ -263,7 +263,7 @@ def test_bf16(mode, clip, tmp_path):
 @pytest.mark.parametrize("overflow", [0, 2])
 def test_fp16_overflow(overflow, spilled, tmp_path):
     case = Case(kind="gpt2", dtype=torch.float16, overflow=overflow, clip=CLIP * (spilled == 1))
-    assert plain(case).progress.skipped == 1
+    assert plain(case).progress.skipped_steps == 1
     for mode in ("serial", "balanced"):
         check(case, tmp_path / mode, Tuning(spilled=spilled), mode=mode, seed=8)
 

@@ -254,14 +254,14 @@ def test_fp16_overflow_skips_the_step(where, tmp_path):
             model(**data[1]).loss.backward()
             handle.remove()
         progress = session.executor.train_state
-        assert (progress.step, progress.updates, progress.skipped) == (2, 1, 1)
+        assert (progress.step, progress.updates, progress.skipped_steps) == (2, 1, 1)
         assert progress.loss_scale == scale / 2
         assert stored_bytes(session) == before
         loss = model(**data[1]).loss
         assert loss.item() == wanted
         loss.backward()
         progress = session.executor.train_state
-        assert (progress.step, progress.updates, progress.skipped) == (3, 2, 1)
+        assert (progress.step, progress.updates, progress.skipped_steps) == (3, 2, 1)
         after = stored_bytes(session)
         assert all(after[key] != before[key] for key in before)
     again = small_model("llama", dtype=torch.float16)

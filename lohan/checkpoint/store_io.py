@@ -54,6 +54,7 @@ from lohan.optim import StateKind
 from lohan.store.extents import Region
 from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.store import Store
+from lohan.util.files import json_key, json_object
 from lohan.util.units import MiB, format_bytes
 
 # -- What every manifest has of a run: step counters, loss scale, random state, changed buffers ----
@@ -68,16 +69,16 @@ class TrainState:
 
     step: int = 0
     updates: int = 0
-    skipped: int = 0
+    skipped_steps: int = field(default=0, metadata=json_key("skipped"))  # after an overflow
     loss_scale: float = 1.0
     clean_updates: int = 0
-    # Skipped updates by parameter: it had no gradient. Named as in the store.
-    missed: Mapping[str, int] = field(default_factory=dict)
+    # By parameter: it had no gradient.
+    skipped_updates: Mapping[str, int] = field(default_factory=dict, metadata=json_key("missed"))
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> TrainState:
         found: TrainState = stored(meta, "progress", cls)
-        counts = (found.step, found.updates, found.skipped, found.clean_updates)
+        counts = (found.step, found.updates, found.skipped_steps, found.clean_updates)
         if min(counts) < 0 or not SMALLEST_SCALE <= found.loss_scale <= LARGEST_SCALE:
             raise damaged(f"progress is {found}")
         return found
@@ -90,15 +91,16 @@ class TrainState:
         scale, clean = self.loss_scale, self.clean_updates + 1
         if scaled and clean == GROWTH_INTERVAL:
             scale, clean = min(scale * 2, LARGEST_SCALE), 0
-        missed = {**self.missed, **{name: self.missed.get(name, 0) + 1 for name in absent}}
+        skipped = dict(self.skipped_updates)
+        skipped |= {name: skipped.get(name, 0) + 1 for name in absent}
         return replace(
             self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
-            clean_updates=clean, missed=missed,
+            clean_updates=clean, skipped_updates=skipped,
         )  # fmt: skip
 
     def overflowed(self) -> TrainState:
         return replace(
-            self, step=self.step + 1, skipped=self.skipped + 1, clean_updates=0,
+            self, step=self.step + 1, skipped_steps=self.skipped_steps + 1, clean_updates=0,
             loss_scale=max(self.loss_scale / 2, SMALLEST_SCALE),
         )  # fmt: skip
 
@@ -107,7 +109,7 @@ class TrainState:
         an accelerator comes behind the host's."""
         states = random_state if isinstance(random_state, tuple) else (torch.get_rng_state(),)
         texts = [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
-        return {"progress": asdict(self), "rng": ",".join(texts)}
+        return {"progress": json_object(self), "rng": ",".join(texts)}
 
 
 def restore_rng(meta: Mapping[str, Any], device: Device) -> None:

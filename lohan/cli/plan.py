@@ -81,7 +81,7 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         )
         then = ", by a plan for such steps" if made.changes_plan else ""
         lines.append(f"if clipped    {clipped}, with every norm above the limit{then}")
-    elif made.plan.clip and made.plan.always_waits(durable=made.durable):
+    elif made.plan.clip and made.plan.always_waits(two_generations=made.two_generations):
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -143,7 +143,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained, durable=made.durable),
+        "updates": _updates(plan, trained, two_generations=made.two_generations),
         **_clipping(plan),
         **_updated_twice(plan),
         "commits": _commits(made),
@@ -208,15 +208,15 @@ def bytes_of(plan: Plan) -> float:
 def _activations(plan: Plan) -> str:
     kept = ", ".join(f"{name} of {counted(n, 'block')}" for name, n in plan.kept_counts.items())
     text = "block inputs" + (f", {kept}" if kept else "") + "; the rest is recomputed"
-    if not plan.moved_out:
+    if not plan.spilled_sites:
         return text
-    return f"{text}; those of {counted(len(plan.moved_out), 'block')} go to SSD"
+    return f"{text}; those of {counted(len(plan.spilled_sites), 'block')} go to SSD"
 
 
-def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
+def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
     if plan.update_mode == "serial" or (plan.defers_all and not plan.overlap):
         return f"{plan.update_mode}: all {groups} groups after backward"
-    if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
+    if plan.speculates(two_generations=two_generations) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
@@ -224,7 +224,7 @@ def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
             f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
-    if plan.speculates(durable=durable):
+    if plan.speculates(two_generations=two_generations):
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.defers_all:
         scaled = plan.block_clip or not plan.clip

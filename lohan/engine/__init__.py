@@ -4,10 +4,10 @@ One batch, from the call of the model to the commit. schedule/phases.py says in 
 after what, ActionScheduler (scheduler.py) enqueues it, Lanes (lanes.py) hold to it, ActionRunner
 (actions.py) is what the lanes do. In brackets: the thread, and the letter of the action
 (schedule/actions.py). `caller` runs the model; in backward on an accelerator it is autograd's own
-thread. `ssd` submits I/O, `done`
-completes it, `optimizer` runs updates (the caller does where one rank computes on the CPU), `h2d`
-and `d2h` copy to and from a device with memory of its own, where `compute` waits for its events;
-`net` exchanges with other ranks. `overlap=False` does all of it on the caller, in order.
+thread. `ssd` submits I/O, `done` completes it, `optimizer` runs updates (the caller does where one
+rank computes on the CPU), `h2d` and `d2h` copy to and from a device with memory of its own, where
+`compute` waits for its events; `net` exchanges with other ranks. `overlap=False` does all of it on
+the caller, in order.
 
 Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
@@ -72,7 +72,7 @@ The end of the step
    backward after it, and C comes there: a crash can cost the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.commit or a
-snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is
-queued, completes what is in flight and reads cached weights and state of the last commit again. If
-no lane has failed, but the model's own code, it commits the steps before first.
+snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort_step drops
+what is queued, completes what is in flight and reads cached weights and state of the last commit
+again. If no lane has failed, but the model's own code, it commits the steps before first.
 """

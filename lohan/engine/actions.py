@@ -86,9 +86,9 @@ class ActionRunner:
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
         self.pending = PendingGradients()
-        # One for each step whose end is to come, and whether that is a commit.
-        self.metas: deque[tuple[dict[str, Any], bool]] = deque()
-        self.finished: deque[dict[str, Any]] = deque()
+        # The meta of each step whose end is to come, and whether that is a commit.
+        self.steps_to_end: deque[tuple[dict[str, Any], bool]] = deque()
+        self.ended_metas: deque[dict[str, Any]] = deque()
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
@@ -215,11 +215,11 @@ class ActionRunner:
         number = action.index
         self._wait(action, tickets)
         if action.kind == Op.END_STEP:
-            meta, commits = self.metas.popleft()
+            meta, commits = self.steps_to_end.popleft()
             if commits:
                 self._store.commit(meta)
             self.uncommitted = None if commits else meta
-            self.finished.append(meta)
+            self.ended_metas.append(meta)
             self.unfinished = False
         elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
             self.activation_spill.written(number)
@@ -231,7 +231,7 @@ class ActionRunner:
 
     # -- the links, and the net lane --------------------------------------------------------------
 
-    def copy(self, action: Action) -> None:
+    def run_transfer(self, action: Action) -> None:
         """A copy over a link, or an exchange between ranks, from its start to its end."""
         assert self.device is not None
         number = action.index
@@ -295,7 +295,7 @@ class ActionRunner:
 
     # -- the optimizer lane -----------------------------------------------------------------------
 
-    def update(self, action: Action, scalars: StepScalars) -> None:
+    def run_optimizer(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
         grads = self.pending.on_host.get(number, {})
@@ -358,7 +358,7 @@ class ActionRunner:
     def forget(self) -> None:
         """After an error: discards all that was handed over."""
         self.drop_gradients()
-        self.metas.clear()
+        self.steps_to_end.clear()
         self.uncommitted, self.unfinished = None, False
         if self.activation_spill is not None:
             self.activation_spill.forget()
@@ -395,10 +395,11 @@ def _activation_spill(
 ) -> ActivationSpill | None:
     dirs = activation_dirs(store.dirs)
     remove_unfinished(dirs)  # what a killed session could not give back; the store itself is locked
-    if not plan.moved_out:
+    if not plan.spilled_sites:
         return None
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     sizes = {
-        numbers[name]: size for name, size in zip(plan.moved_out, plan.moved_bytes, strict=True)
+        numbers[name]: size
+        for name, size in zip(plan.spilled_sites, plan.spilled_site_bytes, strict=True)
     }
     return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")

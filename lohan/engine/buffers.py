@@ -138,7 +138,7 @@ class WeightSlots:
         """Submits reads of the group's newest weights into a slot, one by one."""
         for c in chunks(group, self._chunk_params):
             part = self._part(slot, c.start, c.stop)
-            yield self._store.read(weight_key(group), c.index, part.bytes, fresh=None)
+            yield self._store.read(weight_key(group), c.index, part.bytes, uncommitted=None)
 
     def write(self, group: FlatGroup, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]
@@ -279,7 +279,7 @@ class StateRing:
 
     def read(self, group: FlatGroup, chunk: int, buffer: int) -> Ticket:
         data = self.part(group, chunk, buffer).bytes
-        return self._store.read(state_key(group), chunk, data, fresh=None)
+        return self._store.read(state_key(group), chunk, data, uncommitted=None)
 
     def write(self, group: FlatGroup, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
         part = self.part(group, chunk, buffer).bytes

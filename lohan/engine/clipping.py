@@ -60,13 +60,13 @@ class Clipping:
     takes it, and accepts updates that did not wait or rolls them back."""
 
     def __init__(
-        self, plan: Plan, *, durable: bool, scheduler: ActionScheduler, runner: ActionRunner,
-        store: Store, collectives: StepCollectives,
+        self, plan: Plan, *, two_generations: bool, scheduler: ActionScheduler,
+        runner: ActionRunner, store: Store, collectives: StepCollectives,
     ) -> None:  # fmt: skip
-        """`durable`: there is a committed generation to go back to."""
+        """`two_generations`: there is a committed generation to go back to."""
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
-        self._possible = plan.speculates(durable=durable)
+        self._possible = plan.speculates(two_generations=two_generations)
         self.holds_gradients = not plan.spilled  # in memory, until the norm is known
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)

@@ -186,8 +186,10 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        durable = store.durability == "step"  # there is a committed generation to go back to
-        self.spec = spec_of(context.shards, plan, durable=durable)
+        two_generations = (
+            store.durability == "step"
+        )  # there is a committed generation to go back to
+        self.spec = spec_of(context.shards, plan, two_generations=two_generations)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
@@ -202,7 +204,7 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.update_mode, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(durable=durable),
+            speculates=plan.speculates(two_generations=two_generations),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
@@ -216,7 +218,7 @@ class Executor:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
-            plan, durable=durable, scheduler=self.scheduler, runner=self.runner,
+            plan, two_generations=two_generations, scheduler=self.scheduler, runner=self.runner,
             store=store, collectives=self.collectives,
         )  # fmt: skip
         try:
@@ -305,7 +307,7 @@ class Executor:
                     "the last backward did not finish, and the other ranks wait in it; resume the "
                     "run with all its ranks"
                 )
-            self.abort()
+            self.abort_step()
             self._check_usable()
 
     def enter_backward(self) -> None:
@@ -345,7 +347,7 @@ class Executor:
             lr=self.optimizer.lr_at(self.train_state.step),
             update=self.train_state.updates + 1,
             grad_scale=clip_factor / self._gradient_scale,
-            skipped_updates=self.train_state.missed,
+            skipped_updates=self.train_state.skipped_updates,
             squares=self.runner.pending.squares,
         )
 
@@ -413,7 +415,7 @@ class Executor:
             commits = self.scheduler.commits
             next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
-                self.runner.metas.append((meta, commits))
+                self.runner.steps_to_end.append((meta, commits))
             self.scheduler.end_step(scalars)
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
@@ -423,7 +425,7 @@ class Executor:
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
         """The end of a step that changes no weight."""
         self.runner.drop_gradients()
-        self.runner.finished.append(meta)
+        self.runner.ended_metas.append(meta)
         if self.runner.uncommitted is None:
             self.store.commit(meta, advance=False)
         else:
@@ -460,7 +462,7 @@ class Executor:
             if self.process_group.several:  # Note [an error on one rank]
                 self.process_group.abort()
             else:
-                self.abort()
+                self.abort_step()
             raise
 
     @property
@@ -477,20 +479,20 @@ class Executor:
         if self._lost:
             raise StoreError(f"{self._lost}; close the session and resume")
 
-    def abort(self) -> None:
+    def abort_step(self) -> None:
         """Back to the last committed step. Until that is done, and if it cannot be done, nothing
         but `close` is possible: weights of two steps in memory would be trained and committed."""
         self._lost = "the roll-back of a step that failed was interrupted"
         lost = 0
         try:
-            if self.runner.metas or self.runner.uncommitted is not None:
+            if self.runner.steps_to_end or self.runner.uncommitted is not None:
                 # Steps whose backward has returned are not given up with the one after them, unless
                 # a lane has failed. What counts is the error of the step that failed.
                 with suppress(Exception):
                     self.scheduler.finish_earlier_steps(in_backward=self._in_backward)
                     if not self.runner.unfinished:  # no update of the step that failed has run
                         self.runner.commit()
-            lost = len(self.runner.metas)
+            lost = len(self.runner.steps_to_end)
             if self.runner.uncommitted is not None:
                 lost += TrainState.of(self.runner.uncommitted).step
                 lost -= TrainState.of(self.store.meta).step

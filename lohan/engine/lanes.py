@@ -145,8 +145,8 @@ class Runner(Protocol):
 
     def submit(self, action: Action) -> Any: ...
     def complete(self, action: Action, handle: Any) -> None: ...
-    def update(self, action: Action, scalars: Any) -> None: ...
-    def copy(self, action: Action) -> None: ...
+    def run_optimizer(self, action: Action, scalars: Any) -> None: ...
+    def run_transfer(self, action: Action) -> None: ...
 
 
 class Lanes:
@@ -245,7 +245,7 @@ class Lanes:
                 self._run_in_order_until(job)
         self._await(jobs, None)
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Runs everything that is queued to its end; compute actions pass without being done."""
         self._requeue_current()
         while self._gpu:
@@ -258,7 +258,7 @@ class Lanes:
         self._await(list(self._latest.values()), None)
         self._latest.clear()
 
-    def cancel_ahead(self) -> list[Action]:
+    def cancel_queued(self) -> list[Action]:
         """Forgets what is queued from the compute action on that was begun and not ended, or comes
         next, and brings all before it to its end. Nothing waits for something later, so that never
         needs what is forgotten; and of that only reads, and updates and writes of the step before,
@@ -408,9 +408,9 @@ class Lanes:
         start = time.perf_counter()
         try:
             if job.action.lane == "optimizer":
-                self._runner.update(job.action, job.scalars)
+                self._runner.run_optimizer(job.action, job.scalars)
             elif job.action.lane in self._moving:
-                self._runner.copy(job.action)
+                self._runner.run_transfer(job.action)
             else:
                 self._runner.complete(job.action, self._runner.submit(job.action))
         except BaseException as error:

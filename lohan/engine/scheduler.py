@@ -53,8 +53,8 @@ class ActionScheduler:
         self._forward: list[int] = []
         self._reached: list[int] = []  # those of them that backward will come to
         self._backward: list[int] = []
-        self._updated: set[int] = set()  # groups whose gradients were handed over in this step
-        self._ahead = False  # the current phase is scheduled as a whole
+        self._handed_over: set[int] = set()  # groups whose gradients were handed over in this step
+        self._whole_phase = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
         # Of the step before, during this backward: writes, its end behind them, and which of
@@ -109,8 +109,8 @@ class ActionScheduler:
     def drain(self) -> None:
         """Everything that is queued is done; nothing is scheduled ahead."""
         self._write_behind()
-        self._lanes.flush()
-        self._ahead = False
+        self._lanes.drain()
+        self._whole_phase = False
 
     def _write_behind(self) -> None:
         """What the step before has left to be written: no backward comes during which it would."""
@@ -143,7 +143,7 @@ class ActionScheduler:
         # group in its order is the last use in any order that begins like it.
         sure = known is not None and Counter(self._reached) == Counter(known.backward)
         if known is not None and sure and whole and known.forward == tuple(self._forward):
-            self._ahead, self.speculated = True, speculate
+            self._whole_phase, self.speculated = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
             self._unreached = [group for group in range(len(self._groups)) if group not in used]
@@ -169,7 +169,7 @@ class ActionScheduler:
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = f"B{site}"
-        if self._ahead and self._lanes.expected() != name:
+        if self._whole_phase and self._lanes.expected() != name:
             # It takes another way than in the step before: what follows from the blocks that it has
             # reached is brought to its end, what was scheduled beyond is cancelled, and the rest
             # goes on demand.
@@ -179,15 +179,15 @@ class ActionScheduler:
                     "several ranks cannot follow; keep the blocks in one order, or train on one "
                     "rank"
                 )
-            self._cancel_ahead()
-        if not self._ahead:
+            self._cancel_rest()
+        if not self._whole_phase:
             made, self._buffers = sched.one_backward(self._spec, self._buffers, site)
             self._lanes.enqueue(made)
         self._backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
-    def _cancel_ahead(self) -> None:
-        cancelled = set(map(id, self._lanes.cancel_ahead()))
+    def _cancel_rest(self) -> None:
+        cancelled = set(map(id, self._lanes.cancel_queued()))
         left = [action for action in self._behind if id(action) in cancelled]
         writes = {(action.index, action.chunk) for action in left}
         second = tuple(key for key in sorted(self._second_updates) if key in writes)
@@ -197,13 +197,13 @@ class ActionScheduler:
         self._buffers = replace(empty_buffers(self._spec), behind=behind, second_updates=second)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
-        self._ahead, self._last_uses, self._behind = False, None, ()
+        self._whole_phase, self._last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """The gradients of `finished` groups are complete and handed over."""
         self._lanes.end()
-        self._updated.update(finished)
-        if not self._ahead and finished:
+        self._handed_over.update(finished)
+        if not self._whole_phase and finished:
             made, self._buffers = sched.updates(
                 self._writing, self._buffers, finished, after=f"B{site}",
                 deferred=self._deferred_now, speculate=self.speculated,
@@ -214,8 +214,8 @@ class ActionScheduler:
 
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
-        if not self._ahead:
-            self._unreached = [n for n in range(len(self._groups)) if n not in self._updated]
+        if not self._whole_phase:
+            self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
             made, self._buffers = sched.updates(
                 self._writing, self._buffers, self._unreached, after=Op.BACKWARD_DONE,
                 end=True, deferred=self._deferred_now, speculate=self.speculated,
@@ -260,7 +260,7 @@ class ActionScheduler:
                 self._writing, self._buffers, (), deferred=deferred, end_step=ends
             )
             self._lanes.enqueue(made, scalars)
-            self._lanes.flush()
+            self._lanes.drain()
             deferred, ends = (), False
         self._schedule_forward(deferred, scalars, end_step=ends)
 
@@ -316,7 +316,7 @@ class ActionScheduler:
         forward their updates may be queued behind its blocks, which pass; in backward they wait for
         nothing of it."""
         if in_backward:
-            self._cancel_ahead()
+            self._cancel_rest()
         self.drain()
 
     def reset(self) -> None:
@@ -328,8 +328,8 @@ class ActionScheduler:
 
     def _begin_step(self) -> None:
         self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
-        self._updated = set()
-        self._ahead, self._last_uses = False, None
+        self._handed_over = set()
+        self._whole_phase, self._last_uses = False, None
 
     def _weights(self, site: int, at: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]

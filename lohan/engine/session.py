@@ -256,7 +256,7 @@ class Session:
         before, self._finished = self._finished, []
         if self._executor is None:
             return before
-        finished = self._executor.runner.finished
+        finished = self._executor.runner.ended_metas
         return before + [finished.popleft() for _ in range(len(finished))]
 
     def flush(self) -> None:
@@ -612,9 +612,14 @@ class Replanner:
     def _forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         context = self._session.context
         assert context.workload is not None
-        durable = self._session.store.durability == "step"
+        two_generations = self._session.store.durability == "step"
         return forecast(
-            profile, context.blocks, context.workload, plan, durable=durable, clipped=clipped
+            profile,
+            context.blocks,
+            context.workload,
+            plan,
+            two_generations=two_generations,
+            clipped=clipped,
         )
 
 
@@ -650,8 +655,8 @@ def _difference(old: Plan, new: Plan) -> str:
     kept = {plan: _bytes(plan, KEPT) for plan in (old, new)}
     if kept[old] != kept[new]:
         parts.append(f"{format_bytes(kept[new])} of activations kept instead of recomputed")
-    if len(old.moved_out) != len(new.moved_out):
-        parts.append(f"those of {counted(len(new.moved_out), 'block')} on SSD")
+    if len(old.spilled_sites) != len(new.spilled_sites):
+        parts.append(f"those of {counted(len(new.spilled_sites), 'block')} on SSD")
     if len(old.deferred) != len(new.deferred):
         parts.append(f"{counted(len(new.deferred), 'group')} updated in the next forward")
     cached = _bytes(new, "cached optimizer state")

@@ -58,8 +58,9 @@ class Plan:
     host_cached_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
     host_cached_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
     kept: Kept = ()  # saved activations, by class
-    moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
-    moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
+    # Sites whose kept activations go to SSD, and room there for each of them.
+    spilled_sites: tuple[str, ...] = field(default=(), metadata=json_key("moved_out"))
+    spilled_site_bytes: tuple[int, ...] = field(default=(), metadata=json_key("moved_bytes"))
     act_buffers: int = 2  # of the largest such site, in host memory
     staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
@@ -90,23 +91,25 @@ class Plan:
         """Of all gradients, or of each group's."""
         return self.defers_all or self.block_clip > 0
 
-    def speculates(self, *, durable: bool) -> bool:
+    def speculates(self, *, two_generations: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are rolled back if it is, with
-        the gradients, where those are all in memory, or by running the step again. `durable`: there
-        is a committed generation to go back to. It is that of the step before if every step is
-        committed; otherwise updates wait."""
+        the gradients, where those are all in memory, or by running the step again.
+        `two_generations`: there is a committed one to go back to. It is that of the step before if
+        every step is committed; otherwise updates wait."""
         every_step = self.waits_for_norm and not self.commits_by_interval
-        return every_step and durable and (self.can_rerun or not self.spilled)
+        return every_step and two_generations and (self.can_rerun or not self.spilled)
 
     @property
     def waits_for_norm(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
         return self.defers_all and self.overlap and self.update_mode != "serial"
 
-    def always_waits(self, *, durable: bool, every_clipped: bool = False) -> bool:
+    def always_waits(self, *, two_generations: bool, every_clipped: bool = False) -> bool:
         """All updates of every step run in the next forward: between two commits, or if every step
         is clipped."""
-        return self.waits_for_norm and durable and (self.commits_by_interval or every_clipped)
+        return (
+            self.waits_for_norm and two_generations and (self.commits_by_interval or every_clipped)
+        )
 
     @property
     def commits_by_interval(self) -> bool:

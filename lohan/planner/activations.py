@@ -56,14 +56,14 @@ def choose(
     plan: Plan,
     *,
     limit: int,
-    durable: bool,
+    two_generations: bool,
     minimise: str = "time",
     kept: Kept | None = None,
     spill_all: bool = False,
 ) -> Choice:
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
-    pricer = _Pricer(profile, memory, workload, plan, limit, durable, spill_all)
+    pricer = _Pricer(profile, memory, workload, plan, limit, two_generations, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
     if plan.defers_all:
         shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
@@ -101,12 +101,12 @@ def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 class _Pricer:
     def __init__(
         self, profile: Profile, memory: HostMemoryModel, workload: BatchWorkload, plan: Plan,
-        limit: int, durable: bool, spill_all: bool,
+        limit: int, two_generations: bool, spill_all: bool,
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
-        self.durable, self.spill_all = durable, spill_all
-        self.writes_cached = durable and not plan.commits_by_interval  # in every step
-        bare = replace(plan, kept=(), moved_out=())
+        self.two_generations, self.spill_all = two_generations, spill_all
+        self.writes_cached = two_generations and not plan.commits_by_interval  # in every step
+        bare = replace(plan, kept=(), spilled_sites=())
         # What is left for activations, gradients that wait, weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
         self.parameters = float(sum(group.numel for group in memory.moving))
@@ -114,7 +114,7 @@ class _Pricer:
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
         """Choices with these activations kept; none if the device cannot hold them."""
-        bare = replace(self.plan, kept=kept, moved_out=())
+        bare = replace(self.plan, kept=kept, spilled_sites=())
         plan = self.memory.relieved(bare, self.profile.device_bytes)
         if plan is None:
             return []
@@ -139,7 +139,9 @@ class _Pricer:
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
         in_memory = replace(plan, spilled=plan.spilled if spilled else ())
-        if in_memory.speculates(durable=self.durable):  # steps that are not clipped count
+        if in_memory.speculates(
+            two_generations=self.two_generations
+        ):  # steps that are not clipped count
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
         if not plan.defers_all and waiting > free:
@@ -200,7 +202,7 @@ class _Pricer:
 def site_works(memory: HostMemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
     micro = (memory.micro_batch or workload.batch) * workload.seq
-    moved, staying = set(plan.moved_out), set(plan.staying)
+    moved, staying = set(plan.spilled_sites), set(plan.staying)
     works: dict[str, SiteWork] = {}
     made: dict[tuple[object, ...], SiteWork] = {}
     for name in memory.block_sites:
@@ -575,7 +577,7 @@ def _step(
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
     fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
-    bare = replace(plan, kept=(), moved_out=())
+    bare = replace(plan, kept=(), spilled_sites=())
     everything = by_class([frozenset(a.name for a in block.activations) for block in model.blocks])
     works = site_works(memory, workload, replace(bare, kept=everything)).values()
     inputs = input_bytes(model, workload.tokens, width)

@@ -81,19 +81,19 @@ class Forecast:
 
 
 def forecast(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool,
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, two_generations: bool,
     clipped: bool = False, rough: bool = False,
 ) -> Forecast:  # fmt: skip
     """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
     chunks of a model with many, to compare plans; of one with very many always."""
     work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
-    spec = spec_of(blocks, plan, durable=durable)
+    spec = spec_of(blocks, plan, two_generations=two_generations)
     chunks = sum(spec.chunks)
     if rough and chunks > ROUGHLY * FEW_CHUNKS:
         spec, work = _joined(spec, work, FEW_CHUNKS)
     elif chunks > 2 * MANY_CHUNKS:
         spec, work = _joined(spec, work, MANY_CHUNKS)
-    order = planned_order(blocks, plan, durable=durable, clipped=clipped)
+    order = planned_order(blocks, plan, two_generations=two_generations, clipped=clipped)
     machine = profile if order.commits else replace(profile, commit_s=0.0)
     chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
     phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())

@@ -197,7 +197,7 @@ class PlanProblem:
         return None if self.machine is None else self.machine.share(self.options.world)
 
     @property
-    def durable(self) -> bool:
+    def two_generations(self) -> bool:
         return self.options.durability == "step"
 
     @property
@@ -251,7 +251,7 @@ class MachinePlan(PlanProblem):
 
     @property
     def spec(self) -> ScheduleSpec:
-        return spec_of(self.blocks, self.plan, durable=self.durable)
+        return spec_of(self.blocks, self.plan, two_generations=self.two_generations)
 
     @property
     def phases(self) -> dict[str, Schedule]:
@@ -293,7 +293,12 @@ def solve(problem: PlanProblem) -> MachinePlan:
     machine, made, clipped, faster_s = problem.rank_machine, None, None, 0.0
     if machine is not None:
         plan, made, clipped = foreseen(
-            machine, problem.blocks, problem.workload, plan, known, durable=problem.durable
+            machine,
+            problem.blocks,
+            problem.workload,
+            plan,
+            known,
+            two_generations=problem.two_generations,
         )
         tokens = problem.batch * problem.workload.seq
         made = replace(made, tokens=tokens)
@@ -304,9 +309,9 @@ def solve(problem: PlanProblem) -> MachinePlan:
         faster = without_lane(problem.machine, made.binding).share(plan.world)
         faster_s = on_machine(made, faster).step_s
     calls = problem.site_order(plan) if problem.site_order is not None else ()
-    order = planned_order(problem.blocks, plan, calls, durable=problem.durable)
+    order = planned_order(problem.blocks, plan, calls, two_generations=problem.two_generations)
     if calls:
-        check_order(spec_of(problem.blocks, plan, durable=problem.durable), order)
+        check_order(spec_of(problem.blocks, plan, two_generations=problem.two_generations), order)
     return MachinePlan(
         **{field.name: getattr(problem, field.name) for field in fields(PlanProblem)},
         plan=plan, order=order, forecast=made, clipped=clipped, without_binding_s=faster_s,
@@ -327,7 +332,12 @@ def _if_every_clipped(problem: PlanProblem, machine: Profile, made: Forecast) ->
     other, known, _ = _within_drives(replace(problem, options=options))
     if known is None or known.work.joined:
         known = forecast(
-            machine, problem.blocks, problem.workload, other, durable=problem.durable, clipped=True
+            machine,
+            problem.blocks,
+            problem.workload,
+            other,
+            two_generations=problem.two_generations,
+            clipped=True,
         )
     return known if made.step_s >= WORTH * known.step_s else made
 
@@ -347,7 +357,7 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
             other = replace(made, options=options, host_bytes=host // world)
             plan, known, _ = _within_drives(other)
             return known or forecast(
-                machine, other.blocks, other.workload, plan, durable=other.durable
+                machine, other.blocks, other.workload, plan, two_generations=other.two_generations
             )
 
         found = alternatives(made.forecast, made.options, world * made.host_bytes, planned)
@@ -363,7 +373,7 @@ def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
         problem.check_drives(plan)
         return plan, known, False
     except SpaceError:
-        if problem.options.activations != "holistic" or not plan.moved_out:
+        if problem.options.activations != "holistic" or not plan.spilled_sites:
             raise
     least = replace(problem.options, activations="recompute")
     plan, known = replace(problem, options=least).sized(plan_with_forecast)

@@ -520,8 +520,8 @@ class HostMemoryModel:
             host |= self._peak_held(plan)
         entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
         entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
-        moved = tuple(self.site_bytes(plan, name) for name in plan.moved_out)
-        return replace(plan, moved_bytes=moved, ledger=(*entries, *self._on_ssd(plan)))
+        moved = tuple(self.site_bytes(plan, name) for name in plan.spilled_sites)
+        return replace(plan, spilled_site_bytes=moved, ledger=(*entries, *self._on_ssd(plan)))
 
     @property
     def staying(self) -> tuple[str, ...]:
@@ -643,8 +643,8 @@ class HostMemoryModel:
         room = plan.defers_all if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
-        if plan.moved_out:
-            moved = sum(self.site_bytes(plan, name) for name in plan.moved_out)
+        if plan.spilled_sites:
+            moved = sum(self.site_bytes(plan, name) for name in plan.spilled_sites)
             entries.append(LedgerEntry("ssd", "activations", moved))
         return entries
 
@@ -704,9 +704,9 @@ class HostMemoryModel:
         """Block inputs and what else is kept until backward, in host memory."""
         if self.found is None:
             return {}
-        moved = [self.site_bytes(plan, name) for name in plan.moved_out]
+        moved = [self.site_bytes(plan, name) for name in plan.spilled_sites]
         buffers = plan.act_buffers * max(moved, default=0)
-        gone = {*plan.moved_out, *plan.staying}
+        gone = {*plan.spilled_sites, *plan.staying}
         inputs = self._input_bytes - sum(self.found.sites[name].input_bytes for name in gone)
         kept = 0
         if plan.kept:
@@ -736,7 +736,7 @@ class HostMemoryModel:
         """Its backward takes what is kept of a slice as its own."""
         assert self.found is not None
         site, kept = self.found.sites[name], self.sizes.bytes_of(plan.kept, name)
-        moved, inputs = name in plan.moved_out, site.input_bytes
+        moved, inputs = name in plan.spilled_sites, site.input_bytes
         return Call(
             groups=groups, inputs=0 if moved else inputs, kept=0 if moved else kept,
             moved=inputs + kept if moved else 0, ahead=site.forward_bytes,

@@ -226,29 +226,39 @@ def plan_for_budget(
         blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
         device_bytes=device_bytes,
     )  # fmt: skip
-    durable = options.durability == "step"
-    if workload is None or profile is None or not plan.speculates(durable=durable):
+    two_generations = options.durability == "step"
+    if workload is None or profile is None or not plan.speculates(two_generations=two_generations):
         return plan
     if options.every_clipped:  # what is known is of clipped steps
         known = None
-    return foreseen(profile, blocks, workload, plan, known, durable=durable)[0]
+    return foreseen(profile, blocks, workload, plan, known, two_generations=two_generations)[0]
 
 
 def foreseen(
     profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, known: Forecast | None,
-    *, durable: bool,
+    *, two_generations: bool,
 ) -> tuple[Plan, Forecast, Forecast | None]:  # fmt: skip
     """The plan with updates made twice where they wait, and with the share of clipped steps up to
     which they need not; what it does while no step is clipped (`known`, if that is no rough one);
     and if each were, where that is another."""
     if known is None or known.work.joined:
-        known = forecast(profile, blocks, workload, plan, durable=durable)
-    if not plan.speculates(durable=durable):
+        known = forecast(profile, blocks, workload, plan, two_generations=two_generations)
+    if not plan.speculates(two_generations=two_generations):
         return plan, known, None
     if not plan.updated_twice:
-        waits = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
+        waits = forecast(
+            profile,
+            blocks,
+            workload,
+            plan,
+            two_generations=two_generations,
+            clipped=True,
+            rough=True,
+        )
         plan = _with_updates_twice(profile, blocks, workload, waits).plan
-    clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
+    clipped = forecast(
+        profile, blocks, workload, plan, two_generations=two_generations, clipped=True
+    )
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
 
@@ -264,11 +274,11 @@ def plan_with_forecast(
     made = _planned(blocks, options, **how)
     if options.minimise != "writes" or workload is None or profile is None:
         return made
-    durable = options.durability == "step"
+    two_generations = options.durability == "step"
 
     def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
         plan, found = made
-        found = found or forecast(profile, blocks, workload, plan, durable=durable)
+        found = found or forecast(profile, blocks, workload, plan, two_generations=two_generations)
         return found.written_bytes
 
     # The fastest plan is chosen by simulation, and may keep more in memory.
@@ -289,7 +299,8 @@ def _planned(
     return choose_commit_interval(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
         lambda plan: forecast(
-            profile, blocks, workload, plan, durable=True, clipped=options.every_clipped, rough=True
+            profile, blocks, workload, plan, two_generations=True, clipped=options.every_clipped,
+            rough=True,
         ),
     )  # fmt: skip
 
@@ -307,8 +318,8 @@ def _with_micro_batch(
     if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
         return options
     how |= {"workload": workload, "profile": profile}
-    durable, whole = options.durability == "step", replace(options, micro_batch=workload.batch)
-    candidates = [whole]
+    two_generations = options.durability == "step"
+    candidates = [whole := replace(options, micro_batch=workload.batch)]
     if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
         candidates.append(replace(whole, tiles=TILES[0]))
     commit = options.commit or EVERY_STEP
@@ -324,19 +335,23 @@ def _with_micro_batch(
         return plan_of(replace(asked, activations=kept))
 
     def worth(plan: Plan, least: float = math.inf) -> float:
-        made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+        made = forecast(
+            profile, blocks, workload, plan, two_generations=two_generations, rough=True
+        )
         if options.minimise == "writes":
             return made.written_bytes
         if options.minimise == "time" and made.step_s >= least:  # clipped steps take longer still
             return made.step_s
-        step_s = _expected_s(profile, blocks, workload, made, durable=durable, clipped=0.5)
+        step_s = _expected_s(
+            profile, blocks, workload, made, two_generations=two_generations, clipped=0.5
+        )
         if options.minimise == "time":
             return step_s
         return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
 
     best = plan_of(options)
     every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
-    if options.commit is None and durable and 2 * sum(weights_too(best)) > every:
+    if options.commit is None and two_generations and 2 * sum(weights_too(best)) > every:
         commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
         best = plan_of(options)
     if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
@@ -355,15 +370,21 @@ def _with_micro_batch(
 
 
 def _expected_s(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *, durable: bool,
-    clipped: float = CLIPPED,
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *,
+    two_generations: bool, clipped: float = CLIPPED,
 ) -> float:  # fmt: skip
     """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
     how likely it is."""
-    if not clipped or not made.plan.speculates(durable=durable):
+    if not clipped or not made.plan.speculates(two_generations=two_generations):
         return made.step_s
     other = forecast(
-        profile, blocks, workload, made.plan, durable=durable, clipped=True, rough=True
+        profile,
+        blocks,
+        workload,
+        made.plan,
+        two_generations=two_generations,
+        clipped=True,
+        rough=True,
     )
     return made.step_s + clipped * (other.step_s - made.step_s)
 
@@ -377,12 +398,12 @@ def _with_interval(
     in that memory may be worth more."""
     how |= {"workload": workload, "profile": profile}
     held, made = _simulated_plan(blocks, options, **how)
-    durable = options.durability == "step"
+    two_generations = options.durability == "step"
     every_clipped = options.every_clipped
     if held.commits_by_interval or every_clipped:
-        fixed = not held.always_waits(durable=durable, every_clipped=every_clipped)
+        fixed = not held.always_waits(two_generations=two_generations, every_clipped=every_clipped)
     else:
-        fixed = not (options.can_rerun and held.speculates(durable=durable))
+        fixed = not (options.can_rerun and held.speculates(two_generations=two_generations))
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
     if made is not None and not (fixed or few or options.spill_all):
         assert workload is not None and profile is not None
@@ -391,7 +412,7 @@ def _with_interval(
         assert other is not None
         clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
         expected_s = partial(
-            _expected_s, profile, blocks, workload, durable=durable, clipped=clipped
+            _expected_s, profile, blocks, workload, two_generations=two_generations, clipped=clipped
         )
         made = min(made, other, key=expected_s)
         held = made.plan
@@ -424,8 +445,8 @@ def _with_updates_twice(
     if not count:
         return waiting
     other = forecast(
-        profile, blocks, workload, replace(plan, updated_twice=spread(groups, count)), durable=True,
-        clipped=True, rough=True,
+        profile, blocks, workload, replace(plan, updated_twice=spread(groups, count)),
+        two_generations=True, clipped=True, rough=True,
     )  # fmt: skip
     return other if other.step_s < BETTER * waiting.step_s else waiting
 
@@ -462,19 +483,19 @@ def _simulated_plan(
     plan = plan_of(options)
     if workload is None or profile is None:
         return plan, None
-    durable = options.durability == "step"
+    two_generations = options.durability == "step"
 
     def simulated(plan: Plan) -> Forecast:
         return forecast(
-            profile, blocks, workload, plan, durable=durable, clipped=options.every_clipped,
-            rough=True,
+            profile, blocks, workload, plan, two_generations=two_generations,
+            clipped=options.every_clipped, rough=True,
         )  # fmt: skip
 
     made = simulated(plan)
     if options.minimise != "time" or not plan.overlap:
         return plan, made
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
-    chunks = sum(spec_of(blocks, plan, durable=durable).chunks)
+    chunks = sum(spec_of(blocks, plan, two_generations=two_generations).chunks)
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
     if quick:
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
@@ -491,7 +512,9 @@ def _simulated_plan(
             made, options = at_once, replace(options, update_mode="optimized")
 
     def updated_twice(made: Forecast) -> Forecast:
-        if not made.plan.always_waits(durable=durable, every_clipped=options.every_clipped):
+        if not made.plan.always_waits(
+            two_generations=two_generations, every_clipped=options.every_clipped
+        ):
             return made
         return _with_updates_twice(profile, blocks, workload, made)
 

@@ -201,7 +201,7 @@ class Sizer:
         plan = self.memory.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:
             plan = self.memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
-        return self._moved_out(plan, host_bytes)
+        return self._with_spilled_sites(plan, host_bytes)
 
     @property
     def _tiles(self) -> int:
@@ -254,16 +254,16 @@ class Sizer:
     def _fits(self, plan: Plan, limit: int) -> bool:
         return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
 
-    def _moved_out(self, plan: Plan, limit: int) -> Plan:
+    def _with_spilled_sites(self, plan: Plan, limit: int) -> Plan:
         """Activations go to SSD of as many blocks as it takes, spread over all of them: the drives
         are busy evenly then."""
         names = [name for name in self.memory.block_sites if name not in plan.staying]
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
             middle = (few + many) // 2
-            tried = self.memory.with_ledger(replace(plan, moved_out=spread(names, middle)))
+            tried = self.memory.with_ledger(replace(plan, spilled_sites=spread(names, middle)))
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
-        moved = self.memory.with_ledger(replace(plan, moved_out=spread(names, few)))
+        moved = self.memory.with_ledger(replace(plan, spilled_sites=spread(names, few)))
         # Where nothing is enough, small inputs take less than the buffers that they leave through.
         return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
 
@@ -311,7 +311,7 @@ class Sizer:
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
         while kept:
-            grown = self.memory.relieved(replace(plan, kept=kept, moved_out=()), self.device)
+            grown = self.memory.relieved(replace(plan, kept=kept, spilled_sites=()), self.device)
             if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
                 return grown
             kept = kept[:-1]
@@ -320,9 +320,9 @@ class Sizer:
     def _placed(self, plan: Plan, limit: int) -> Plan:
         """In host memory as far as that goes, or all of it on SSD, as G10 has it."""
         if self.options.activations != "g10":
-            return self._moved_out(self.memory.with_ledger(plan), limit)
+            return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.block_sites if name not in plan.staying)
-        return self.memory.with_ledger(replace(plan, moved_out=tuple(names)))
+        return self.memory.with_ledger(replace(plan, spilled_sites=tuple(names)))
 
     def _by_policy(self, plan: Plan, limit: int) -> Kept | None:
         """What the user wants kept, class by class; None: whatever is best."""
@@ -336,7 +336,7 @@ class Sizer:
             return None
         return choose(
             self.profile, self.memory, self.workload, plan, limit=limit,
-            durable=self.options.durability == "step", minimise=self.options.minimise,
+            two_generations=self.options.durability == "step", minimise=self.options.minimise,
             kept=kept, spill_all=self.options.spill_all,
         )  # fmt: skip
 

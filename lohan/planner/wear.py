@@ -140,13 +140,18 @@ def _rated(name: str, facts: DriveFacts | None) -> Drive:
 
 
 def written_per_step(
-    blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool, has_own_memory: bool
+    blocks: Blocks,
+    workload: BatchWorkload,
+    plan: Plan,
+    *,
+    two_generations: bool,
+    has_own_memory: bool,
 ) -> float:
     """Bytes to SSD of a step that is not clipped, of all ranks, with its share of the commits if
     these go by steps: no machine need be known for it."""
-    spec = spec_of(blocks, plan, durable=durable)
+    spec = spec_of(blocks, plan, two_generations=two_generations)
     work = step_work(blocks, workload, plan, has_own_memory=has_own_memory)
-    order = planned_order(blocks, plan, durable=durable)
+    order = planned_order(blocks, plan, two_generations=two_generations)
     *_, last = steps(spec, order, 2)
     written = sum(work.written(action) for phase in last.values() for action in phase)
     if not order.commits and plan.commit.steps:
@@ -191,19 +196,23 @@ def _candidates(
 ) -> Iterator[tuple[str, PlanOptions, int, str]]:
     """Only what can change the writes of this plan: planning takes time."""
     plan, work = now.plan, now.work
-    kind, durable = options.kind, options.durability == "step"
+    kind, two_generations = options.kind, options.durability == "step"
     if kind.moments == "fp32":
         small = replace(kind, moments="int8")
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
-    if durable and not plan.commits_by_interval and sum(weights_too(plan)) > (1 - LESS) * chunks:
+    if (
+        two_generations
+        and not plan.commits_by_interval
+        and sum(weights_too(plan)) > (1 - LESS) * chunks
+    ):
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
-    if plan.moved_out and options.activations == "holistic":
+    if plan.spilled_sites and options.activations == "holistic":
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
     state = sum(work.groups) * (work.layout.state + work.layout.weight) * plan.world
-    if plan.moved_out or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
+    if plan.spilled_sites or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
         size = format_bytes(2 * host_bytes).replace(" ", "")
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
 

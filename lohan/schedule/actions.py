@@ -163,7 +163,8 @@ class ScheduleSpec:
     host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each of its buffers
     write_through: bool = True  # what is cached is written to SSD in every step
     spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
-    moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
+    # Sites whose kept activations go to SSD.
+    spilled_sites: frozenset[int] = field(default=frozenset(), metadata=json_key("moved_out"))
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD
     device_slots: int = 0  # 0: compute reads host memory, there is no link
     device_grads: int = 2  # groups whose gradients are on the device at a time

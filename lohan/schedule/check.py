@@ -237,7 +237,7 @@ class _Check:
         """How many slots or buffers there are, for each that an action names."""
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.spec.act_buffers,)
-        moved = act if action.index in self.spec.moved_out else ()
+        moved = act if action.index in self.spec.spilled_sites else ()
         on_device = (DEVICE_BUFFERS,) if action.index in self.spec.offloaded else ()
         if action.kind in (Op.FORWARD, Op.BACKWARD):
             weights = (len(self.device) if self.spec.device_slots else slots,)

@@ -245,7 +245,7 @@ class Builder:
 
     def act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """A buffer for activations in flight to or from SSD, and after what it is free."""
-        if site not in self.spec.moved_out:
+        if site not in self.spec.spilled_sites:
             return (), ()
         buffer = self.acts.take()
         return (buffer,), self.acts.overwrite_after[buffer]
@@ -257,7 +257,9 @@ class Builder:
         buffer = self.device_acts.take()
         return (buffer,), self.device_acts.overwrite_after[buffer]
 
-    def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
+    def offload_activations(
+        self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]
+    ) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
         for buffer in by:
             made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, buffer), waits=(made,))
@@ -443,7 +445,7 @@ def forward(
         name = b.emit(Op.FORWARD, site, at=(*slots, *into, *by), waits=(*waits, *room, *free))
         b.used(groups, name)
         reached.passed(groups)
-        b.keep(site, name, into, by)
+        b.offload_activations(site, name, into, by)
     b.behind.extend(b.unwritten)
     if end_step and (b.unwritten or b.second_updates):
         b.behind.append(b.end_step_action())

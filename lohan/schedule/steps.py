@@ -22,7 +22,7 @@ from lohan.schedule.actions import (
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
 
-def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
+def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpec:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     cached = [numbers[key] for key in (*RESIDENTS, *plan.host_cached_weights) if key in numbers]
@@ -37,9 +37,11 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         grads=plan.grad_groups,
         host_cached_weights=tuple(cached),
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
-        write_through=durable,
+        write_through=two_generations,
         spilled=frozenset(numbers[key] for key in plan.spilled),
-        moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),
+        spilled_sites=frozenset(
+            n for n, s in enumerate(blocks.sites) if s.name in plan.spilled_sites
+        ),
         act_buffers=plan.act_buffers,
         device_slots=plan.device_slots,
         device_grads=plan.device_grads,
@@ -83,7 +85,12 @@ class ExecutionOrder:
 
 
 def planned_order(
-    blocks: Blocks, plan: Plan, sites: Sequence[int] = (), *, durable: bool, clipped: bool = False
+    blocks: Blocks,
+    plan: Plan,
+    sites: Sequence[int] = (),
+    *,
+    two_generations: bool,
+    clipped: bool = False,
 ) -> ExecutionOrder:
     """The order that a plan leads to: `sites`, or all of them as they come, and back again."""
     sites = tuple(sites) or tuple(range(len(blocks.sites)))
@@ -92,8 +99,8 @@ def planned_order(
     return ExecutionOrder(
         forward=sites, backward=reached[::-1], update_mode=plan.update_mode, overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
-        speculates=plan.speculates(durable=durable) and not clipped,
-        commits=not (durable and plan.commits_by_interval),
+        speculates=plan.speculates(two_generations=two_generations) and not clipped,
+        commits=not (two_generations and plan.commits_by_interval),
     )  # fmt: skip
 
 

@@ -400,14 +400,16 @@ class Store:
             raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
         return int(self._checksums[extent.index])
 
-    def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
-        """Submits a read of the committed generation, or with `fresh` of what the step in flight
-        has written and waited for. `fresh=None` reads the newest of the two. Of a scratch chunk the
+    def read(
+        self, key: str, chunk: int, buffer: Buffer, *, uncommitted: bool | None = False
+    ) -> Ticket:
+        """Submits a read of the committed generation, or with `uncommitted` of what the step in
+        flight has written and waited for; None: of the newest of the two. Of a scratch chunk the
         first bytes may be written and read, where the buffer has fewer."""
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
-            disk_slot, crc = self._readable(extent, fresh=fresh)
+            disk_slot, crc = self._readable(extent, uncommitted=uncommitted)
             if extent.scratch and buffer.nbytes > (there := self._tracker.scratch_bytes(extent)):
                 raise StoreError(
                     f"{chunk_name(extent)}: {there} bytes were written, a read asks for"
@@ -437,7 +439,7 @@ class Store:
         False: the file system cannot, and the chunk is to be copied."""
         own = self.layout.find(extent.key, extent.chunk)
         with source._lock:
-            from_disk_slot, _ = source._readable(extent, fresh=False)
+            from_disk_slot, _ = source._readable(extent, uncommitted=False)
             source._tracker.reserve("read", from_disk_slot, extent)
         try:
             with self._lock:
@@ -616,7 +618,7 @@ class Store:
         """Reads a chunk of the committed generation through a small buffer: where it lies, and
         what is wrong with it, if anything is."""
         with self._lock:
-            disk_slot, _ = self._readable(extent, fresh=False)
+            disk_slot, _ = self._readable(extent, uncommitted=False)
             self._tracker.reserve("read", disk_slot, extent)
         found, problem = 0, None
         try:
@@ -636,12 +638,12 @@ class Store:
             self._release("read", disk_slot, extent)
         return self._volume.path(disk_slot, extent), problem
 
-    def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
+    def _readable(self, extent: Extent, *, uncommitted: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""
         self._check_usable(reading=True)
         written = self._tracker.is_written(extent)
-        fresh = written if fresh is None else fresh
-        if (fresh or extent.scratch) and not written:
+        uncommitted = written if uncommitted is None else uncommitted
+        if (uncommitted or extent.scratch) and not written:
             raise StoreError(
                 f"{chunk_name(extent)} has not been written and waited for"
                 f" {'by this process' if extent.scratch else 'in the step in flight'};"
@@ -649,19 +651,20 @@ class Store:
             )
         if extent.scratch:
             return SCRATCH_DISK_SLOT, None
-        if not fresh and not self._committed:
+        if not uncommitted and not self._committed:
             raise StoreError(
-                f"{chunk_name(extent)}: nothing is committed yet; commit first or read it fresh"
+                f"{chunk_name(extent)}: nothing is committed yet; commit first or read the "
+                "uncommitted one"
             )
         if extent.fixed:
             return FIXED_DISK_SLOT, self._due(extent)
-        if fresh:
+        if uncommitted:
             crc = int(self._tracker.checksums[extent.index]) if self._verify == "always" else None
             return self._disk_slot_of(self.generation + 1), crc
         if written and self._volume.disk_slots == 1:
             raise StoreError(
                 f"{chunk_name(extent)} was overwritten in place by the step in flight;"
-                " read it fresh"
+                " read the uncommitted one"
             )
         return self._disk_slot_of(self.generation), self._due(extent)
 

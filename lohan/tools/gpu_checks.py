@@ -497,7 +497,7 @@ def training(bench: Bench) -> CheckResult:
         context = session.context
         assert context.workload is not None and context.profile is not None
         made = forecast(
-            context.profile, context.shards, context.workload, session.plan, durable=True
+            context.profile, context.shards, context.workload, session.plan, two_generations=True
         )
         parameters = context.blocks.parameters
     for ours, theirs in zip(losses, wanted, strict=True):

@@ -148,8 +148,8 @@ class Case:
         return self.forecast(plan, machine).step_s
 
     def forecast(self, plan: Plan, machine: Profile) -> Forecast:
-        durable = self.options.durability == "step"
-        return forecast(machine, self.blocks, self.workload, plan, durable=durable)
+        two_generations = self.options.durability == "step"
+        return forecast(machine, self.blocks, self.workload, plan, two_generations=two_generations)
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
         options = replace(

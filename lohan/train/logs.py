@@ -108,8 +108,10 @@ class Journal:
         session, context = self._session, self._session.context
         if context.workload is None:
             return None
-        durable = session.store.durability == "step"
-        return forecast(profile, context.shards, context.workload, session.plan, durable=durable)
+        two_generations = session.store.durability == "step"
+        return forecast(
+            profile, context.shards, context.workload, session.plan, two_generations=two_generations
+        )
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})

@@ -154,7 +154,7 @@ def check_loss(loss: float, state: TrainState) -> None:
 def check_norm(norm: float | None, before: TrainState, after: TrainState) -> None:
     """When backward has ended, where the norm is known. An fp16 gradient that leaves the range
     costs its step and halves the scale; it stops the run only where the scale has no way down."""
-    if after.skipped > before.skipped:
+    if after.skipped_steps > before.skipped_steps:
         if before.loss_scale <= SMALLEST_SCALE:
             raise _stopped(
                 f"gradient norm with loss scale {before.loss_scale:g}", norm, before.step

@@ -388,7 +388,7 @@ def one_step(
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
             row.update(executor.clipping.counts)
-        if executor.train_state.skipped > state.skipped:
+        if executor.train_state.skipped_steps > state.skipped_steps:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
@@ -444,7 +444,8 @@ def show_wear(
         return
     written = written_per_step(
         context.shards, context.workload, session.plan,
-        durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
+        two_generations=session.store.durability == "step",
+        has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
     lines = wear_lines(drives_at(folders), written, steps=steps, instead=instead)
     for line in lines:
@@ -471,8 +472,8 @@ def sparing_options(session: Session) -> list[Alternative]:
 
     def foreseen(plan: Plan, options: PlanOptions) -> Forecast:
         assert profile is not None and workload is not None
-        durable = options.durability == "step"
-        return forecast(profile, context.blocks, workload, plan, durable=durable)
+        two_generations = options.durability == "step"
+        return forecast(profile, context.blocks, workload, plan, two_generations=two_generations)
 
     now = foreseen(session.plan, context.options)
     return list(alternatives(now, context.options, context.host_bytes, planned))

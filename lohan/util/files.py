@@ -134,14 +134,12 @@ def json_key(key: str) -> dict[str, str]:
 
 
 def _key_of(field: Field[Any]) -> str:
-    key: str = field.metadata.get(JSON_KEY, field.name)
-    return key
+    return str(field.metadata.get(JSON_KEY, field.name))
 
 
 def json_object(value: Any) -> dict[str, Any]:
     """A dataclass as an object, by the keys that its fields have in JSON."""
-    found = asdict(value)
-    return {_key_of(field): found[field.name] for field in fields(value)}
+    return {_key_of(f): v for f, v in zip(fields(value), asdict(value).values(), strict=True)}
 
 
 def from_json(cls: type[Made], data: object, *, name: str = "") -> Made:

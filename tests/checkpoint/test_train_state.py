@@ -15,7 +15,7 @@ def test_the_loss_scale_grows_after_clean_updates():
     made = made.updated(scaled=True, absent=())
     assert (made.loss_scale, made.clean_updates) == (2 * scale, 0)
     made = made.overflowed()
-    assert (made.loss_scale, made.clean_updates, made.skipped) == (scale, 0, 1)
+    assert (made.loss_scale, made.clean_updates, made.skipped_steps) == (scale, 0, 1)
 
 
 def test_the_loss_scale_has_bounds():

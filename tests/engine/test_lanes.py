@@ -53,7 +53,7 @@ class Recorder:
         self.note("complete", action)
         assert handle == [action.name]
 
-    def update(self, action: Action, scalars: Any) -> None:
+    def run_optimizer(self, action: Action, scalars: Any) -> None:
         self.scalars.append(scalars)
         self.note("start", action)
         self.note("complete", action)
@@ -90,7 +90,7 @@ def drive(lanes: Lanes, runner: Recorder, text: str, scalars: Any = None) -> Non
             runner.note("start", action)
             runner.note("complete", action)
             lanes.end()
-    lanes.flush()
+    lanes.drain()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,7 +136,7 @@ def test_several_in_flight_on_the_ssd_lane(make):
 
     runner.complete, runner.submit = complete, start  # type: ignore[method-assign]
     lanes.enqueue(from_text("R0@0 R1@1"))
-    lanes.flush()
+    lanes.drain()
     assert runner.events == [("complete", "R0"), ("complete", "R1")]
 
 
@@ -147,7 +147,7 @@ def test_lanes_overlap(make):
     runner.note = lambda verb, action: verb == "start" and both.wait(30)  # type: ignore[assignment]
     lanes = make(runner)
     lanes.enqueue(from_text("U0.0@0,0 R1@1"))
-    lanes.flush()
+    lanes.drain()
 
 
 def test_updates_on_the_callers_thread(make):
@@ -155,14 +155,14 @@ def test_updates_on_the_callers_thread(make):
     runner = Recorder()
     lanes = make(runner, way="caller")
     seen: list[str] = []
-    run = runner.update
+    run = runner.run_optimizer
 
     def on_caller(action: Action, scalars: Any) -> None:
         assert threading.current_thread() is threading.main_thread()
         seen.append(action.name)
         run(action, scalars)
 
-    runner.update = on_caller  # type: ignore[method-assign]
+    runner.run_optimizer = on_caller  # type: ignore[method-assign]
     lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) U1.0@0,1 W0.0@0,0(U0.0) F1@1(W0.0) U1.1@0,1(F1)"))
     lanes.begin("F0")
     lanes.end()
@@ -194,7 +194,7 @@ def test_context_comes_with_its_schedule(make):
     lanes = make(runner)
     lanes.enqueue(from_text("U0.0@0,0 U0.1@0,0"), "first")
     lanes.enqueue(from_text("U1.0@0,0"), "second")
-    lanes.flush()
+    lanes.drain()
     assert runner.scalars == ["first", "first", "second"]
 
 
@@ -217,7 +217,7 @@ def test_wait_for_and_flush(way, make):
     lanes.wait_for("R0", "nobody")
     assert ("complete", "R0") in runner.events
     assert ("start", "U0.0") not in runner.events
-    lanes.flush()  # F0 passes without being done
+    lanes.drain()  # F0 passes without being done
     assert runner.events[-1] == ("complete", "W0.0")
     assert lanes.expected() is None
 
@@ -256,7 +256,7 @@ def test_an_error_on_any_lane_stops_the_step(verb, token, lane, way, make):
     with pytest.raises(OSError, match="the drive is gone"):
         lanes.enqueue(from_text("R0@0"))
     with pytest.raises(OSError, match="the drive is gone"):
-        lanes.flush()
+        lanes.drain()
 
     runner.fail.clear()
     lanes.reset()
@@ -275,7 +275,7 @@ def test_the_note_names_the_ten_before(make):
     runner.fail["complete", "R12"] = OSError("no")
     lanes.enqueue(from_text(" ".join(f"R{i}@{i}" for i in range(14))))
     with pytest.raises(OSError) as raised:
-        lanes.flush()
+        lanes.drain()
     note = raised.value.__notes__[0]
     assert note.endswith("before it: " + " ".join(f"R{i}@{i}" for i in range(2, 12)))
 
@@ -301,7 +301,7 @@ def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
     assert reached.wait(30)
     runner.hold.set()
     with pytest.raises(OSError, match="no"):
-        lanes.flush()
+        lanes.drain()
     lanes.reset()
     completed = [name for verb, name in runner.events if verb == "complete"]
     assert completed == ["R0", "R1", "R2"]
@@ -330,9 +330,9 @@ def test_the_first_error_is_the_one_that_is_told(make):
     lanes.enqueue(from_text("R0@0 R1@1"))
     for _ in range(2):
         with pytest.raises(OSError, match="first"):
-            lanes.flush()
+            lanes.drain()
     lanes.reset()
-    lanes.flush()
+    lanes.drain()
 
 
 def test_reset_without_an_error_gives_the_step_up(make):
@@ -343,7 +343,7 @@ def test_reset_without_an_error_gives_the_step_up(make):
     lanes.begin("F0")
     lanes.reset()
     assert lanes.expected() is None
-    lanes.flush()
+    lanes.drain()
     assert ("start", "U0.0") not in runner.events
 
 
@@ -413,7 +413,7 @@ def test_what_lies_ahead_is_taken_back(way, seed, make):
     lanes.enqueue(from_text(f"{before} {beyond}"))
     lanes.begin("B1")
     lanes.end()
-    lanes.cancel_ahead()
+    lanes.cancel_queued()
     done = [name for verb, name in runner.events if verb == "complete"]
     assert sorted({*done} - {"R2"}) == ["S0.0", "S1.0", "U1.0", "W1.0"]
     assert lanes.expected() is None
@@ -431,7 +431,7 @@ def test_an_error_while_it_is_taken_back(make):
     lanes.begin("B1")
     lanes.end()
     with pytest.raises(ValueError, match="torn"):
-        lanes.cancel_ahead()
+        lanes.cancel_queued()
     lanes.reset()
     runner.fail.clear()
     drive(lanes, runner, TEXT)

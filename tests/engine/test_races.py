@@ -97,8 +97,9 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
         moved = tuple(site.name for site in blocks.sites if site.name in MOVED)
         sizes = (MiB,) * len(moved)
         return replace(
-            plan, moved_out=moved, moved_bytes=sizes, act_buffers=2, staying=(), window=1,
-            weight_slots=2, host_cached_weights=(), device_slots=min(plan.device_slots, 2),
+            plan, spilled_sites=moved, spilled_site_bytes=sizes, act_buffers=2, staying=(),
+            window=1, weight_slots=2, host_cached_weights=(),
+            device_slots=min(plan.device_slots, 2),
         )  # fmt: skip
 
     patch.setattr("lohan.engine.attach.plan_for_budget", planned)

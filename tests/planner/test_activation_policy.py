@@ -43,14 +43,14 @@ def test_every_policy_of_the_simulator_is_a_wish():
 @pytest.mark.parametrize("asked", ["static", "recompute", "inputs"])
 def test_nothing_but_inputs(asked):
     made = plan(asked)
-    assert made.kept == () and made.moved_out == ()
+    assert made.kept == () and made.spilled_sites == ()
 
 
 def test_g10_sends_everything_to_ssd():
     made = plan("g10")
     assert made.kept_counts == dict.fromkeys(NAMES, 6)
-    assert len(made.moved_out) == 6
-    assert plan("all").kept == made.kept and plan("all").moved_out == ()
+    assert len(made.spilled_sites) == 6
+    assert plan("all").kept == made.kept and plan("all").spilled_sites == ()
 
 
 def test_capuchin_keeps_all_of_the_first_blocks():
@@ -62,7 +62,7 @@ def test_capuchin_keeps_all_of_the_first_blocks():
     assert all(classes == set(NAMES) for classes in kept[:whole])
     assert kept[whole] < set(NAMES) and (not kept[whole] or NAMES[0] in kept[whole])  # by benefit
     assert not any(kept[whole + 1 :])
-    assert made.moved_out == ()
+    assert made.spilled_sites == ()
 
 
 @pytest.mark.parametrize("profile", [SLOW, None])
@@ -71,7 +71,7 @@ def test_policies_that_know_no_ssd_stay_in_memory(asked, profile):
     pytest.importorskip("scipy")
     for host in range(SOME, 4 * SOME, SOME // 4):
         made = plan(asked, host, profile)
-        assert made.moved_out == () and made.tier_bytes("host") <= host
+        assert made.spilled_sites == () and made.tier_bytes("host") <= host
 
 
 def test_checkmate_recomputes_least():

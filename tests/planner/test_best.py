@@ -39,7 +39,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     at_once = closed_form_plan(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
     made = plan_for_budget(BLOCKS, OPTIONS, **asked)
     deferring, without, best = (
-        forecast(MACHINE, BLOCKS, WORKLOAD, plan, durable=True).step_s
+        forecast(MACHINE, BLOCKS, WORKLOAD, plan, two_generations=True).step_s
         for plan in (closed, at_once, made)
     )
     assert closed.deferred and (deferring < without) is deferring_pays
@@ -137,7 +137,9 @@ def test_a_plan_for_clipped_steps():
     made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
     assert made.changes_plan and len(made.clipped.plan.spilled) < len(made.plan.spilled)
     assert len(made.clipped.plan.updated_twice) > len(made.plan.updated_twice)
-    own = forecast(made.machine, made.blocks, made.workload, made.plan, durable=True, clipped=True)
+    own = forecast(
+        made.machine, made.blocks, made.workload, made.plan, two_generations=True, clipped=True
+    )
     assert made.clipped.step_s < own.step_s / 1.05 and made.step_s < made.clipped.step_s
     assert "above the limit, by a plan for such steps" in "\n".join(describe(made, steps=None))
 
@@ -154,7 +156,7 @@ def test_a_rough_forecast_of_very_many_chunks():
         asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
     )
     exact, rough = (
-        forecast(machine, asked.blocks, workload, plan, durable=True, rough=way)
+        forecast(machine, asked.blocks, workload, plan, two_generations=True, rough=way)
         for way in (False, True)
     )
     assert sum(map(len, rough.phases)) < 0.3 * sum(map(len, exact.phases))

@@ -37,7 +37,7 @@ def made(*, flops, rate, **shares):
     plan = closed_form_plan(
         BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
     )
-    return forecast(replace(machine, **shares), BLOCKS, WORKLOAD, plan, durable=True)
+    return forecast(replace(machine, **shares), BLOCKS, WORKLOAD, plan, two_generations=True)
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():
@@ -84,7 +84,7 @@ def on_device(*, drives: int, host_rate: float):
     plan = closed_form_plan(
         blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine
     )
-    return forecast(machine, blocks, workload, plan, durable=True)
+    return forecast(machine, blocks, workload, plan, two_generations=True)
 
 
 def test_four_fast_drives_tie_with_main_memory():

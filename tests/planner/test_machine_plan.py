@@ -153,7 +153,7 @@ def test_the_schedule_that_is_simulated_is_the_one_that_runs():
 
     asked = request("gpt-13b", "ratel-4090", batch=8)
     made = plan_for_machine(asked)
-    shape = spec_of(layout_of(asked.model), made.plan, durable=True)
+    shape = spec_of(layout_of(asked.model), made.plan, two_generations=True)
     chain = tuple(action for phase in made.forecast.phases for action in phase)
     validate(chain, shape, empty_buffers(shape), whole=True)
 
@@ -233,7 +233,7 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
     asked = replace(request("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
     plenty = plan_for_machine(with_room(asked, 1, 10**15))
     needed = plenty.plan.tier_bytes("ssd")
-    assert plenty.plan.kept and plenty.plan.moved_out and not plenty.scarce
+    assert plenty.plan.kept and plenty.plan.spilled_sites and not plenty.scarce
     less = plan_for_machine(with_room(asked, 1, needed - 1))
     assert less.scarce and not less.plan.kept and less.plan.tier_bytes("ssd") < needed
     assert "the drives have no room for more" in "\n".join(describe(less, steps=None))
@@ -284,7 +284,7 @@ def test_the_choice_is_the_best_of_all(clip):
 
     def price(kept):
         return choose(
-            asked.machine, memory, workload, bare, limit=asked.host, durable=True, kept=kept
+            asked.machine, memory, workload, bare, limit=asked.host, two_generations=True, kept=kept
         ).step_s
 
     best = price(None)

@@ -123,7 +123,7 @@ def test_alternatives_are_what_the_options_would_give():
 def test_activations_on_ssd_can_be_kept_off_it():
     request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     made = with_alternatives(plan_for_machine(request))
-    assert made.plan.moved_out
+    assert made.plan.spilled_sites
     options = {other.option.split()[0] for other in made.instead}
     assert {"--activations", "--host"} <= options and "--moments" not in options
 
@@ -153,7 +153,7 @@ def test_a_machine_without_prices_has_no_cheapest_plan():
 def test_what_a_step_writes_needs_no_machine():
     made = plan_for_machine(asked())
     written = written_per_step(
-        made.blocks, made.workload, made.plan, durable=True, has_own_memory=True
+        made.blocks, made.workload, made.plan, two_generations=True, has_own_memory=True
     )
     assert written == made.forecast.written_bytes
 

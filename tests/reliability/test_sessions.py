@@ -94,7 +94,7 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
 
 def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some time after a step is given up."""
-    go, abort = threading.Event(), Executor.abort
+    go, abort = threading.Event(), Executor.abort_step
 
     def delay(action: Action) -> None:
         if action.kind == "C":
@@ -105,7 +105,7 @@ def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None
         abort(executor)
 
     session.executor.scheduler._lanes.delay = delay
-    monkeypatch.setattr(Executor, "abort", given_up)
+    monkeypatch.setattr(Executor, "abort_step", given_up)
 
 
 @pytest.mark.parametrize("closed", [False, True])

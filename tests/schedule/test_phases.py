@@ -174,11 +174,11 @@ def test_updates_that_do_not_wait_for_the_norm():
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
     cached = replace(TWO, host_cached_weights=(1,), host_cached_state=((1, 0),))
-    for durable, wanted in (
+    for two_generations, wanted in (
         (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
-        spec = replace(cached, write_through=durable)
+        spec = replace(cached, write_through=two_generations)
         made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
@@ -392,7 +392,7 @@ def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec
     of one of several ranks."""
     once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
     moved = frozenset(site for site in once if draw(st.booleans()))
-    spec = replace(spec, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
+    spec = replace(spec, spilled_sites=moved, act_buffers=draw(st.integers(1, 3)))
     if not draw(st.booleans()):
         return spec
     wide = max(map(len, spec.sites))
@@ -476,7 +476,7 @@ def commit_between_spill_and_fetch() -> Run:
     spec = ScheduleSpec(
         sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1,
         host_cached_weights=(1,), host_cached_state=((1, 1),), write_through=True,
-        moved_out=frozenset({3}), act_buffers=1,
+        spilled_sites=frozenset({3}), act_buffers=1,
     )  # fmt: skip
     first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
     last = Step(order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False)

@@ -40,9 +40,11 @@ def step(store: Store) -> None:
     store.commit({"step": generation})
 
 
-def read_chunk(store: Store, key: str, chunk: int, nbytes: int, *, fresh: bool = False) -> Buffer:
+def read_chunk(
+    store: Store, key: str, chunk: int, nbytes: int, *, uncommitted: bool = False
+) -> Buffer:
     buffer = aligned_buffer(nbytes)
-    store.wait(store.read(key, chunk, buffer, fresh=fresh))
+    store.wait(store.read(key, chunk, buffer, uncommitted=uncommitted))
     return buffer
 
 

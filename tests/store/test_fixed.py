@@ -81,7 +81,7 @@ def test_a_store_without_it_is_not_whole(tmp_path: Path):
 
 
 def assert_fixed_fresh(store: Store) -> None:
-    found = read_chunk(store, "base", 1, PAGE, fresh=True)
+    found = read_chunk(store, "base", 1, PAGE, uncommitted=True)
     assert np.array_equal(found, content("base", 1, PAGE, 0))
 
 

@@ -71,8 +71,8 @@ def test_the_committed_generation_stays_readable_while_the_next_is_written(tmp_p
         write_all(store, 2)
         assert_holds(store, 1)
         for key, chunk, nbytes in STATE:
-            fresh = read_chunk(store, key, chunk, nbytes, fresh=True)
-            assert np.array_equal(fresh, content(key, chunk, nbytes, 2))
+            uncommitted = read_chunk(store, key, chunk, nbytes, uncommitted=True)
+            assert np.array_equal(uncommitted, content(key, chunk, nbytes, 2))
         store.commit({"step": 2})
         assert_holds(store, 2)
 
@@ -90,7 +90,7 @@ def test_discard_lets_the_step_run_again(tmp_path: Path, engine):
         store.write(key, chunk, content(key, chunk, nbytes, 9))  # not even waited for
         store.discard()
         with pytest.raises(StoreError, match="not been written and waited for"):
-            store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
+            store.read(key, chunk, aligned_buffer(nbytes), uncommitted=True)
         assert_holds(store, 0)
         step(store)
         assert_holds(store, 1)
@@ -132,7 +132,7 @@ def test_a_chunk_in_use_is_not_overwritten(tmp_path: Path):
         with pytest.raises(StoreError, match="while a write of it in flight"):
             store.write(key, chunk, content(key, chunk, nbytes, 1))
         store.wait(first)
-        reading = store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
+        reading = store.read(key, chunk, aligned_buffer(nbytes), uncommitted=True)
         with pytest.raises(StoreError, match="while 1 read"):
             store.write(key, chunk, content(key, chunk, nbytes, 1))
         store.wait(reading)
@@ -182,7 +182,7 @@ def test_a_write_that_comes_back_after_discard_counts_for_nothing(tmp_path: Path
             store.write(key, chunk, content(key, chunk, nbytes, 1))
         waiting.join()
         with pytest.raises(StoreError, match="not been written and waited for"):
-            store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
+            store.read(key, chunk, aligned_buffer(nbytes), uncommitted=True)
 
 
 # -- scratch ---------------------------------------------------------------------------------
