@@ -334,21 +334,6 @@ def _with_micro_batch(
         kept = "recompute" if options.activations == "holistic" else options.activations
         return plan_of(replace(asked, activations=kept))
 
-    def worth(plan: Plan, least: float = math.inf) -> float:
-        made = forecast(
-            profile, blocks, workload, plan, two_generations=two_generations, rough=True
-        )
-        if options.minimise == "writes":
-            return made.written_bytes
-        if options.minimise == "time" and made.step_s >= least:  # clipped steps take longer still
-            return made.step_s
-        step_s = _expected_s(
-            profile, blocks, workload, made, two_generations=two_generations, clipped=0.5
-        )
-        if options.minimise == "time":
-            return step_s
-        return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
-
     best = plan_of(options)
     every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
     if options.commit is None and two_generations and 2 * sum(weights_too(best)) > every:
@@ -357,6 +342,7 @@ def _with_micro_batch(
     if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
         candidates.append(replace(options, micro_batch=-(-workload.batch // 2)))
     options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
+    worth = partial(_to_minimise, profile, blocks, workload, options)
     least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
     for candidate in candidates:
         with suppress(BudgetError):
@@ -367,6 +353,26 @@ def _with_micro_batch(
             if (found := worth(plan, least)) < least:
                 options, least = candidate, found
     return options
+
+
+def _to_minimise(
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, options: PlanOptions, plan: Plan,
+    least: float = math.inf,
+) -> float:  # fmt: skip
+    """What the options want little of, where half of the steps are clipped. `least`: what others
+    take; from there on it may be too little."""
+    two_generations = options.durability == "step"
+    made = forecast(profile, blocks, workload, plan, two_generations=two_generations, rough=True)
+    if options.minimise == "writes":
+        return made.written_bytes
+    if options.minimise == "time" and made.step_s >= least:  # clipped steps take longer still
+        return made.step_s
+    step_s = _expected_s(
+        profile, blocks, workload, made, two_generations=two_generations, clipped=0.5
+    )
+    if options.minimise == "time":
+        return step_s
+    return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
 
 
 def _expected_s(
@@ -468,17 +474,14 @@ def _resting_s(made: Forecast) -> float:
 
 
 def _simulated_plan(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
-    profile: Profile | None, device_bytes: int | None, near: Sequence[Kept] = (),
+    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
+    profile: Profile | None, near: Sequence[Kept] = (), **how: Any,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
     """With a rough forecast, where the plan was simulated. `near`: what a plan that differs little
     has kept."""
 
     def plan_of(asked: PlanOptions) -> Plan:
-        return closed_form_plan(
-            blocks, asked, host_bytes=host_bytes, workload=workload, profile=profile,
-            device_bytes=device_bytes,
-        )  # fmt: skip
+        return closed_form_plan(blocks, asked, workload=workload, profile=profile, **how)
 
     plan = plan_of(options)
     if workload is None or profile is None:
