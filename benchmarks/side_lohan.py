@@ -163,7 +163,8 @@ def described(plan: Any) -> dict[str, Any]:
         "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
         "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
         "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
-        "spilled": len(plan.spilled), "host_cached_weights": len(plan.host_cached_weights),
+        "spilled": len(plan.spilled_gradients),
+        "host_cached_weights": len(plan.host_cached_weights),
         "host_cached_state": len(plan.host_cached_state), "kept": plan.kept_counts,
         "commit": [plan.commit.steps, plan.commit.seconds],
     }  # fmt: skip

@@ -155,7 +155,7 @@ class Tuning:
             ring=self.ring, grad_groups=self.grads, host_cached_weights=weights,
             host_cached_state=state,
             updated_twice=twice if plan.defers_all and plan.overlap else (),
-            spilled=some(keys, self.spilled) if plan.defers_all else (),
+            spilled_gradients=some(keys, self.spilled) if plan.defers_all else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,

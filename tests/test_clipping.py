@@ -62,7 +62,7 @@ def test_the_plan_knows_the_room_for_held_gradients(clip, tmp_path):
             file = session.store.dirs[0] / SCRATCH
             size = file.stat().st_size if file.exists() else 0
             assert rows.get("room for held gradients", 0) == size
-            assert not session.plan.spilled
+            assert not session.plan.spilled_gradients
             reserved.add(size)
     assert len(reserved) == 1 and (reserved.pop() > 0) is (clip > 0)
 
@@ -139,7 +139,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
             session.model(**batch).backward()
         session.flush()
         assert set(seen) == {"U"}
-        assert session.executor.runner.pending.on_host == {}
+        assert session.executor.runner.pending.ready_for_update == {}
         assert session.executor.grad_norm is None
 
 
@@ -149,9 +149,9 @@ def test_held_gradients_are_let_go(tmp_path, monkeypatch):
     with attached(net("tied"), tmp_path, clip=0.1) as session:
         for batch in data(3):
             session.model(**batch).backward()
-        assert session.executor.runner.pending.on_host
+        assert session.executor.runner.pending.ready_for_update
         session.flush()
-        assert session.executor.runner.pending.on_host == {}
+        assert session.executor.runner.pending.ready_for_update == {}
 
 
 # -- the kernel -----------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def check(
             counts.append(tuple(found[key] for key in ("speculated", "redone") if key in found))
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
-        assert not executor.runner.pending.on_host
+        assert not executor.runner.pending.ready_for_update
 
 
 @pytest.mark.parametrize(

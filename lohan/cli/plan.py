@@ -147,8 +147,8 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         **_clipping(plan),
         **_updated_twice(plan),
         "commits": _commits(made),
-        "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
-        f"{len(plan.spilled)} on SSD",
+        "held gradients": f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
+        f"{len(plan.spilled_gradients)} on SSD",
         "cached weights": f"{len(plan.host_cached_weights)} of {len(moving)} groups, "
         f"{format_bytes(cached)} of {format_bytes(whole)}",
         "cached state": f"{len(plan.host_cached_state)} of {sum(made.spec.chunks)} chunks",
@@ -216,15 +216,15 @@ def _activations(plan: Plan) -> str:
 def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
     if plan.update_mode == "serial" or (plan.defers_all and not plan.overlap):
         return f"{plan.update_mode}: all {groups} groups after backward"
-    if plan.speculates(two_generations=two_generations) and plan.clip and not plan.block_clip:
-        again = "run again" if plan.spilled else "updated again"
+    if plan.may_speculate(two_generations=two_generations) and plan.clip and not plan.block_clip:
+        again = "run again" if plan.spilled_gradients else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
         return (
             f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
-    if plan.speculates(two_generations=two_generations):
+    if plan.may_speculate(two_generations=two_generations):
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.defers_all:
         scaled = plan.block_clip or not plan.clip

@@ -28,7 +28,7 @@ Forward
 
 Backward
  6 [caller] loss.backward(): the first backward of ours calls Executor.enter_backward, which queues
-   finish_step as autograd's callback and enqueues all of backward if its order is known.
+   on_backward_done as autograd's callback and enqueues all of backward if its order is known.
  7 [ssd R, I; h2d L, V; net A] Weights that were evicted, and activations, come back.
  8 [caller B] BlockRunner.backward: SlicedCompute recomputes what was not saved and runs autograd.
 
@@ -39,10 +39,12 @@ A gradient
                        (GradientOffload.set_aside)
    pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                        [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
-   pending.on_host     where updates find it; on the CPU right after the sink
+   pending.ready_for_update
+                       where updates find it; on the CPU right after the sink
    GradientSpill       a held gradient without room: [ssd P] written, [ssd G] read for its update
-   Resident parameters have theirs in `.grad` until finish_step. [optimizer H] takes the squares of
-   gradients for a norm; a device has summed them before it handed them over, and H reads that.
+   Resident parameters have theirs in `.grad` until on_backward_done. [optimizer H] takes the
+   squares of gradients for a norm; a device has summed them before it handed them over, and H reads
+   that. Squares of resident parameters, and of groups that backward did not reach, the caller sums.
 
 The optimizer
  9 [ssd S] A chunk of state into the state ring: moments; the master weights where weights are fp16,
@@ -53,23 +55,26 @@ The optimizer
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
    waiting for the norm if every step is committed, while few steps are clipped (`Clipping` has
    all conditions; the first step of a start or of a new plan always waits); else gradients are
-   held until it is known, and updates run in the next forward, each before its block; where reads
-   are cheap some are made twice: weights there, then state and weights in backward, to be written.
+   held until it is known, and updates run in the next forward, each before its block. Where reads
+   are cheap some updates are made twice: in forward for the weights alone, and in the backward
+   after it once more, from the same state, for what is written.
    `serial` updates before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
-12 [caller] finish_step: late and resident gradients; the norm, with clipping or fp16, and if it is
-   too large for updates that have run, their roll-back (Clipping), after which they are redone or
-   the step runs again; TrainState counts the step; its meta (counters, random state, buffers, the
-   row of metrics) waits for the commit; the next forward is enqueued. An fp16 overflow skips all
-   updates; its meta is committed alone, or with the steps before it if they are not yet.
-13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
+12 [caller] on_backward_done: late and resident gradients; the norm, where it is needed (clipping,
+   fp16, `serial`), and if it is too large for updates that have run, their roll-back (Clipping),
+   after which they are redone or the step runs again; TrainState counts the step; its meta
+   (counters, random state, buffers, the row of metrics) waits for the commit; the next forward is
+   enqueued. An fp16 overflow skips all updates; its meta is committed alone, or with the steps
+   before it if they are not yet.
+13 [done C] Behind the last W: Store.commit syncs the disk slot that was written, its checksums,
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. With
-   commits by interval, C of most steps only counts them, and what is cached is written by the
-   others. Where all updates run in the next forward, what is cached is written during the
-   backward after it, and C comes there: a crash can cost the step in flight and the one before it.
+   commits by interval, C of most steps commits nothing, and weights and state in host memory are
+   written only in the steps that commit. Where all updates run in the next forward, what is cached
+   is written during the backward after it, and C comes there: a crash can cost the step in flight
+   and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.commit or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort_step drops

@@ -81,7 +81,7 @@ class ActionRunner:
             cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )  # fmt: skip
         self._gradient_spill: GradientSpill | None = None
-        if plan.spilled:
+        if plan.spilled_gradients:
             self._gradient_spill = GradientSpill(
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
@@ -96,7 +96,7 @@ class ActionRunner:
         self._used: list[int] = []
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
-        # Of the two before: the caller decides, the optimizer lane updates.
+        # Of `_keeping` and `_used`: the caller sets them, the optimizer lane reads them.
         self._lock = threading.Lock()
         self.device: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
@@ -198,7 +198,9 @@ class ActionRunner:
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
             assert self._gradient_spill is not None
-            grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
+            grads = self.pending.ready_for_update.get(
+                number, {}
+            )  # none: no use of it got a gradient
             yield self._gradient_spill.write(number, chunk, action.at[0], grads)
         elif action.kind == Op.FETCH_GRADIENTS:
             assert self._gradient_spill is not None
@@ -252,7 +254,7 @@ class ActionRunner:
             if grads is not None:  # held here until they have arrived
                 squares = self.pending.squares_on_device.pop(number, None)
                 gradient_offload, group = self.device.gradient_offload, self._groups[number]
-                self.pending.on_host[number] = gradient_offload.offload(
+                self.pending.ready_for_update[number] = gradient_offload.offload(
                     number, group, grads, squares=squares
                 )
                 del self.pending.on_device[number]
@@ -289,16 +291,16 @@ class ActionRunner:
         self._drop_gradients_of(number)
 
     def _drop_gradients_of(self, number: int) -> None:
-        self.pending.on_host.pop(number, None)
+        self.pending.ready_for_update.pop(number, None)
         if self.device is not None:
             self.device.gradient_offload.release(number)
 
     # -- the optimizer lane -----------------------------------------------------------------------
 
     def run_optimizer(self, action: Action, scalars: StepScalars) -> None:
-        """The arithmetic of a cpu action."""
+        """The arithmetic of an action of the optimizer lane."""
         number, group = action.index, self._groups[action.index]
-        grads = self.pending.on_host.get(number, {})
+        grads = self.pending.ready_for_update.get(number, {})
         if action.kind == Op.SUM_SQUARES:
             if number not in self.pending.squares:  # over ranks, others have taken them
                 self.pending.squares[number] = sum_of_squares(grads)

@@ -311,7 +311,7 @@ def attach(
     `process_group` (also by its old name, `team`), made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
     rows of the batch, and has a folder of its own. `backward` returns before a step is durable;
-    `Session.flush` waits for it. A model that is attached already is taken over with what it has
+    `Session.commit` makes it so. A model that is attached already is taken over with what it has
     learnt: its earlier session ends.
     """
     process_group = team or process_group

@@ -224,8 +224,9 @@ class Dequantised:
 
 # -- Optimizer state in a ring of host buffers, and updates of it, chunk by chunk ------------------
 #
-# Weights are updated in the slot where backward used them, so they are not read a second time. A
-# tensor that got no gradient this step keeps weights and state as they are, as in PyTorch.
+# An update in backward finds its weights in the slot where backward used them; a later one may have
+# to read them again. A tensor that got no gradient this step keeps weights and state as they are,
+# as in PyTorch.
 
 
 AVERAGED = 2**16  # parameters at a time, whose average moves
@@ -247,7 +248,7 @@ class StepScalars:
 
     lr: float
     update: int  # from 1
-    grad_scale: float
+    grad_multiplier: float
     skipped_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
     # Of each group's gradients, where groups are clipped one by one; taken before its update.
     squares: dict[int, float] = field(default_factory=dict)
@@ -310,7 +311,7 @@ def update_chunk(
         made = kernel(
             *written, grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
-            grad_scale=scalars.grad_scale, checksums=True, **optimizer.numbers(step),
+            grad_scale=scalars.grad_multiplier, checksums=True, **optimizer.numbers(step),
             **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]

@@ -43,8 +43,8 @@ def clip_factor(norm: float, limit: float) -> float:
 
 def clip_by_block(scalars: StepScalars, group: int, limit: float) -> StepScalars:
     """For the update of one group, by the norm of its own gradients."""
-    factor = clip_factor(math.sqrt(scalars.squares[group]) * scalars.grad_scale, limit)
-    return replace(scalars, grad_scale=factor * scalars.grad_scale)
+    factor = clip_factor(math.sqrt(scalars.squares[group]) * scalars.grad_multiplier, limit)
+    return replace(scalars, grad_multiplier=factor * scalars.grad_multiplier)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Clipping:
         """`two_generations`: there is a committed generation to go back to."""
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
-        self._possible = plan.speculates(two_generations=two_generations)
-        self.holds_gradients = not plan.spilled  # in memory, until the norm is known
+        self._possible = plan.may_speculate(two_generations=two_generations)
+        self.all_held_in_memory = not plan.spilled_gradients  # in memory, until the norm is known
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
@@ -92,14 +92,14 @@ class Clipping:
     def speculates(self, *, repeatable: bool) -> bool:
         """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
         a step that is rerun finds what it found."""
-        able = self._possible and (self.holds_gradients or repeatable)
+        able = self._possible and (self.all_held_in_memory or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         return pays or self._known is not None
 
-    def clip_step(self, scale: float, *, unsummed: Sequence[int]) -> float | None:
-        """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
-        they are the mean over). `unsummed`: groups without the sum of their squares.
+    def clip_step(self, divisor: float, *, unsummed: Sequence[int]) -> float | None:
+        """Backward has ended. `divisor`: what unscales gradients (loss scale, ranks that they are
+        the mean over). `unsummed`: groups without the sum of their squares.
         Returns the factor of updates that have waited, or None if a gradient has left the range of
         fp16, so that the step must be skipped. Updates that did not wait for the norm count if the
         factor is 1; else they are rolled back, and with their gradients gone the step must be
@@ -107,7 +107,7 @@ class Clipping:
         if not self._plan.needs_norm:
             return 1.0
         speculated, known = self._scheduler.speculated, self._known
-        norm = self._norm(scale, unsummed)
+        norm = self._norm(divisor, unsummed)
         if not self._plan.defers_all:  # no update waits for more than the norm of its own group
             self.norm = norm
             return 1.0
@@ -132,7 +132,7 @@ class Clipping:
             self._scheduler.roll_back()
             self._store.discard()
             self._runner.undo_updates()
-            if factor is not None and not self.holds_gradients:
+            if factor is not None and not self.all_held_in_memory:
                 self._known = Factor(factor, norm)
                 self._runner.drop_gradients()
         return factor
@@ -141,19 +141,19 @@ class Clipping:
         """After an error: no step is to be rerun."""
         self._known = None
 
-    def _norm(self, scale: float, unsummed: Sequence[int]) -> float:
+    def _norm(self, divisor: float, unsummed: Sequence[int]) -> float:
         """Of the gradients of the whole model; where groups are clipped one by one, how many of
         them are is counted."""
-        grads, squares = self._runner.pending.on_host, self._runner.pending.squares
+        grads, squares = self._runner.pending.ready_for_update, self._runner.pending.squares
         for number in unsummed:
             squares.setdefault(number, sum_of_squares(grads.get(number, {})))
         limit, summed = self._plan.block_clip, math.fsum(squares.values())
         if limit:
-            norms = (math.sqrt(own) / scale for own in squares.values())
+            norms = (math.sqrt(own) / divisor for own in squares.values())
             self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
         if not (limit and self._collectives.process_group.several):  # else of all ranks already
             summed = self._collectives.all_reduce_sum(summed)
-        return math.sqrt(summed) / scale
+        return math.sqrt(summed) / divisor
 
     def _factor(self, norm: float) -> float | None:
         """Of all gradients alike."""

@@ -204,7 +204,7 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.update_mode, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(two_generations=two_generations),
+            speculates=plan.may_speculate(two_generations=two_generations),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
@@ -311,19 +311,19 @@ class Executor:
             self._check_usable()
 
     def enter_backward(self) -> None:
-        """Called by every backward of ours; the first asks autograd to call `finish_step`."""
+        """Called by every backward of ours; the first asks autograd to call `on_backward_done`."""
         self._check_usable()
         if not self._in_backward:
             self._in_backward = True
             whole = self.collector.accumulated is None
-            finish = self.finish_step if whole else self._finish_part
+            finish = self.on_backward_done if whole else self._on_part_done
             torch.autograd.Variable._execution_engine.queue_callback(finish)
             self.runner.pending.squares = {}
             self.scheduler.schedule_backward(
                 self._scalars(self.clipping.known_factor), whole=whole,
                 speculate=self.clipping.speculates(repeatable=self.buffers.unchanged),
             )  # fmt: skip
-            if self.scheduler.speculated and self.clipping.holds_gradients:
+            if self.scheduler.speculated and self.clipping.all_held_in_memory:
                 self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
@@ -333,20 +333,20 @@ class Executor:
                 self.enter_backward()
 
     @property
-    def _gradient_scale(self) -> float:
+    def _unscale_divisor(self) -> float:
         """Divisor that unscales gradients, before they are clipped."""
         return self.train_state.loss_scale * self.mean_over
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, where clipping or fp16 needs it."""
+        """Global gradient norm of the last step, where it is taken (`Plan.needs_norm`)."""
         return self.clipping.norm
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
             lr=self.optimizer.lr_at(self.train_state.step),
             update=self.train_state.updates + 1,
-            grad_scale=clip_factor / self._gradient_scale,
+            grad_multiplier=clip_factor / self._unscale_divisor,
             skipped_updates=self.train_state.skipped_updates,
             squares=self.runner.pending.squares,
         )
@@ -369,7 +369,7 @@ class Executor:
                 self._in_backward = True
                 with self.guarded():
                     self.scheduler.schedule_backward(self._scalars(1.0), whole=False)
-                self.finish_step()
+                self.on_backward_done()
         except BaseException:
             if self.train_state.step == step and self.resident is not None:
                 self.resident.drop_gradients()
@@ -378,7 +378,7 @@ class Executor:
             sums.close()
             self.collector.accumulated = None
 
-    def _finish_part(self) -> None:
+    def _on_part_done(self) -> None:
         """Runs when autograd has finished, and the step has not."""
         with self.guarded():
             self.collector.accumulate_rest()
@@ -386,16 +386,16 @@ class Executor:
             self.collector.clear()
             self._in_backward = False
 
-    def finish_step(self) -> None:
+    def on_backward_done(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
             resident: dict[int, GroupGrads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.collector.finish_rest(resident)
-            self.scheduler.finish()
+            self.scheduler.backward_done()
             unsummed = self.scheduler.wait_for_squares() if self.plan.needs_norm else ()
-            factor = self.clipping.clip_step(self._gradient_scale, unsummed=unsummed)
+            factor = self.clipping.clip_step(self._unscale_divisor, unsummed=unsummed)
             if self.clipping.must_rerun:
                 self._begin_step()
                 return
@@ -416,7 +416,7 @@ class Executor:
             next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
                 self.runner.steps_to_end.append((meta, commits))
-            self.scheduler.end_step(scalars)
+            self.scheduler.schedule_next_forward(scalars)
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
             self.scheduler.commits = next_commits

@@ -1,8 +1,8 @@
 """Gradients, from the block that makes them to the update that consumes them.
 
-They never exist for the whole model unless something needs them all: with clipping, the default of
-`lohan train`, or loss scaling they are held until the norm is known, if they fit into memory. A
-gradient is, in this order,
+They never exist for the whole model unless something needs them all: where updates wait for the
+norm (clipping, the default of `lohan train`, or loss scaling) they are held until it is known, in
+memory or, without room, on SSD. A gradient is, in this order,
 
     in GradientSink     on the compute device: hooks add up what the calls of this backward make,
                         until the last use of its group (fp32 where several are summed)
@@ -10,12 +10,13 @@ gradient is, in this order,
                         earlier block will add to it: tied weights of head and embedding, say
     pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                         reduced over the ranks by X, offloaded to host memory by D
-    pending.on_host     where its update U finds it; on the CPU at once
+    pending.ready_for_update
+                        where its update U finds it; on the CPU at once
     in GradientSpill    held without room in host memory: written by P, read by G for U
 
 `pending` is PendingGradients. Inside `session.accumulate()` sums of several backward calls are in
-Accumulated, and the step takes all of them from there to `on_host`. Gradients of resident
-parameters are in `.grad` until the step ends, then in `on_host`.
+Accumulated, and the step takes all of them from there to `ready_for_update`. Gradients of resident
+parameters are in `.grad` until the step ends, then in `ready_for_update`.
 """
 
 from __future__ import annotations
@@ -131,20 +132,20 @@ class GradientSink:
 class PendingGradients:
     """Gradients of groups whose last use is over, until their updates are done and accepted."""
 
-    on_host: dict[int, GroupGrads] = field(default_factory=dict)
+    ready_for_update: dict[int, GroupGrads] = field(default_factory=dict)
     on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
     # Sums of the squares of those, where the device makes them.
     squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
 
     def clear(self) -> None:
-        self.on_host.clear()
+        self.ready_for_update.clear()
         self.on_device.clear()
         self.squares_on_device.clear()
         self.squares = {}  # updates that are queued may still look at those of the step before
 
 
-class GradientsInFlight(Mapping[int, torch.Tensor]):
+class OffloadedGradients(Mapping[int, torch.Tensor]):
     """Gradients in host memory that a copy from the device fills: a reader waits for it.
     That is a lane, and not the thread that launches. `squares`: their sum, made on the device and
     copied with them."""
@@ -194,7 +195,7 @@ class GradientOffload:
         self._used: dict[int, torch.Tensor] = {}  # by number of group
         self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
         self._aside: dict[
-            int, GradientsInFlight
+            int, OffloadedGradients
         ] = {}  # what waits for a block that adds to it, by group
 
     def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
@@ -205,7 +206,7 @@ class GradientOffload:
     def offload_async(
         self, number: int, group: FlatGroup, grads: GroupGrads, *,
         squares: torch.Tensor | None = None,
-    ) -> GradientsInFlight:  # fmt: skip
+    ) -> OffloadedGradients:  # fmt: skip
         """Gradients leave the device when compute has made them, while the caller goes on. What
         was sent before for this group must have been used."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
@@ -215,7 +216,7 @@ class GradientOffload:
         pairs, summed = self._pairs(number, there, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
         self._device.record_stream("d2h", [source for _, source in pairs], event)
-        return GradientsInFlight(there, event, summed)
+        return OffloadedGradients(there, event, summed)
 
     def _pairs(
         self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
@@ -247,19 +248,19 @@ class GradientOffload:
         self._device.wait(self._device.copy("h2d", pairs, after=aside.event))
         return made
 
-    def aside(self) -> dict[int, GradientsInFlight]:
+    def aside(self) -> dict[int, OffloadedGradients]:
         """What waits for a block that adds to it, by group."""
         return self._aside
 
     def offload(
         self, number: int, group: FlatGroup, grads: GroupGrads, *,
         squares: torch.Tensor | None = None,
-    ) -> GradientsInFlight:  # fmt: skip
+    ) -> OffloadedGradients:  # fmt: skip
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
         there = self._placed(self._take(number, group.numel * width), group, grads, width)
         pairs, summed = self._pairs(number, there, grads, squares)
-        made = GradientsInFlight(there, self._device.copy("d2h", pairs), summed)
+        made = OffloadedGradients(there, self._device.copy("d2h", pairs), summed)
         made.wait()
         return made
 
@@ -300,8 +301,8 @@ class GradientOffload:
 
 
 class GradientSpill:
-    """Held gradients on SSD, written chunk by chunk after backward and read before their update.
-    Owner of the staging buffers."""
+    """Held gradients on SSD, written during backward as they come, chunk by chunk, and read before
+    their update. Owner of the staging buffers."""
 
     def __init__(
         self, store: Store, pool: HostPool, groups: Sequence[FlatGroup], *, buffers: int,
@@ -412,7 +413,7 @@ class GradientCollector:
             return
         scheduled = self._scheduler.last_use_groups()
         handed = finished if scheduled is None else scheduled
-        there = self._pending.on_host if self._offload is None else self._pending.on_device
+        there = self._pending.ready_for_update if self._offload is None else self._pending.on_device
         for group in handed:
             grads = there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
             self._seen[group] = frozenset(grads)
@@ -485,7 +486,7 @@ class GradientCollector:
             if self._block_clip:
                 squares = self._collectives.all_reduce_sum(sum_of_squares(grads))
                 self._pending.squares[number] = squares
-        self._pending.on_host[number] = grads
+        self._pending.ready_for_update[number] = grads
 
     def _hand_over_resident(self, number: int, grads: GroupGrads) -> None:
         """Those of parameters in memory, when backward has ended. From a device they are on their
@@ -495,7 +496,7 @@ class GradientCollector:
             return
         self._seen[number] = frozenset(grads)
         group, squares = self._blocks.groups[number], self._sum_squares(grads)
-        self._pending.on_host[number] = (
+        self._pending.ready_for_update[number] = (
             self._offload.offload_async(number, group, grads, squares=squares) if grads else {}
         )
 
@@ -522,7 +523,7 @@ def layout(tensor: torch.Tensor) -> Any:
 def sum_of_squares(grads: GroupGrads) -> float:
     """In double precision and a fixed order: the same on every lane and in every mode. Where
     gradients come from a device that has made it, its own; so no lane reads them for it."""
-    made = grads.sum_of_squares() if isinstance(grads, GradientsInFlight) else None
+    made = grads.sum_of_squares() if isinstance(grads, OffloadedGradients) else None
     if made is not None:
         return made
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))

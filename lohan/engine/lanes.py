@@ -85,9 +85,9 @@ class Begun(NamedTuple):
 
 
 class DeviceClock:
-    """Times of stamps that have come. A device counts from some moment of its own: that of the
-    first stamp is taken to be when it was seen, and is put right by what cannot be: work that began
-    before it was given, or ended later than now."""
+    """Times of stamps that have come. A device counts from some moment of its own. Its first stamp
+    is taken to be of the time when it was seen. Where work would then have begun before it was
+    given, or ended later than now, the offset is corrected."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -139,8 +139,8 @@ LINK = ("h2d", "d2h")
 
 
 class Runner(Protocol):
-    """What the actions do. `submit` must not block on I/O; `complete` waits for it. `copy` moves
-    over the link and returns when that is done. `scalars` is what came with the action's
+    """What the actions do. `submit` must not block on I/O; `complete` waits for it. `run_transfer`
+    moves over the link and returns when that is done. `scalars` is what came with the action's
     schedule."""
 
     def submit(self, action: Action) -> Any: ...
@@ -164,7 +164,7 @@ class Lanes:
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._changed = threading.Condition()  # something finished or failed
         self._latest: dict[str, Job] = {}
-        self._gpu: deque[Job] = deque()
+        self._compute: deque[Job] = deque()
         self._in_order: deque[Job] = deque()  # everything in schedule order, without overlap
         self._error: BaseException | None = None
         self._history: deque[Action] = deque(maxlen=HISTORY)
@@ -195,7 +195,7 @@ class Lanes:
             job = Job(self._enqueued, action, waits, scalars)
             self._latest[action.name] = job
             if action.lane == "compute":
-                self._gpu.append(job)
+                self._compute.append(job)
             if not self._overlap:
                 self._in_order.append(job)
             elif action.lane == "optimizer" and self._updates is not None:
@@ -205,11 +205,11 @@ class Lanes:
 
     def expected(self) -> str | None:
         """Name of the next action of the compute lane."""
-        return self._gpu[0].action.name if self._gpu else None
+        return self._compute[0].action.name if self._compute else None
 
     def begin(self, name: str) -> Action:
         """The caller is about to do the next compute action: waits for what it needs."""
-        job = self._gpu.popleft()
+        job = self._compute.popleft()
         assert job.action.name == name, (job.action.name, name)
         self._run_in_order_until(job)
         while self._update_if_ready():
@@ -248,8 +248,8 @@ class Lanes:
     def drain(self) -> None:
         """Runs everything that is queued to its end; compute actions pass without being done."""
         self._requeue_current()
-        while self._gpu:
-            job = self._gpu.popleft()
+        while self._compute:
+            job = self._compute.popleft()
             self._run_in_order_until(job)
             self._await(job.waits, job.action)
             job.waits = []
@@ -266,11 +266,13 @@ class Lanes:
         what will not happen on other lanes than the caller's own."""
         self._raise_if_failed()
         self._requeue_current()
-        first = self._gpu[0].number if self._gpu else self._enqueued + 1
+        first = self._compute[0].number if self._compute else self._enqueued + 1
         self._cancelled_from = first
-        for job in self._gpu:  # lanes that wait for one of these see at once that it will not come
+        for (
+            job
+        ) in self._compute:  # lanes that wait for one of these see at once that it will not come
             job.done.set()
-        self._gpu.clear()
+        self._compute.clear()
         if self._updates is not None:
             self._updates = deque(job for job in self._updates if job.number < first)
             self._await(list(self._updates), None)
@@ -285,7 +287,7 @@ class Lanes:
     def _requeue_current(self) -> None:
         """An action that was begun and interrupted goes back to the front of its queue."""
         if self._current is not None:
-            self._gpu.appendleft(self._current)
+            self._compute.appendleft(self._current)
             self._current = None
 
     def reset(self) -> None:
@@ -298,7 +300,7 @@ class Lanes:
             queue.join(self._stall_s)
         with suppress(LohanError, RuntimeError):  # a block that broke off has given compute work
             self._device.mark().synchronize()
-        self._gpu.clear()
+        self._compute.clear()
         self._in_order.clear()
         if self._updates is not None:
             self._updates.clear()

@@ -300,7 +300,7 @@ def adam_figure(sizes: Sizes, dtype: str) -> Figure:
         state = pool.allocate("state", fmt.state_size(count)).tensor(torch.uint8)
         sets.append((weights.normal_(), grad.normal_(), state.zero_()))
     turns = cycle(sets)
-    scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, skipped_updates={})
+    scalars = StepScalars(lr=1e-4, update=1, grad_multiplier=1.0, skipped_updates={})
 
     def run() -> float:
         weights, grad, state = next(turns)

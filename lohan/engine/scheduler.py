@@ -57,8 +57,8 @@ class ActionScheduler:
         self._whole_phase = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
-        # Of the step before, during this backward: writes, its end behind them, and which of
-        # them are of updates made a second time, with the scalars of that step.
+        # What this backward does for the step before: its writes, then its end; and for which of
+        # these writes the update is made a second time, with the scalars of that step.
         self._behind: tuple[Action, ...] = ()
         self._second_updates: frozenset[tuple[int, int]] = frozenset()
         self._scalars: StepScalars | None = None
@@ -212,7 +212,7 @@ class ActionScheduler:
             # One block at a time: its gradients must be gone before the next makes its own.
             self._lanes.wait_for(*(action.name for action in made))
 
-    def finish(self) -> None:
+    def backward_done(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._whole_phase:
             self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
@@ -248,7 +248,7 @@ class ActionScheduler:
                 check_order(self._spec, seen)
             self._known = seen
 
-    def end_step(self, scalars: StepScalars | None) -> None:
+    def schedule_next_forward(self, scalars: StepScalars | None) -> None:
         """After BACKWARD_DONE: the held updates with their scalars (None: they are dropped), and
         the next forward as far as it is known."""
         if self._lanes.computing:  # not where the step was rolled back

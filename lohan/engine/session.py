@@ -566,7 +566,7 @@ class Replanner:
         """Where the last steps were all clipped, or none of them, and the plan is for the others:
         goes on by one for such steps, if that soon saves more than it takes; says so."""
         plan, machine = self._session.plan, self._machine
-        if machine is None or not plan.waits_for_norm or not plan.clip:
+        if machine is None or not plan.norm_gates_updates or not plan.clip:
             return None
         self._clipped.append(self._session.executor.clipping.clipped)
         every = all(self._clipped)

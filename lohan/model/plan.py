@@ -54,7 +54,8 @@ class Plan:
     clip_by: str = "global"  # norm of all gradients | block: of each group
     grad_dtype: str = "fp32"  # in which sums of slices wait for their update: bf16 rounds them
     deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
-    spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
+    # Groups whose held gradients wait on SSD.
+    spilled_gradients: tuple[str, ...] = field(default=(), metadata=json_key("spilled"))
     host_cached_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
     host_cached_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
     kept: Kept = ()  # saved activations, by class
@@ -91,16 +92,16 @@ class Plan:
         """Of all gradients, or of each group's."""
         return self.defers_all or self.block_clip > 0
 
-    def speculates(self, *, two_generations: bool) -> bool:
+    def may_speculate(self, *, two_generations: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are rolled back if it is, with
         the gradients, where those are all in memory, or by running the step again.
         `two_generations`: there is a committed one to go back to. It is that of the step before if
         every step is committed; otherwise updates wait."""
-        every_step = self.waits_for_norm and not self.commits_by_interval
-        return every_step and two_generations and (self.can_rerun or not self.spilled)
+        every_step = self.norm_gates_updates and not self.commits_by_interval
+        return every_step and two_generations and (self.can_rerun or not self.spilled_gradients)
 
     @property
-    def waits_for_norm(self) -> bool:
+    def norm_gates_updates(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
         return self.defers_all and self.overlap and self.update_mode != "serial"
 
@@ -108,7 +109,9 @@ class Plan:
         """All updates of every step run in the next forward: between two commits, or if every step
         is clipped."""
         return (
-            self.waits_for_norm and two_generations and (self.commits_by_interval or every_clipped)
+            self.norm_gates_updates
+            and two_generations
+            and (self.commits_by_interval or every_clipped)
         )
 
     @property

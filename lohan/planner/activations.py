@@ -138,8 +138,8 @@ class _Pricer:
         width = self.memory.gradient_width
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
-        in_memory = replace(plan, spilled=plan.spilled if spilled else ())
-        if in_memory.speculates(
+        in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
+        if in_memory.may_speculate(
             two_generations=self.two_generations
         ):  # steps that are not clipped count
             share, spilled = 0.0, 0.0

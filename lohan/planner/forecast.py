@@ -139,7 +139,7 @@ def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:
     waited. A clipped step that did not wait is run again, or its updates once more in the next
     forward, as if it had waited, after what is cached was read back."""
     gain_s, loss_s = waiting.step_s - kept.step_s, kept.step_s
-    if not kept.plan.spilled:
+    if not kept.plan.spilled_gradients:
         owners = ("cached weights", "cached optimizer state")
         cached = sum(entry.bytes for entry in kept.plan.ledger if entry.owner in owners)
         back_s = cached / profile.ssd_read if profile.ssd_read else 0.0

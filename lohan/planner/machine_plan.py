@@ -246,7 +246,7 @@ class MachinePlan(PlanProblem):
         """A run whose every step is clipped goes on by another plan."""
         if self.clipped is None:
             return False
-        parts = ("commit", "spilled", "host_cached_weights", "host_cached_state")
+        parts = ("commit", "spilled_gradients", "host_cached_weights", "host_cached_state")
         return any(getattr(self.clipped.plan, p) != getattr(self.plan, p) for p in parts)
 
     @property

@@ -669,7 +669,7 @@ class HostMemoryModel:
             "weight slots": plan.weight_slots * largest * fmt.weight_bytes,
             **({} if self.has_own_memory else self.dequantised),
             "optimizer state ring": plan.ring * fmt.state_size(chunk),
-            "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
+            "gradient staging": plan.ring * chunk * FLOAT if plan.spilled_gradients else 0,
             "resident parameters": learning * (fmt.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
             "cached weights": fmt.weight_bytes
@@ -689,7 +689,7 @@ class HostMemoryModel:
     def _held(self, plan: Plan) -> set[str]:
         """Groups whose gradients wait in memory for the next forward."""
         if plan.defers_all:
-            return {group.key for group in self.trained} - set(plan.spilled)
+            return {group.key for group in self.trained} - set(plan.spilled_gradients)
         return set(plan.deferred)
 
     # -- activations ------------------------------------------------------------------------------

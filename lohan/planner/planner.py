@@ -227,7 +227,11 @@ def plan_for_budget(
         device_bytes=device_bytes,
     )  # fmt: skip
     two_generations = options.durability == "step"
-    if workload is None or profile is None or not plan.speculates(two_generations=two_generations):
+    if (
+        workload is None
+        or profile is None
+        or not plan.may_speculate(two_generations=two_generations)
+    ):
         return plan
     if options.every_clipped:  # what is known is of clipped steps
         known = None
@@ -243,7 +247,7 @@ def foreseen(
     and if each were, where that is another."""
     if known is None or known.work.joined:
         known = forecast(profile, blocks, workload, plan, two_generations=two_generations)
-    if not plan.speculates(two_generations=two_generations):
+    if not plan.may_speculate(two_generations=two_generations):
         return plan, known, None
     if not plan.updated_twice:
         waits = forecast(
@@ -381,7 +385,7 @@ def _expected_s(
 ) -> float:  # fmt: skip
     """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
     how likely it is."""
-    if not clipped or not made.plan.speculates(two_generations=two_generations):
+    if not clipped or not made.plan.may_speculate(two_generations=two_generations):
         return made.step_s
     other = forecast(
         profile,
@@ -409,8 +413,8 @@ def _with_interval(
     if held.commits_by_interval or every_clipped:
         fixed = not held.always_waits(two_generations=two_generations, every_clipped=every_clipped)
     else:
-        fixed = not (options.can_rerun and held.speculates(two_generations=two_generations))
-    few = len(held.spilled) > FEW_HELD * len(blocks.trained)
+        fixed = not (options.can_rerun and held.may_speculate(two_generations=two_generations))
+    few = len(held.spilled_gradients) > FEW_HELD * len(blocks.trained)
     if made is not None and not (fixed or few or options.spill_all):
         assert workload is not None and profile is not None
         spilling = replace(options, spill_all=True)
@@ -439,7 +443,7 @@ def _with_updates_twice(
         return waiting
     clock, work = Clock(profile, waiting.work), waiting.work
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled else [])]
+    ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled_gradients else [])]
 
     def second_update_s(key: str) -> float:
         number = numbers[key]

@@ -29,12 +29,14 @@ class GreedyFill:
     def unspill(self, plan: Plan) -> Plan:
         """Held gradients stay in memory, the first blocks' first: they are held for the least
         time and needed the soonest."""
-        spilled = set(plan.spilled)
+        spilled = set(plan.spilled_gradients)
         first = [group.key for group in self._memory.trained if group.key in spilled]
 
         def without(count: int) -> dict[str, object]:
             gone = set(first[:count])
-            return {"spilled": tuple(key for key in plan.spilled if key not in gone)}
+            return {
+                "spilled_gradients": tuple(key for key in plan.spilled_gradients if key not in gone)
+            }
 
         return self._largest_change(plan, len(first), without)
 
@@ -195,9 +197,11 @@ class Sizer:
             staying=self.memory.staying, world=options.world,
         )  # fmt: skip
         if plan.defers_all:
-            plan = replace(plan, spilled=tuple(group.key for group in self.memory.trained))
+            plan = replace(
+                plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
+            )
             if options.gradients_on_ssd is False:
-                plan = replace(plan, spilled=())
+                plan = replace(plan, spilled_gradients=())
         plan = self.memory.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:
             plan = self.memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]

@@ -497,7 +497,7 @@ def spec_of(
         host_cached_weights=() if policy.weights == "ssd" else tuple(groups),
         host_cached_state=() if policy.state == "ssd" else state,
         write_through=policy.state == "ssd",
-        spilled=frozenset(groups if spill_gradients else ()),
+        spilled_gradients=frozenset(groups if spill_gradients else ()),
         spilled_sites=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
         act_buffers=ACT_BUFFERS,
         device_slots=DEVICE_SLOTS if policy.prefetch else 1,

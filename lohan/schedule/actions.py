@@ -162,7 +162,8 @@ class ScheduleSpec:
     host_cached_weights: tuple[int, ...] = ()  # group of each slot of the cache
     host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each of its buffers
     write_through: bool = True  # what is cached is written to SSD in every step
-    spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
+    # Groups whose held gradients go to SSD.
+    spilled_gradients: frozenset[int] = field(default=frozenset(), metadata=json_key("spilled"))
     # Sites whose kept activations go to SSD.
     spilled_sites: frozenset[int] = field(default=frozenset(), metadata=json_key("moved_out"))
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD
@@ -172,8 +173,8 @@ class ScheduleSpec:
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded
     net: bool = False  # ranks gather weights on the device and exchange gradients there
     clips_groups: bool = False  # an update needs the norm of its group's gradients
-    # Groups whose update, where all of them wait for forward, only makes weights there, and is made
-    # a second time during backward, from the state of before, and written then.
+    # Where all updates wait for forward: groups whose update there makes weights only. It is made a
+    # second time in the backward after it, from the same state, and written then.
     updated_twice: frozenset[int] = field(default=frozenset(), metadata=json_key("made_again"))
 
 

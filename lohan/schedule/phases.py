@@ -295,7 +295,8 @@ class Builder:
     def read_ahead(self) -> None:
         """State reads run ahead of the updates by all ring buffers but one: the last is being
         written, so that reads and writes alternate and the drive always has the next in hand.
-        In backward, held gradients need that last one of the staging buffers."""
+        For second updates in backward there is one read less: gradients that are spilled meanwhile
+        need the last staging buffer."""
         ahead = self.spec.ring - 1 if self.second_updates else max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
@@ -303,7 +304,9 @@ class Builder:
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.spec.spilled and (self.held_before or key in self.second_updates):
+        if group in self.spec.spilled_gradients and (
+            self.held_before or key in self.second_updates
+        ):
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
         if key in self.cached_buffer:
             self.read[key] = self.cached_buffer[key]
@@ -403,8 +406,9 @@ def forward(
     spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, deferred: Sequence[int] = (),
     end_step: bool = False, training: bool = True,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
-    """Forward over the sites in `order`. Updates of `deferred` groups, left over from the step
-    before, run first, each before its group is needed; then, with `end_step`, that step ends. Where
+    """Forward over the sites in `order`. Updates of `deferred` groups are left over from the step
+    before, and each runs before its group is used; behind the last, with `end_step`, that step
+    ends. Where
     all groups are deferred, forward waits for the drives and backward does not: chunks that stay in
     memory are written during the backward that follows, and the step ends there. Updates of
     `updated_twice` groups only make weights here, and are made a second time and written there.
@@ -711,7 +715,7 @@ def updates(
         b.bring(group, Upcoming(()))
         b.update(group, (there,))
     if end and not deferred and not speculate:
-        # No lane orders C behind updates of earlier schedules of this step that nothing writes.
+        # C comes behind all writes of its lane; updates of earlier schedules without one are named.
         in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
         earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
         b.end_step(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
@@ -728,13 +732,13 @@ def _update_or_hold(
     if speculate or b.spec.clips_groups:
         b.emit(Op.SUM_SQUARES, group, waits=(there,))
     updated = b.update(group, (there,))[-1]
-    return None if speculate and not b.spec.spilled else updated
+    return None if speculate and not b.spec.spilled_gradients else updated
 
 
 def _hold(b: Builder, group: int, after: str) -> str | None:
     """Holds a group's gradients; returns after what they have left host memory, if they do."""
     b.emit(Op.SUM_SQUARES, group, waits=(after,))
-    if group not in b.spec.spilled:
+    if group not in b.spec.spilled_gradients:
         return None
     for chunk in range(b.spec.chunks[group]):
         b.stage(Op.SPILL_GRADIENTS, group, chunk, (f"H{group}", f"U{group}.{chunk}"))

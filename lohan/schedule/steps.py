@@ -38,7 +38,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpe
         host_cached_weights=tuple(cached),
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
         write_through=two_generations,
-        spilled=frozenset(numbers[key] for key in plan.spilled),
+        spilled_gradients=frozenset(numbers[key] for key in plan.spilled_gradients),
         spilled_sites=frozenset(
             n for n, s in enumerate(blocks.sites) if s.name in plan.spilled_sites
         ),
@@ -99,7 +99,7 @@ def planned_order(
     return ExecutionOrder(
         forward=sites, backward=reached[::-1], update_mode=plan.update_mode, overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
-        speculates=plan.speculates(two_generations=two_generations) and not clipped,
+        speculates=plan.may_speculate(two_generations=two_generations) and not clipped,
         commits=not (two_generations and plan.commits_by_interval),
     )  # fmt: skip
 

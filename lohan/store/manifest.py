@@ -52,7 +52,7 @@ Checksums = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Identity:
-    """store.json of one directory; `dirs` and `layout` are filled in the primary only."""
+    """store.json of one directory; `layout` is filled in the primary only."""
 
     uuid: str
     index: int

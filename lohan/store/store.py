@@ -247,8 +247,8 @@ class Store:
         self._store_lock, self._created = lock, created
         self._status, self._cause, self._closed = status, "", False
         self._verify = verify
-        # Bookkeeping happens under the lock; I/O, checksums and waits run outside it, so any number
-        # of threads may be moving chunks at once.
+        # Bookkeeping happens under the lock; transfers, checksums and waits run outside it, so any
+        # number of threads may be moving chunks at once. A commit holds it while it syncs.
         self._lock, self._tracker = threading.RLock(), ChunkTracker(volume.layout)
         self._timeout_s, self._bytes_read, self._bytes_written = timeout_s, 0, 0
         self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)

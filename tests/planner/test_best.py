@@ -135,7 +135,9 @@ def test_between_commits_updates_wait_without_idle_drives():
 def test_a_plan_for_clipped_steps():
     """Where the plan of a run is slower with them than another would be, the run changes it."""
     made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
-    assert made.changes_plan and len(made.clipped.plan.spilled) < len(made.plan.spilled)
+    assert made.changes_plan and len(made.clipped.plan.spilled_gradients) < len(
+        made.plan.spilled_gradients
+    )
     assert len(made.clipped.plan.updated_twice) > len(made.plan.updated_twice)
     own = forecast(
         made.machine, made.blocks, made.workload, made.plan, two_generations=True, clipped=True

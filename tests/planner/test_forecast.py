@@ -143,7 +143,7 @@ def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
         )
     )
     kept, waiting, share = found.forecast, found.clipped, found.plan.most_clipped
-    assert bool(found.plan.spilled) is spill_all and 0 < share <= 1
+    assert bool(found.plan.spilled_gradients) is spill_all and 0 < share <= 1
     if spill_all:  # run again: a step more
         assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)
         return

@@ -61,7 +61,7 @@ TIED = ScheduleSpec(  # the first group is used twice and has two chunks, the th
     sites=((0,), (1,), (0,)), chunks=(2, 1, 1), slots=1, ring=1, window=1, grads=1,
     host_cached_weights=(2,), host_cached_state=((2, 0),),
 )  # fmt: skip
-SPILLED = replace(TWO, chunks=(2, 1), spilled=frozenset({0}))
+SPILLED = replace(TWO, chunks=(2, 1), spilled_gradients=frozenset({0}))
 
 
 def test_forward_reads_ahead():
@@ -229,7 +229,7 @@ HELD = (
     "U0.1@1,0,1(H0,E,S0.1,G0.1) W0.1@1,0(U0.1,C) C"
 )
 ONE = ScheduleSpec(
-    sites=((0,),), chunks=(2,), slots=2, ring=2, window=0, grads=1, spilled=frozenset({0})
+    sites=((0,),), chunks=(2,), slots=2, ring=2, window=0, grads=1, spilled_gradients=frozenset({0})
 )  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def runs(draw: st.DrawFn) -> Run:
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
         host_cached_state=tuple(host_cached_state), write_through=draw(st.booleans()),
-        spilled=frozenset(spilled), updated_twice=frozenset(again),
+        spilled_gradients=frozenset(spilled), updated_twice=frozenset(again),
     )  # fmt: skip
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
