@@ -126,11 +126,11 @@ def _nf4(
     blocks.view(-1)[:count] = values
     torch.amax(blocks.abs(), 1, out=scales)
     blocks /= torch.where(scales > 0, scales, 1.0)[:, None]
-    codes = torch.zeros(blocks.numel(), dtype=torch.uint8)
-    for own, into in zip(_cached(blocks.view(-1)), _cached(codes), strict=True):
+    levels = torch.zeros(blocks.numel(), dtype=torch.uint8)
+    for own, into in zip(_cached(blocks.view(-1)), _cached(levels), strict=True):
         for middle in _MIDDLES:  # bucketize takes more than twice as long
             into.add_(own > middle)
-    pairs = (codes[0::2] << 4) | codes[1::2]
+    pairs = (levels[0::2] << 4) | levels[1::2]
     codes[start // 2 : start // 2 + -(-count // 2)] = pairs[: -(-count // 2)]
 
 
