@@ -236,7 +236,7 @@ def fill(
     chunk_params: int,
     progress: OnProgress,
     weights_only: bool = False,
-) -> None:  # state_format: skip
+) -> None:  # fmt: skip
     """Writes first weights of every group, and zero moments of those that are trained."""
     read = PackingSource(read, groups, dtype_of(state_format)).read_flat
     trained = [] if weights_only else [group for group in groups if not group.frozen]

@@ -121,7 +121,7 @@ class Clipping:
             return factor
         clipped = factor != 1.0
         self._clipped.append(clipped)
-        if self._plan.clip:
+        if self._plan.clip > self._plan.block_clip:
             self.counts["clipped"] = int(clipped and factor is not None)
         if self._possible:
             redone = int(speculated and clipped)

@@ -364,12 +364,12 @@ def _to_minimise(
     least: float = math.inf,
 ) -> float:  # fmt: skip
     """What the options want little of, where half of the steps are clipped. `least`: what others
-    take; from there on it may be too little."""
+    take; from there on the answer may be too small."""
     two_generations = options.durability == "step"
     made = forecast(profile, blocks, workload, plan, two_generations=two_generations, rough=True)
     if options.minimise == "writes":
         return made.written_bytes
-    if options.minimise == "time" and made.step_s >= least:  # clipped steps take longer still
+    if options.minimise == "time" and made.step_s >= least:  # as a rule clipped ones take longer
         return made.step_s
     step_s = _expected_s(
         profile, blocks, workload, made, two_generations=two_generations, clipped=0.5
