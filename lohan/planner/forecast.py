@@ -13,7 +13,16 @@ from lohan.model.plan import BatchWorkload, Plan
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
-from lohan.schedule.simulate import Clock, Layout, SiteWork, StepWork, Timeline, shared_s, simulate
+from lohan.schedule.simulate import (
+    WRITES,
+    Clock,
+    Layout,
+    SiteWork,
+    StepWork,
+    Timeline,
+    shared_s,
+    simulate,
+)
 from lohan.schedule.steps import chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
@@ -99,7 +108,7 @@ def forecast(
     phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
     timeline, clock = _timed(machine, phases, work)
     last = phases[-(len(phases) // STEPS) :]
-    written = sum(work.written(action) for phase in last for action in phase)
+    written = sum(work.written(a) for phase in last for a in phase if a.kind in WRITES)
     lane_s, world = _lane_s(clock, last), plan.world
     made = Forecast(
         plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
@@ -194,10 +203,12 @@ def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> floa
 
 def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
     total = dict.fromkeys(LANES, 0.0)
-    seconds = clock.seconds
+    known = clock.known.get  # as many calls as actions
     for phase in phases:
         for action in phase:
-            total[LANE_OF[action.kind]] += seconds(action)
+            kind, _, _, _, _, name = action
+            took_s = known(name)
+            total[LANE_OF[kind]] += clock.seconds(action) if took_s is None else took_s
     return total
 
 

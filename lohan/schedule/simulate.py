@@ -363,6 +363,9 @@ class StepWork:
         return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
 
 
+WRITES = frozenset({Op.WRITE, Op.SPILL_GRADIENTS, Op.SPILL_ACTIVATIONS})  # to SSD
+
+
 class Clock:
     """Seconds of each action of a workload's schedules on one machine."""
 
@@ -371,7 +374,7 @@ class Clock:
     ) -> None:
         """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
         self._profile, self._work, self._lost = profile, work, lost or {}
-        self._known: dict[str, float] = {}  # a name takes as long in every step
+        self.known: dict[str, float] = {}  # a name takes as long in every step
         self._alike: dict[tuple[Op, int], float] = {}  # as all chunks of a size
         layout, others = work.layout, work.world - 1
         read, write = profile.ssd_read, profile.ssd_write
@@ -401,12 +404,12 @@ class Clock:
         }
 
     def seconds(self, action: Action) -> float:
-        known = self._known.get(action.name)
+        known = self.known.get(action.name)
         if known is None:
             known = self._seconds(action)
             if self._lost:
                 known /= 1.0 - self._lost.get(action.name, 0.0)
-            self._known[action.name] = known
+            self.known[action.name] = known
         return known
 
     def _seconds(self, action: Action) -> float:
