@@ -127,7 +127,7 @@ def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
         session.model(**made[0]).loss.backward()
         save_plans = session.executor.block_runner.compute.save_plans
         (known,) = save_plans._inventories._known.values()
-        assert all(classes <= known.keys.keys() for classes in save_plans._kept.values())
+        assert all(classes <= known.keys.keys() for classes in save_plans._saved_classes.values())
 
 
 def test_the_command_line(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
