@@ -24,12 +24,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "slow-tests.md"
 LIMIT_S = 1800
 _FILES, _CALLS = "tests/test_no_file_lost.py", "tests/reliability/test_io_faults.py"
+_MODELS, _HALF = "tests/test_every_model.py", "causal or masked or sequence"
 SLICES = {
     "crash": ["tests/test_crash.py"],
     "activations": ["tests/test_activations.py"],
     "planner": ["tests/planner/test_machine_plan.py", "tests/cli/test_plan.py"],
     "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
     "benchmarks": ["tests/test_benchmarks.py"],
+    "models": [_MODELS, "-k", _HALF],
+    "more-models": [_MODELS, "-k", f"not ({_HALF})"],
     "layouts": [_FILES, "-k", "first"],
     "more-layouts": [_FILES, "-k", "second"],
     "store": ["tests/store"],

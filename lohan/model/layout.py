@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 from lohan.errors import ConfigError
@@ -105,7 +106,7 @@ class Blocks:
     def parameters(self) -> int:
         return sum(group.parameters for group in self.groups)
 
-    @property
+    @cached_property
     def trained(self) -> tuple[FlatGroup, ...]:
         return tuple(group for group in self.groups if not group.frozen)
 
