@@ -50,11 +50,11 @@ def main() -> int:
     with work_folder(options.work, "defaults") as work:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
-        report.facts(reference.write_model(options, work / "model"))
+        report.facts(reference.write_model(options, work / "model", dtype=options.dtype))
         for large in options.models_there:
             note(large)
             default, plain = (planned_there(large, clip, options) for clip in (1.0, 0.0))
-            rates, options.host = proportions(options, work / "model", plain)
+            rates, options.host = proportions(options, work / "model", plain, default.plan)
             report.facts({"rates": rates_text(rates), "host": options.host})
             report.facts({"measured": measured_text(measure(options, work, rates))})
             sides = {
@@ -77,7 +77,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--sides", choices=list(SIDES), default="clipping")
     parser.add_argument("--activations", default="holistic", help="as in `lohan train`")
-    parser.add_argument("--share", type=float, default=0.7, help="of main memory, for the state")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the memory that state and gradients have there"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     return parser.parse_args()
 
@@ -106,11 +108,12 @@ def ratios_there(default: Any, plain: Any) -> dict[str, float]:
 
 
 def proportions(
-    options: argparse.Namespace, model: Path, there: Any
+    options: argparse.Namespace, model: Path, there: Any, plan: Any
 ) -> tuple[dict[str, float], str]:
-    """Rates of the emulated device, and main memory with room for the same share of the state as
-    there; what is left of it there holds activations, which are next to nothing here."""
+    """Rates of the emulated device, and main memory with room for the same share of state and
+    gradients as the plan has there, and for the activations, which are next to nothing here."""
     from lohan.planner import presets
+    from lohan.planner.memory import INPUTS, KEPT
 
     smaller = presets.model(model).parameters / there.parameters
     sites = there.forecast.work.sites
@@ -120,8 +123,10 @@ def proportions(
         options, there.machine, flops=flops / there.forecast.busy_s["compute"], step_s=there.step_s,
         smaller=smaller,
     )  # fmt: skip
-    room = there.machine.host_bytes * options.share * smaller
-    return rates, f"{int(room / 2**20)}MiB"
+    others = sum(e.bytes for e in plan.ledger if e.tier == "host" and e.owner in (INPUTS, KEPT))
+    room = (plan.tier_bytes("host") - others) * options.share * smaller
+    inputs = (options.layers + 1) * options.tokens * options.hidden * 4
+    return rates, f"{int((room + inputs) / 2**20)}MiB"
 
 
 def run_side(

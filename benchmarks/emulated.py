@@ -6,8 +6,9 @@ update, measured against the simulator.
 Compute, link, drives and updates are slowed so that each takes as large a share of a step as it
 does there, for a 13B model at --batch-there: rates are those of the machine preset, times one
 factor, which --seconds sets; compute is slower still by as many times as there are fewer tokens,
-and the link moves fp32 where it moved 16 bit. Bytes, gradients and updates are real. The simulator
-knows the machine from a profile that was made through the same device.
+and with --dtype fp32 the link is twice as fast, since weights and gradients have twice the bytes.
+Bytes, gradients and updates are real. The simulator knows the machine from a profile that was made
+through the same device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from common import Report, median, note, parser_of, work_folder
 
 MODES = ("serial", "naive", "optimized", "balanced")
 SERVER, MODEL, SEQ = "ratel-4090", "gpt-13b", 1024
-WIDER = 2  # bytes over the link: fp32 here, 16 bit there
 Child = dict[str, Any]
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     with work_folder(options.work, "emulated") as work:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
-        report.facts(reference.write_model(options, work / "model"))
+        report.facts(reference.write_model(options, work / "model", dtype=options.dtype))
         rates = scaled_rates(options, work / "model")
         report.facts({"rates": rates_text(rates)})
         note("profiling the emulated device")
@@ -64,6 +64,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         warmup=3, threads=1,
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32",
+        help="of weights and gradients; bf16, as there, where this CPU multiplies it quickly",
+    )  # fmt: skip
     parser.add_argument("--host", default="80MiB", help="main memory")
     parser.add_argument("--device-memory", type=int, default=512, help="MiB of the device")
     parser.add_argument("--batch-there", type=int, default=16, help="of the step that is copied")
@@ -92,7 +96,7 @@ def slowed(
     tokens = options.tokens / (options.batch_there * SEQ)
     return {
         "flops": flops * factor * tokens,
-        "link": machine.h2d * factor * WIDER,
+        "link": machine.h2d * factor * (2 if options.dtype == "fp32" else 1),  # 16 bit there
         "read": machine.ssd_read * factor,
         "write": machine.ssd_write * factor,
         "adam": machine.adam * factor,
@@ -134,7 +138,7 @@ def run_mode(
 ) -> Child:  # fmt: skip
     spec = {
         **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
-        "grad_offload": mode, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
+        "update_mode": mode, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
         "profile": str(work / reference.MACHINE), "activations": activations,
         "device_memory": options.device_memory * 2**20,
     }  # fmt: skip

@@ -30,7 +30,7 @@ from lohan.errors import ConfigError
 from lohan.model.plan import PlanOptions
 from lohan.model.shapes import stacked
 from lohan.planner import presets
-from lohan.planner.forecast import forecast
+from lohan.planner.forecast import Simulator
 from lohan.planner.machine_plan import PlanRequest, load_of_shape, plan_for_machine
 from lohan.planner.planner import closed_form_plan
 
@@ -97,7 +97,7 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
     closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
     simulated_s, made = timed(
-        lambda: forecast(request.machine, request.blocks, workload, plan, two_generations=True)
+        lambda: Simulator(request.machine, request.blocks, workload, True).forecast(plan)
     )
     whole_s, _ = timed(lambda: plan_for_machine(request))
     actions = sum(map(len, made.phases))

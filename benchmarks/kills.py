@@ -69,7 +69,7 @@ class Kind:
 
 KINDS = (
     Kind("plain"),
-    Kind("balanced", ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB")),
+    Kind("balanced", ("--clip", 0, "--update-mode", "balanced", "--host", "500KiB")),
     Kind(
         "replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_REPLAN": "1"}
     ),

@@ -208,7 +208,7 @@ def launched_us(
         lohan.attach(
             model_of(), optimizer=lohan.AdamW(lr=1e-3), batch=batch, activations=kept,
             budget=lohan.Budget(host="64MiB", ssd=[place], durability="checkpoint"),
-            device=own, micro_batch=ROWS // slices, grad_offload="optimized",
+            device=own, micro_batch=ROWS // slices, update_mode="optimized",
         ) as session,
     ):  # fmt: skip
         for _ in range(steps):

@@ -17,7 +17,7 @@ from common import median, note, peak_bytes
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
 MACHINE = "machine.toml"  # the profile, in the work folder
-WAY = {"clip": 0.0, "grad_offload": "balanced", "durability": "step"}  # how LoHan runs
+WAY = {"clip": 0.0, "update_mode": "balanced", "durability": "step"}  # how LoHan runs
 SHAPE = ("hidden", "layers", "intermediate", "vocabulary", "heads")
 
 
@@ -34,7 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds for each child")
 
 
-def write_model(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+def write_model(
+    options: argparse.Namespace, folder: Path, *, dtype: str = "fp32"
+) -> dict[str, str]:
     """Writes the checkpoint that all sides start from; says what it is."""
     import os
 
@@ -51,12 +53,13 @@ def write_model(options: argparse.Namespace, folder: Path) -> dict[str, str]:
         max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    write_random_checkpoint(folder, config, dtype=torch.float32)
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    write_random_checkpoint(folder, config, dtype=torch_dtype)
     os.sync()  # what is still on its way to the drive would slow the first side down
     tensors = TensorFolder(folder)
     count = sum(torch.Size(tensors.shape(name)).numel() for name in tensors.names())
     shape = ", ".join(f"{name} {getattr(options, name)}" for name in SHAPE)
-    return {"model": f"Llama-shaped, {count / 1e6:.0f}M parameters, fp32, untied; {shape}"}
+    return {"model": f"Llama-shaped, {count / 1e6:.0f}M parameters, {dtype}, untied; {shape}"}
 
 
 def spec_of(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def main() -> None:
     device = EmulatedDevice(
         spec["device_memory"], h2d=rates["link"], d2h=rates["link"], flops=rates["flops"]
     )
-    tell(steps(spec, device, rates) if "grad_offload" in spec else measured(spec, device, rates))
+    tell(steps(spec, device, rates) if "update_mode" in spec else measured(spec, device, rates))
 
 
 def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:

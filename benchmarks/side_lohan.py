@@ -135,7 +135,7 @@ def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
     )  # fmt: skip
     return lohan.attach(
         model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
-        grad_offload=spec["grad_offload"], clip=spec["clip"], run_again=True,
+        update_mode=spec["update_mode"], clip=spec["clip"], run_again=True,
         activations=wish if isinstance(wish, str) else checked(wish, Kept, "kept"),
         profile=Profile.read(Path(spec["profile"])) if "profile" in spec else None, **options,
     )  # fmt: skip
@@ -144,17 +144,12 @@ def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
 def forecasts(spec: dict[str, Any], context: Any, plan: Any) -> list[dict[str, Any]]:
     """Of the plan, on the machines that the spec names or the one that it was made for."""
     from lohan.model.machine import Profile
-    from lohan.planner.forecast import forecast
 
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
     made = [
-        forecast(
-            one, context.blocks, context.workload, plan,
-            two_generations=spec["durability"] == "step",
-            clipped=spec.get("clipped", False),
-        )
+        context.forecast(one, plan, clipped=spec.get("clipped", False))
         for one in machines or [context.profile]
-    ]  # fmt: skip
+    ]
     return [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     from lohan.model.machine import Profile
     from lohan.model.plan import Kept, Plan
     from lohan.planner.activations import levels
-    from lohan.planner.forecast import forecast
+    from lohan.planner.forecast import Simulator
     from lohan.planner.memory import HostMemoryModel
     from lohan.planner.planner import PlanOptions, plan_for_budget
     from lohan.util.units import parse_bytes
@@ -35,20 +35,20 @@ def main() -> None:
 
     def plan_of(wish: str | Kept) -> Plan:
         options = PlanOptions(
-            dtype="fp32", update_mode=spec["grad_offload"], clip=spec["clip"],
+            dtype="fp32", update_mode=spec["update_mode"], clip=spec["clip"],
             durability=spec["durability"], activations=wish,
         )  # fmt: skip
         host = parse_bytes(spec["host"], name="host")
         return plan_for_budget(blocks, options, host_bytes=host, workload=workload, profile=machine)
+
+    simulator = Simulator(machine, blocks, workload, spec["durability"] == "step")
 
     def row(wish: str | Kept) -> dict[str, Any]:
         try:
             plan = plan_of(wish)
         except LohanError as refused:
             return {"refused": str(refused)}
-        made = forecast(
-            machine, blocks, workload, plan, two_generations=spec["durability"] == "step"
-        )
+        made = simulator.forecast(plan)
         memory = HostMemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {

@@ -41,7 +41,7 @@ from tests.tiny_run import Result, arguments, result, write_inputs
 
 KINDS: dict[str, tuple[object, ...]] = {
     "plain": (),
-    "balanced": ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB"),
+    "balanced": ("--clip", 0, "--update-mode", "balanced", "--host", "500KiB"),
     "replanned": ("--activations", "holistic", "--host", "450KiB"),
     "in place": ("--durability", "checkpoint", "--set", "budget.snapshot_every=2"),
 }

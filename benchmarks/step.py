@@ -1,6 +1,6 @@
 """Seconds per step: LoHan against PyTorch with everything in memory, in turn.
 
-    python benchmarks/step.py [--tokens 64 256 1024] [--host 1GiB] [--grad-offload optimized serial]
+    python benchmarks/step.py [--tokens 64 256 1024] [--host 1GiB] [--update-mode optimized serial]
 
 Every side is a process of its own with the same threads, starting from the same checkpoint and
 taking the same batches: losses must agree. All are alive and take turns, a few steps each, so all
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     reference.add_options(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--host", nargs="+", default=["1GiB"])
-    parser.add_argument("--grad-offload", nargs="+", choices=UPDATE_MODES, default=["balanced"])
+    parser.add_argument("--update-mode", nargs="+", choices=UPDATE_MODES, default=["balanced"])
     parser.add_argument("--durability", nargs="+", default=["step"])
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--activations", default="recompute", help="as in `lohan train`")
@@ -75,11 +75,11 @@ def sides_of(
     sides: dict[str, tuple[str, Child]] = {}
     for name, checkpointing in ((CHECKPOINTED, True), (WHOLE, False)):
         sides[name] = "side_torch.py", {**spec, "checkpointing": checkpointing}
-    for host, mode, durability in product(options.host, options.grad_offload, options.durability):
+    for host, mode, durability in product(options.host, options.update_mode, options.durability):
         name = f"LoHan {host}, {mode}"
         name += f", {durability}" if options.durability != ["step"] else ""
         sides[name] = "side_lohan.py", {
-            **spec, "host": host, "grad_offload": mode, "durability": durability,
+            **spec, "host": host, "update_mode": mode, "durability": durability,
             "profile": str(work / reference.MACHINE), "activations": options.activations,
             "ssd": str(stores / str(len(sides))),
         }  # fmt: skip

@@ -62,7 +62,7 @@ def levels(options: argparse.Namespace, work: Path) -> list[Child]:
     """Every level of activations that may be kept, with its forecast."""
     spec = {
         **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
-        "grad_offload": "optimized", "host": options.host, "policies": [], "curve": True,
+        "update_mode": "optimized", "host": options.host, "policies": [], "curve": True,
         "profile": str(work / reference.MACHINE),
     }  # fmt: skip
     limits = {"threads": options.threads, "deadline_s": options.deadline}

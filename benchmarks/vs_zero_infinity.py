@@ -134,7 +134,7 @@ def lohan(
     ssd = work / "ssd"
     own = {
         **spec, "ssd": str(ssd), "host": setting.host, "durability": setting.durability,
-        "grad_offload": "balanced", "clip": clip, "activations": "holistic",
+        "update_mode": "balanced", "clip": clip, "activations": "holistic",
         "profile": str(work / reference.MACHINE),
     }  # fmt: skip
     try:

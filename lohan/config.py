@@ -193,7 +193,7 @@ class TrainConfig:
         "memory or on SSD. bf16 takes half the room and traffic and rounds them once: the result "
         "is not that of PyTorch.",
     )
-    grad_offload: str = setting(
+    update_mode: str = setting(
         "balanced",
         choice(UPDATE_MODES),
         "When updates run: after backward, during it one by one, during it pipelined, or partly "

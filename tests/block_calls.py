@@ -88,7 +88,7 @@ def forward_and_backward(
             else:
                 _, kept = run_and_save(lambda a=args, k=kwargs: block(*a, **k), wanted)
                 left.append((state, kept))
-    held = sum(kept.nbytes for _, kept in left if kept is not None)
+    held = sum(t.nbytes for _, kept in left if kept is not None for t in kept.tensors)
     gradients: list[torch.Tensor] = []
     for part, (state, kept) in zip(slices, left, strict=True):
         torch.set_rng_state(state)

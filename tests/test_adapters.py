@@ -47,7 +47,7 @@ def adapted(base: nn.Module, *, filled: bool = True, **options) -> nn.Module:
     ("kind", "lora", "options"),
     [
         ("llama", {}, {}),
-        ("llama", {}, {"grad_offload": "serial", "micro_batch": 2}),
+        ("llama", {}, {"update_mode": "serial", "micro_batch": 2}),
         ("gpt2", {"target_modules": ["c_attn", "c_proj"]}, {}),
         ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, {"micro_batch": 3}),
         ("llama", {"modules_to_save": ["lm_head", "embed_tokens"], "bias": "all"}, {}),
@@ -55,8 +55,8 @@ def adapted(base: nn.Module, *, filled: bool = True, **options) -> nn.Module:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("llama", {}, {"overlap": False}),
-                ("llama", {}, {"grad_offload": "naive", "activations": "all"}),
-                ("qwen3", {}, {"grad_offload": "optimized", "clip": 100.0}),
+                ("llama", {}, {"update_mode": "naive", "activations": "all"}),
+                ("qwen3", {}, {"update_mode": "optimized", "clip": 100.0}),
                 ("llama", {"use_dora": True, "use_rslora": True}, {}),
             )
         ),

@@ -56,12 +56,12 @@ def test_equals_in_memory_adamw(kind, micro_batch, tmp_path):
 
 
 MODES = [
-    {"grad_offload": "serial"},
-    {"grad_offload": "naive"},
-    {"grad_offload": "optimized", "activations": "all"},
+    {"update_mode": "serial"},
+    {"update_mode": "naive"},
+    {"update_mode": "optimized", "activations": "all"},
     {"activations": "all"},
     {"activations": "static", "clip": 1e9},
-    {"activations": "recompute", "clip": 1e9, "grad_offload": "serial"},
+    {"activations": "recompute", "clip": 1e9, "update_mode": "serial"},
 ]
 LAYERS = {"dit": 3, "qwen3-moe": 2, "mixtral": 2, "t5": 4}
 CASES: list[Any] = [

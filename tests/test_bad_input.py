@@ -136,7 +136,7 @@ SETTINGS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "unknown schedule": (
         lambda d: ["--schedule", "step"], ("schedule: .* one of constant, linear, cosine",)),
     "unknown gradient mode": (
-        lambda d: ["--grad-offload", "fast"], ("grad_offload: .* serial, naive, optimized",)),
+        lambda d: ["--update-mode", "fast"], ("update_mode: .* serial, naive, optimized",)),
     "unknown activations": (
         lambda d: ["--activations", "some"], ("activations: .* or a plan file",)),
     "no such plan": (

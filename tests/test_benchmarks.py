@@ -208,7 +208,7 @@ def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_defaults_against_no_clipping(tmp_path: Path) -> None:
     run = bench(
-        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "40",
+        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "50",
         "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
         "--models-there", "qwen3-14b", "--json",
     )  # fmt: skip
@@ -227,7 +227,7 @@ def test_defaults_against_no_clipping(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_commit_intervals_write_less(tmp_path: Path) -> None:
     run = bench(
-        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "120",
+        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "150",
         "--device-memory", "64", "--seconds", "0.05", "--models-there", "qwen3-8b",
         "--sides", "commits", "--json",
     )  # fmt: skip

@@ -114,7 +114,7 @@ def test_overlap_has_the_bits_of_one_after_the_other(kind, mode, tuning, tmp_pat
     expected = plain_path(kind, rows, clip=0.05)
     tuned(monkeypatch, tuning)
     train(
-        net(kind), rows, tmp_path, seed=4, grad_offload=mode, clip=0.05, clip_by="block"
+        net(kind), rows, tmp_path, seed=4, update_mode=mode, clip=0.05, clip_by="block"
     ).check(expected)  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_bf16_equals_torch(kind, side, tmp_path, monkeypatch):
 
 def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning())
-    with attached(net("tied"), tmp_path, clip=0.0, grad_offload="optimized") as session:
+    with attached(net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
         assert not session.plan.defers_all
         assert not any(region.scratch for region in session.store.regions)
         seen = []

@@ -74,7 +74,7 @@ def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatc
     tuned(monkeypatch, Tuning(cached=0.4, device_slots=1))
     more = {"device": EmulatedDevice(64 * MiB)} if mode == "balanced" else {}
     found = train(
-        net(), data(8), tmp_path, seed=5, grad_offload=mode, budget=budget(tmp_path, 3), **more
+        net(), data(8), tmp_path, seed=5, update_mode=mode, budget=budget(tmp_path, 3), **more
     )
     replace(found, norms=plain.norms).check(plain)  # serial ones have the norm too
 

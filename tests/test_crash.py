@@ -226,7 +226,7 @@ LINKED = ("--device", "emulated", "--device-memory", "2MiB", "--host", "2MiB", "
 def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
     """There a step is committed while the next one runs, and its row is logged after that: the
     manifest brings the rows that the log has not."""
-    more = (*LINKED, "--grad-offload", mode)
+    more = (*LINKED, "--update-mode", mode)
     expected, _ = uninterrupted(forge, inputs, tmp_path, *more)
     late = 0
     for number in (2, 5):
@@ -373,8 +373,8 @@ def test_two_starts_in_one_folder(forge, inputs, whole, tmp_path):
 # -- updates in backward, and in the next forward -------------------------------------------------
 
 WAYS = {
-    "optimized": ("--clip", 0, "--grad-offload", "optimized", "--trace"),
-    "balanced": ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB", "--trace"),
+    "optimized": ("--clip", 0, "--update-mode", "optimized", "--trace"),
+    "balanced": ("--clip", 0, "--update-mode", "balanced", "--host", "500KiB", "--trace"),
 }
 
 

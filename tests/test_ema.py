@@ -78,7 +78,7 @@ def test_takes_no_part_in_training_and_works_with_other_optimizers(tmp_path):
 
 
 VARIANTS = {
-    "serial": {"overlap": False, "grad_offload": "serial"},
+    "serial": {"overlap": False, "update_mode": "serial"},
     "clipped": {"clip": 1e9},
     "other chunks": {},
     "in place": {},

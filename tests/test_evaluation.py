@@ -72,7 +72,7 @@ def weights(folder: Path) -> bytes:
         pytest.param({"train__clip": 1.0}, marks=pytest.mark.slow), {"train__clip": 0.0},
         pytest.param({"train__clip": 0.0, "train__overlap": False}, marks=pytest.mark.slow),
         pytest.param(
-            {"train__dtype": "bf16", "train__grad_offload": "serial"}, marks=pytest.mark.slow
+            {"train__dtype": "bf16", "train__update_mode": "serial"}, marks=pytest.mark.slow
         ),
         {"train__activations": "all", "train__clip": 1.0},
         {"budget__device": "emulated", "budget__device_memory": "1MiB"},

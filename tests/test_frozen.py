@@ -46,9 +46,9 @@ def partly(which: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     ("which", "options"),
     [
         ("first blocks", {}),
-        ("first blocks", {"grad_offload": "serial", "micro_batch": 2}),
-        ("all but norms", {"grad_offload": "naive", "micro_batch": 3, "durability": "checkpoint"}),
-        ("middle and head", {"grad_offload": "optimized", "activations": "all"}),
+        ("first blocks", {"update_mode": "serial", "micro_batch": 2}),
+        ("all but norms", {"update_mode": "naive", "micro_batch": 3, "durability": "checkpoint"}),
+        ("middle and head", {"update_mode": "optimized", "activations": "all"}),
     ],
 )
 def test_equals_in_memory_adamw(which, options, tmp_path):
@@ -77,7 +77,7 @@ def test_every_mode_gives_the_bits_of_one_after_the_other(which, clip, tmp_path)
     data = batches(3, batch=3, seq=12)
     found = []
     for number, options in enumerate(
-        [{"overlap": False}, {}, {"grad_offload": "serial"}, {"device": "emulated"}]
+        [{"overlap": False}, {}, {"update_mode": "serial"}, {"device": "emulated"}]
     ):
         memory = "64MiB" if "device" in options else None
         budget = lohan.Budget(host="4MiB", device=memory, ssd=[tmp_path / str(number)])

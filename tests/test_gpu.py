@@ -70,9 +70,9 @@ def run(place: Path, kind: str, tuning: Tuning, **options: object) -> Result:
 @pytest.mark.parametrize("kind", ["plain", "several", "llama"])
 def test_overlap_changes_no_bit(kind, clip, tmp_path):
     """Lanes late at random, every buffer used again and again."""
-    wanted = run(tmp_path / "plain", kind, TINY, clip=clip, overlap=False, grad_offload="serial")
+    wanted = run(tmp_path / "plain", kind, TINY, clip=clip, overlap=False, update_mode="serial")
     for seed, mode in enumerate(UPDATE_MODES):
-        found = run(tmp_path / mode, kind, TINY, clip=clip, grad_offload=mode, seed=seed)
+        found = run(tmp_path / mode, kind, TINY, clip=clip, update_mode=mode, seed=seed)
         if found.norms[0] is None:
             found = replace(found, norms=wanted.norms)
         found.check(wanted)

@@ -39,7 +39,7 @@ def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypat
     """durability = step: a process that dies after any step, with everything in memory lost, goes
     on from that step."""
     tuned(monkeypatch, Tuning(cached=cached))
-    options = {"durability": "step", "grad_offload": mode, "clip": clip}
+    options = {"durability": "step", "update_mode": mode, "clip": clip}
     session = opened(tmp_path / "run", **options)
     reference = None
     for step in range(1, STEPS + 1):
@@ -64,7 +64,7 @@ def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypat
 def test_nothing_is_written_until_a_clean_stop(mode, clip, tmp_path, monkeypatch, expected):
     """durability = checkpoint, everything in memory."""
     tuned(monkeypatch, Tuning(cached=1.0, spilled=0.0))
-    with opened(tmp_path, grad_offload=mode, clip=clip) as session:
+    with opened(tmp_path, update_mode=mode, clip=clip) as session:
         first = written(session)
         go_on(session, until=3)
         assert written(session) == first
@@ -75,7 +75,7 @@ def test_nothing_is_written_until_a_clean_stop(mode, clip, tmp_path, monkeypatch
         assert written(session) == first + state_bytes(session)
     facts = describe(tmp_path / "lohan-store")
     assert facts["state"] == "clean" and facts["meta"]["progress"]["step"] == 4
-    with opened(tmp_path, resume=True, grad_offload=mode, clip=clip) as session:
+    with opened(tmp_path, resume=True, update_mode=mode, clip=clip) as session:
         assert session.step == 4
         go_on(session)
         if not clip:
@@ -138,7 +138,7 @@ def fail_once(session: lohan.Session, *, where: str) -> None:
 def test_an_error_in_forward_costs_nothing(cached, tmp_path, monkeypatch, expected):
     """The SSD is behind what is in memory: nothing may be read back from it."""
     tuned(monkeypatch, Tuning(cached=cached))
-    with opened(tmp_path, grad_offload="optimized") as session:
+    with opened(tmp_path, update_mode="optimized") as session:
         go_on(session, until=3)
         session.flush()
         fail_once(session, where="forward")
@@ -152,7 +152,7 @@ def test_an_error_in_backward_cannot_be_undone_in_place(cached, tmp_path, monkey
     """Some blocks are updated, some are not, and no copy of the step before exists but the one of
     the last clean stop: the session says so, and does not overwrite that."""
     tuned(monkeypatch, Tuning(cached=cached))
-    session = opened(tmp_path, grad_offload="optimized")
+    session = opened(tmp_path, update_mode="optimized")
     go_on(session, until=2)
     session.commit()
     fail_once(session, where="backward")

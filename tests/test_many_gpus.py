@@ -24,7 +24,7 @@ from tests import ranked
 from tests.device.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
-EVEN = ("--clip", 0, "--schedule", "constant", "--grad-offload", "balanced")
+EVEN = ("--clip", 0, "--schedule", "constant", "--update-mode", "balanced")
 
 
 @pytest.fixture(scope="module")

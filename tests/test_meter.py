@@ -77,7 +77,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--clip", 0, "--grad-offload", "serial"),
+        ("--clip", 0, "--update-mode", "serial"),
         ("--clip", 0, "--no-overlap"),
         ("--clip", 1, "--no-overlap"),
     ],

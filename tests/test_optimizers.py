@@ -126,7 +126,7 @@ def run(name, moments, place, monkeypatch, *, mode="serial", tuning=None, clip=0
     tuned(monkeypatch, tuning or Tuning())
     return train(
         net(kind, dtype=dtype), data(steps, kind=kind, dtype=dtype), place, seed=seed, clip=clip,
-        optimizer=made(name, moments), grad_offload=mode, **options,
+        optimizer=made(name, moments), update_mode=mode, **options,
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
     rows = data(4, kind="plain", still={1: 2})
     results = [
         train(net("plain"), rows, tmp_path / mode, optimizer=made("adamw", "int8"),
-              grad_offload=mode)
+              update_mode=mode)
         for mode in ("serial", "balanced")
     ]  # fmt: skip
     check(*results)

@@ -79,7 +79,7 @@ class Case:
 def plain(case: Case) -> Result:
     """The specification: no overlap, everything on SSD, one buffer of each kind."""
     with TemporaryDirectory() as place:
-        return case.run(Path(place), PLAIN, overlap=False, grad_offload="serial")
+        return case.run(Path(place), PLAIN, overlap=False, update_mode="serial")
 
 
 def check_norm_of_device(
@@ -98,14 +98,14 @@ def check_norm_of_device(
     read = list[int]()
     if doubles:
         monkeypatch.setattr("lohan.engine.gradients._core.sum_squares", read.append)
-    found = case.run(place, tuning, grad_offload="balanced", device=device)
+    found = case.run(place, tuning, update_mode="balanced", device=device)
     assert not read
     found.check_there(wanted) if doubles else found.check(wanted)
 
 
 def check(case: Case, place: Path, tuning: Tuning, *, mode: str, **options: object) -> None:
     wanted = plain(replace(case, evaluated=False))
-    found = case.run(place, tuning, grad_offload=mode, **options)
+    found = case.run(place, tuning, update_mode=mode, **options)
     if found.norms[0] is None:  # only what holds gradients takes their norm
         assert not case.clip and mode != "serial" and case.dtype != torch.float16
         wanted = replace(wanted, norms=found.norms)
@@ -245,8 +245,8 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
         learn(self)
 
     monkeypatch.setattr(ActionScheduler, "_learn", recorded)
-    wanted = run("plain", PLAIN, overlap=False, grad_offload=mode)
-    found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, grad_offload=mode)
+    wanted = run("plain", PLAIN, overlap=False, update_mode=mode)
+    found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, update_mode=mode)
     found.check(wanted)
     assert back[:STEPS] == back[STEPS:]
     assert [sites == back[0] for sites in back[:STEPS]] == [True, False, False, False]
@@ -324,7 +324,7 @@ def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
     )  # fmt: skip
     tuned(monkeypatch, Tuning())
     still = {2: 1, 3: 1, 5: 1}
-    train(net(), data(6, still=still), tmp_path, grad_offload="optimized")
+    train(net(), data(6, still=still), tmp_path, update_mode="optimized")
     assert len(checked) == 2 and checked[0] > checked[1] > 0
 
 
@@ -379,7 +379,7 @@ def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_pa
     wanted = plain(Case(kind="several", clip=clip))
     engine = FaultyEngine(memory_engine())
     model = net("several")
-    with attached(model, tmp_path, engine=engine, grad_offload=mode, clip=clip) as session:
+    with attached(model, tmp_path, engine=engine, update_mode=mode, clip=clip) as session:
         delay_lanes(session, fault.nth)
         go_on(session, until=1)
         engine.faults = (replace(fault, nth=engine.counts[fault.op] + fault.nth),)
@@ -436,7 +436,7 @@ def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning())
     wanted = plain(Case(kind="tied"))
     engine = FaultyEngine(open_engine("threads"))
-    session = attached(net("tied"), tmp_path, engine=engine, grad_offload=mode)
+    session = attached(net("tied"), tmp_path, engine=engine, update_mode=mode)
     go_on(session, until=1)
     engine.faults = (replace(fault, nth=engine.counts[fault.op] + fault.nth),)
     with pytest.raises(StorageIOError, match=cause):
@@ -445,7 +445,7 @@ def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
         with pytest.raises(StoreError, match=r"cannot go on: the commit .* open it again"):
             go_on(session)
     session.close(flush=False)
-    with attached(net("tied"), tmp_path, resume=True, grad_offload=mode) as session:
+    with attached(net("tied"), tmp_path, resume=True, update_mode=mode) as session:
         begun = session.step
         assert 1 <= begun < STEPS
         assert go_on(session) == wanted.losses[begun:]

@@ -137,7 +137,7 @@ def test_every_way_has_the_bits_of_waiting(case, tuning, rerun, tmp_path):
 def test_on_a_device(mode, rerun, tmp_path):
     tuning = Tuning(cached=0.2, spilled=float(rerun), twice=0.5, device_slots=1)
     device = EmulatedDevice(64 * MiB)
-    check(TIED, tmp_path, tuning, rerun=rerun, grad_offload=mode, device=device)
+    check(TIED, tmp_path, tuning, rerun=rerun, update_mode=mode, device=device)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def machine_of(options: Mapping[str, Any]) -> Profile:
 
 def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) -> PolicyResult:
     chosen = with_choices(
-        policy(options["policy"]), update_mode=options.get("grad_offload"),
+        policy(options["policy"]), update_mode=options.get("update_mode"),
         activations=options.get("activations"),
     )  # fmt: skip
     swapped = options.get("swapped_gib")

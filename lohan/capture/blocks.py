@@ -36,7 +36,7 @@ from lohan.model.layout import (
     Site,
     TensorSpec,
 )
-from lohan.model.state import StateFormat
+from lohan.model.state import STATE_FORMATS, StateFormat
 from lohan.util.units import align_up
 
 # -- Cuts a model into an ordered list of blocks, each with one flat region of parameters ----------
@@ -349,6 +349,9 @@ class _Watch(TorchFunctionMode):
 def dtype_of(state_format: StateFormat) -> torch.dtype:
     """The dtype that a state format computes in."""
     return getattr(torch, state_format.dtype)
+
+
+DTYPE_NAMES = {dtype_of(fmt): name for name, fmt in STATE_FORMATS.items()}  # of stored weights
 
 
 def split(

@@ -345,10 +345,6 @@ class SavedOps:
     _sizes: list[tuple[torch.dtype, int]] = field(default_factory=list)
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
-
-    @property
     def count(self) -> int:
         """Of the tensors that `export` gives and `adopt` takes."""
         return 0 if self.lost else len(self._sizes)

@@ -33,7 +33,7 @@ def outcome_of(
     update_mode: str | None = None, activations: str | None = None, clip: float | None = None,
 ) -> PolicyResult:  # fmt: skip
     """`clip` is for `auto`, by default as in training; the others do not clip."""
-    _check("--grad-offload", update_mode, UPDATE_MODES)
+    _check("--update-mode", update_mode, UPDATE_MODES)
     _check("--activations", activations, CHOOSERS)
     if name == AUTO:
         return _auto(
@@ -61,7 +61,7 @@ def _auto(
         )
     options = PlanOptions(
         dtype="bf16",
-        update_mode=update_mode or TrainConfig.grad_offload,
+        update_mode=update_mode or TrainConfig.update_mode,
         clip=clip,
         can_rerun=True,
         commit=None,
@@ -135,12 +135,12 @@ def describe_simulation(made: dict[str, Any]) -> list[str]:
     if not made["feasible"]:
         return [*lines, "does not fit", made["reason"]]
     lines += [f"step      {made['step_s']:.2f} s", f"tokens/s  {made['tokens_per_s']:,.1f}", ""]
-    for lane in map(public_key, LANES):
-        share = made["lane_busy_s"].get(lane, 0.0) / made["step_s"]
+    for lane in LANES:
+        share = made["lane_busy_s"].get(public_key(lane), 0.0) / made["step_s"]
         if lane == "net" and not share:
             continue
         lines.append(
-            f"{lane:4} {100 * share:5.0f} %  {'#' * round(BAR * min(1.0, share))}".rstrip()
+            f"{lane:9} {100 * share:5.0f} %  {'#' * round(BAR * min(1.0, share))}".rstrip()
         )
     lines.append("")
     lines += [f"{tier:6} {format_bytes(size):>11}" for tier, size in made["peak_bytes"].items()]
@@ -367,7 +367,7 @@ def simulate(
     ssds: Ssds = None,
     gpus: Gpus = None,
     host: Host = None,
-    update_mode: Annotated[str | None, option("train.grad_offload")] = None,
+    update_mode: Annotated[str | None, option("train.update_mode")] = None,
     activations: Annotated[
         str | None, typer.Option("--activations", help="Activation policy, such as holistic.")
     ] = None,

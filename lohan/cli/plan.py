@@ -81,7 +81,7 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         )
         then = ", by a plan for such steps" if made.changes_plan else ""
         lines.append(f"if clipped    {clipped}, with every norm above the limit{then}")
-    elif made.plan.clip and made.plan.always_waits(two_generations=made.two_generations):
+    elif made.plan.clip and made.plan.always_waits(two_generations=made.options.two_generations):
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -93,7 +93,7 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         lines.append(f"price         {_price(machine)}")
     lines += ["", *lane_lines(foreseen)]
     lines.append(
-        f"{public_key(foreseen.binding)} binds: without it a step would take "
+        f"{foreseen.binding} binds: without it a step would take "
         f"{format_seconds(faster_s)} ({step_s / faster_s:.2f}x)"
     )
     written = foreseen.written_bytes
@@ -117,7 +117,8 @@ def lane_lines(made: Forecast) -> list[str]:
         if busy := busy_s[lane]:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
             share = f"{100 * busy / made.step_s:5.0f} %"
-            lines.append(f"{public_key(lane):4} {share}  {bar:30}  {names[lane]}")
+            what = names[lane] if names[lane] != lane else ""
+            lines.append(f"{lane:9} {share}  {bar:30}  {what}".rstrip())
     return lines
 
 
@@ -143,7 +144,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained, two_generations=made.two_generations),
+        "updates": _updates(plan, trained, two_generations=made.options.two_generations),
         **_clipping(plan),
         **_updated_twice(plan),
         "commits": _commits(made),
@@ -393,7 +394,7 @@ PLANNED = (
     "budget.host", "budget.durability", "budget.commit_every",
     *(f"train.{key}" for key in (
         "steps", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer", "moments", "ema",
-        "clip", "clip_by", "grad_dtype", "grad_offload", "activations", "overlap", "lora", "base",
+        "clip", "clip_by", "grad_dtype", "update_mode", "activations", "overlap", "lora", "base",
     )),
 )  # fmt: skip
 

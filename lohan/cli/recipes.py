@@ -15,7 +15,6 @@ from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of, optio
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.display import echo
 from lohan.util.files import write_atomic
-from lohan.util.trace import public_key
 from lohan.util.units import GiB, align_up, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ def _recipe(
     pairs = task == "preference"
     kind = ['task = "preference"  # by the first row; docs/preference.md'] if pairs else []
     loss = ["[preference]", f"loss = {quoted(_loss(data))}", "beta = 0.1", ""] if pairs else []
-    busiest = public_key(made.forecast.binding) if made.forecast else ""
+    busiest = made.forecast.binding if made.forecast else ""
     lines = [
         f"# {made.model} on {machine.name}: lohan train --config {out.name}",
         f"# Forecast: a step takes {format_seconds(made.step_s)}, 1,000 steps "

@@ -226,7 +226,7 @@ VERIFIED = (
     "budget.commit_every",
     *(f"train.{key}" for key in (
         "batch", "micro_batch", "tiles", "seq", "lr", "clip", "clip_by", "grad_dtype",
-        "grad_offload",
+        "update_mode",
         "activations", "overlap", "dtype",
     )),
 )  # fmt: skip
@@ -345,8 +345,9 @@ def to_json(made: Verification) -> dict[str, Any]:
 def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
     mode = each.mode
     return {
-        "grad_offload": mode.update_mode, "activations": mode.activations,
-        "overlap": mode.overlap, "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
+        "update_mode": mode.update_mode, "grad_offload": mode.update_mode,  # its first name
+        "activations": mode.activations, "overlap": mode.overlap,
+        "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
         "other_bits_than": each.other_bits or None,
         "steps": [
             {

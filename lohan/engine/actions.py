@@ -404,4 +404,4 @@ def _activation_spill(
         numbers[name]: size
         for name, size in zip(plan.spilled_sites, plan.spilled_site_bytes, strict=True)
     }
-    return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")
+    return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.capture.blocks import check_trainable, cut_for, default_decay, dtype_of
+from lohan.capture.blocks import DTYPE_NAMES, check_trainable, cut_for, default_decay, dtype_of
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
 from lohan.capture.tracing import shapes_together
@@ -66,7 +66,7 @@ from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
-from lohan.util.settings import tile_tokens, without_aliases
+from lohan.util.settings import tile_tokens, with_aliases, without_aliases
 from lohan.util.system import cgroup_memory_limit, host_memory_bytes, offline, total_memory_bytes
 from lohan.util.trace import Trace
 from lohan.util.units import AUTO, format_bytes, parse_bytes
@@ -107,6 +107,7 @@ class Budget:
         return None if self.device is None else parse_bytes(self.device, name="device")
 
 
+@with_aliases
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
     """What leaves memory, and what overlaps with compute. All of it changes speed only, but for
@@ -121,7 +122,7 @@ class OffloadPolicy:
     need not wait for the norm where memory has no room for all gradients."""
 
     activations: str | Kept = "holistic"
-    grad_offload: str = "balanced"
+    update_mode: str = "balanced"
     overlap: bool = True
     micro_batch: int | None = None
     tiles: int | str = "auto"
@@ -262,7 +263,6 @@ def open_store(
 # -- Attach ---------------------------------------------------------------------------------------
 
 
-_DTYPE_NAMES = {dtype_of(fmt): name for name, fmt in STATE_FORMATS.items()}
 _OFFLOAD, _MODEL, _STORE = OffloadPolicy(), ModelPolicy(), StorePolicy()
 
 
@@ -353,7 +353,7 @@ def _options(
         dtype=dtype, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
         clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
-        update_mode=offload.grad_offload, activations=offload.activations,
+        update_mode=offload.update_mode, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, can_rerun=offload.run_again,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip
@@ -623,10 +623,10 @@ def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dtype_name(model: nn.Module) -> str:
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or (dtype := dtypes.pop()) not in _DTYPE_NAMES:
+    if len(dtypes) != 1 or (dtype := dtypes.pop()) not in DTYPE_NAMES:
         found = ", ".join(sorted(str(d) for d in dtypes | {p.dtype for p in model.parameters()}))
         raise ModelError(
             f"{type(model).__name__} has parameters of {found}; convert all of them to one of "
-            f"{', '.join(str(dtype) for dtype in _DTYPE_NAMES)} first"
+            f"{', '.join(str(dtype) for dtype in DTYPE_NAMES)} first"
         )
-    return _DTYPE_NAMES[dtype]
+    return DTYPE_NAMES[dtype]

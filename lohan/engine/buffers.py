@@ -18,6 +18,7 @@ from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import BudgetError
 from lohan.model.layout import TENSOR_ALIGN, Blocks, FlatGroup, TensorSpec
+from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS
 from lohan.model.state import (
     DEQUANTISED,
     EMA,
@@ -104,10 +105,6 @@ class HostPool:
         self.reserve(owner, size)
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
-    def free(self, buffer: HostBuffer) -> None:
-        """Gives the bytes back to the budget; the mapping goes with its last reference."""
-        self.unreserve(buffer.owner, len(buffer.bytes))
-
 
 # -- Compute weights in slots of host memory and of the device -------------------------------------
 #
@@ -125,9 +122,7 @@ class WeightSlots:
         size = max((group.numel for group in moving), default=0) * state_format.weight_bytes
         self._buffers = [pool.allocate("weight slots", size, for_device=True) for _ in range(slots)]
         self._buffers += [
-            pool.allocate(
-                "cached weights", group.numel * state_format.weight_bytes, for_device=True
-            )
+            pool.allocate(CACHED_WEIGHTS, group.numel * state_format.weight_bytes, for_device=True)
             for group in cached
         ]
 
@@ -267,8 +262,7 @@ class StateRing:
         size = state_format.state_size(min(chunk_params, largest))
         self._buffers = [pool.allocate("optimizer state ring", size) for _ in range(ring)]
         self._buffers += [
-            pool.allocate("cached optimizer state", self._size(group, chunk))
-            for group, chunk in cached
+            pool.allocate(CACHED_STATE, self._size(group, chunk)) for group, chunk in cached
         ]
 
     def _size(self, group: FlatGroup, chunk: int) -> int:

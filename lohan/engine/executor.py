@@ -186,9 +186,7 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        two_generations = (
-            store.durability == "step"
-        )  # there is a committed generation to go back to
+        two_generations = store.durability == "step"  # a committed one to go back to
         self.spec = spec_of(context.shards, plan, two_generations=two_generations)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(

@@ -194,7 +194,7 @@ class GradientOffload:
         self._resting: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}  # by number of group
         self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
-        self._aside: dict[
+        self.aside: dict[
             int, OffloadedGradients
         ] = {}  # what waits for a block that adds to it, by group
 
@@ -232,14 +232,14 @@ class GradientOffload:
         """Gradients to which another block of this backward adds wait in host memory, in fp32."""
         if grads:
             wide = {index: grad.float() for index, grad in grads.items()}
-            self._aside[number] = self.offload_async(number, group, wide)
+            self.aside[number] = self.offload_async(number, group, wide)
 
     def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
         """What was set aside, on the device again: sums go on in the order of the blocks. Compute
         waits for it, the caller does not."""
-        if number not in self._aside:
+        if number not in self.aside:
             return {}
-        aside = self._aside.pop(number)
+        aside = self.aside.pop(number)
         made, pairs = {}, []
         for index, own in aside.destinations():
             flat = self._device.allocate(own.numel() * FLOAT)
@@ -247,10 +247,6 @@ class GradientOffload:
             pairs.append((made[index], own))
         self._device.wait(self._device.copy("h2d", pairs, after=aside.event))
         return made
-
-    def aside(self) -> dict[int, OffloadedGradients]:
-        """What waits for a block that adds to it, by group."""
-        return self._aside
 
     def offload(
         self, number: int, group: FlatGroup, grads: GroupGrads, *,
@@ -295,7 +291,7 @@ class GradientOffload:
             self._resting.append(buffer)
 
     def clear(self) -> None:
-        self._aside.clear()
+        self.aside.clear()
         for number in list(self._used):
             self.release(number)
 
@@ -443,7 +439,7 @@ class GradientCollector:
     def accumulate_rest(self) -> None:
         """Backward has ended, and another one adds to it: nothing of this one is left elsewhere."""
         assert self.accumulated is not None
-        aside = {} if self._offload is None else self._offload.aside()
+        aside = {} if self._offload is None else self._offload.aside
         for number in self._waiting():
             self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
             self.accumulated.add(number, aside.pop(number, {}))
@@ -463,7 +459,7 @@ class GradientCollector:
 
     def _waiting(self) -> list[int]:
         """Groups whose gradients have not been handed over."""
-        aside = {} if self._offload is None else self._offload.aside()
+        aside = {} if self._offload is None else self._offload.aside
         waiting = [self._numbers[key] for key in self.sink.waiting()]
         return waiting + [n for n in aside if n not in self._seen and n not in waiting]
 
@@ -473,7 +469,7 @@ class GradientCollector:
         if self.accumulated is None:  # sums of several backward calls stay as they are
             grads = self._rounded(dict(grads))
         if self._offload is not None and not (alone and self.accumulated is not None):
-            aside = dict(self._offload.aside().pop(number, {}))  # no other block added to it
+            aside = dict(self._offload.aside.pop(number, {}))  # no other block added to it
             if self.accumulated is None:
                 aside = self._rounded(aside)
             summed = None if aside else self._sum_squares(grads)

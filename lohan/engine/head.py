@@ -241,7 +241,7 @@ class SlicedHead:
         self.executor = executor
         self.model = model
         self.decoder = decoder
-        self._whole = False
+        self.runs_whole = False
         self.ranks_apart = False  # the loss is that of this rank's tokens, as under DDP
         # The sum of a slice's losses, from its logits and the tokens they are to predict.
         self.slice_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
@@ -265,18 +265,14 @@ class SlicedHead:
         if vars(self.model).get("forward") is self:
             del self.model.forward
 
-    @property
-    def runs_whole(self) -> bool:
-        return self._whole
-
     @contextmanager
     def whole(self) -> Iterator[None]:
         """The model runs as it is, with logits in one piece."""
-        self._whole = True
+        self.runs_whole = True
         try:
             yield
         finally:
-            self._whole = False
+            self.runs_whole = False
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -306,7 +302,7 @@ class SlicedHead:
         bound = self._signature.bind(*args, **kwargs).arguments
         named = {**bound, **bound.pop("kwargs", {})}
         labels = named.get("labels")
-        if labels is None or self._whole:
+        if labels is None or self.runs_whole:
             return self._original(*args, **kwargs)
         if shifted is None or shifted.labels is not labels:
             count = named.get("num_items_in_batch")

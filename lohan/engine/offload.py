@@ -91,7 +91,6 @@ class ActivationSpill(ActivationHooks):
 
     def __init__(
         self, dirs: Sequence[Path], pool: HostPool, sizes: Mapping[int, int], *, buffers: int,
-        engine: str,
     ) -> None:  # fmt: skip
         self.sizes = {site: align_up(size, PAGE) for site, size in sizes.items()}
         largest = max(self.sizes.values())
@@ -100,7 +99,7 @@ class ActivationSpill(ActivationHooks):
         ]
         regions = [Region("nothing", (PAGE,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _transfers(n), scratch=True) for s, n in self.sizes.items()]
-        self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
+        self._store = Store.create(dirs, regions, durability="checkpoint", engine="auto")
         self._dirs = dirs
         self._new: dict[int, SavedCall] = {}  # calls that have run and are not yet written
         self._spilled: dict[int, _Spilled] = {}

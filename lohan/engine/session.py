@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any, TypeVar
@@ -44,12 +45,12 @@ from lohan.engine.head import SlicedHead
 from lohan.errors import BudgetError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan
+from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.planner.forecast import (
     UNKNOWN_DRIVE,
     Forecast,
-    forecast,
+    Simulator,
     profile_of_step,
     step_work,
 )
@@ -82,6 +83,24 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
     check: bool = False  # compare first calls with plain ones
+
+    def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
+        """What a plan does on such a machine, of a known batch."""
+        assert self.workload is not None
+        return Simulator(
+            profile, self.shards, self.workload, self.options.two_generations
+        ).forecast(plan, clipped=clipped)
+
+    def measured(self, spans: Sequence[Span], plan: Plan, *, moved_bytes: int) -> Profile | None:
+        """The machine as a step by this plan found it."""
+        assert self.workload is not None
+        work = step_work(
+            self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
+        )
+        return profile_of_step(
+            spans, work, moved_bytes=moved_bytes, host_bytes=self.host_bytes,
+            device=self.device.name, device_bytes=self.device_bytes or 0,
+        )  # fmt: skip
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:
         """The batch in the tiles of a plan."""
@@ -511,7 +530,7 @@ class Replanner:
         self._machine = known = session.context.profile  # as measured, once it is
         self._promised: Forecast | None = None  # on a machine that is not known
         if known is not None and not self._done:
-            self._promised = self._forecast(known, session.plan)
+            self._promised = session.context.forecast(known, session.plan)
 
     def after_step(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> str | None:
         """What was found and what was changed, in words, or None."""
@@ -524,24 +543,13 @@ class Replanner:
         if self._promised is not None:
             measured = busy_s(spans, float("-inf"), float("inf"))
             why = surprises(self._promised.busy_s, measured, step_s=step_s)
-        found = self._learned(spans, moved_bytes) if why else None
+        context, plan = self._session.context, self._session.plan
+        found = context.measured(spans, plan, moved_bytes=moved_bytes) if why else None
         self._done = found is None or self._plans >= MOST_PLANS
         changed = None if found is None or self._done else self._consider(found)
         if changed is not None:
             return f"{why}; {changed}"
         return f"{why}; the plan stays as it is" if why and self._promised is not None else None
-
-    def _learned(self, spans: list[Span], moved_bytes: int) -> Profile | None:
-        context = self._session.context
-        assert context.workload is not None
-        has_own_memory = context.device.has_own_memory
-        work = step_work(
-            context.blocks, context.workload, self._session.plan, has_own_memory=has_own_memory
-        )
-        return profile_of_step(
-            spans, work, moved_bytes=moved_bytes, host_bytes=context.host_bytes,
-            device=context.device.name, device_bytes=context.device_bytes or 0,
-        )  # fmt: skip
 
     def _consider(self, measured: Profile) -> str | None:
         """Goes on by a plan for the machine as measured, if that is worth it; says so."""
@@ -550,7 +558,7 @@ class Replanner:
         self._done = True
         if other is None:
             return None
-        now, then = self._forecast(measured, plan), self._forecast(measured, other)
+        now, then = (self._session.context.forecast(measured, each) for each in (plan, other))
         if now.step_s < WORTH * then.step_s or other == plan:
             return None
         try:
@@ -581,7 +589,8 @@ class Replanner:
         self._refused = True  # unless it is followed
         if other is None or other == plan:
             return None
-        now, then = (self._forecast(machine, made, clipped=every) for made in (plan, other))
+        forecast = partial(self._session.context.forecast, machine, clipped=every)
+        now, then = forecast(plan), forecast(other)
         if not pays(now, then, machine):
             return None
         try:
@@ -596,11 +605,7 @@ class Replanner:
 
     def _better(self, measured: Profile, *, every_clipped: bool = False) -> Plan | None:
         context, plan = self._session.context, self._session.plan
-        options = replace(
-            context.options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off",
-            head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
-            every_clipped=every_clipped,
-        )  # fmt: skip
+        options = replace(context.options.fixed_by(plan), every_clipped=every_clipped)
         try:
             return plan_for_budget(
                 context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
@@ -609,25 +614,12 @@ class Replanner:
         except BudgetError:
             return None
 
-    def _forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
-        context = self._session.context
-        assert context.workload is not None
-        two_generations = self._session.store.durability == "step"
-        return forecast(
-            profile,
-            context.blocks,
-            context.workload,
-            plan,
-            two_generations=two_generations,
-            clipped=clipped,
-        )
-
 
 def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:
     """Whether a change of plan soon saves more than it takes: what stays in memory is read, and
     the first step is made on demand."""
-    owners = ("cached weights", "cached optimizer state")
-    read_s = sum(_bytes(then.plan, owner) for owner in owners) / (machine.ssd_read or UNKNOWN_DRIVE)
+    cached = then.plan.owner_bytes(CACHED_WEIGHTS, CACHED_STATE)
+    read_s = cached / (machine.ssd_read or UNKNOWN_DRIVE)
     saved_s = PAYS_WITHIN * (now.step_s - then.step_s)
     return now.step_s >= WORTH * then.step_s and saved_s > read_s + now.step_s
 
@@ -652,21 +644,17 @@ def surprises(
 
 def _difference(old: Plan, new: Plan) -> str:
     parts = []
-    kept = {plan: _bytes(plan, KEPT) for plan in (old, new)}
+    kept = {plan: plan.owner_bytes(KEPT) for plan in (old, new)}
     if kept[old] != kept[new]:
         parts.append(f"{format_bytes(kept[new])} of activations kept instead of recomputed")
     if len(old.spilled_sites) != len(new.spilled_sites):
         parts.append(f"those of {counted(len(new.spilled_sites), 'block')} on SSD")
     if len(old.deferred) != len(new.deferred):
         parts.append(f"{counted(len(new.deferred), 'group')} updated in the next forward")
-    cached = _bytes(new, "cached optimizer state")
-    if cached != _bytes(old, "cached optimizer state"):
+    cached = new.owner_bytes(CACHED_STATE)
+    if cached != old.owner_bytes(CACHED_STATE):
         parts.append(f"{format_bytes(cached)} of optimizer state in memory")
     return ", ".join(parts) or "other buffers"
-
-
-def _bytes(plan: Plan, owner: str) -> int:
-    return sum(entry.bytes for entry in plan.ledger if entry.owner == owner)
 
 
 # -- A device that turns out smaller than planned: one more try with a smaller plan ----------------

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import nn
 
-from lohan.capture.blocks import dtype_of, lacks_values
+from lohan.capture.blocks import DTYPE_NAMES, lacks_values
 from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_of, is_adapted
 from lohan.checkpoint.hf_folder import SHARD_BYTES, persistent_buffers
 from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
@@ -30,7 +30,6 @@ from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import source_of, store_reader
 from lohan.engine.session import Session, export_merged, export_store
 from lohan.errors import BudgetError, ConfigError, StoreError
-from lohan.model.state import STATE_FORMATS
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
 from lohan.util.system import host_memory_bytes
@@ -115,7 +114,7 @@ class StoredWeights:
         alone, or with `merged` the model with the adapter added to its weights."""
         session = self.session
         model = base_of(self.model) if merged else self.model
-        how = {"dtype": _dtype_name(self.dtype), "source_folder": None, **how}
+        how = {"dtype": DTYPE_NAMES[self.dtype], "source_folder": None, **how}
         if session is not None and session.process_group.several:
             if merged:
                 raise ConfigError(
@@ -132,8 +131,7 @@ class StoredWeights:
 
 def stored_weights_of(model: nn.Module) -> StoredWeights | None:
     """Where the weights of a model are, if they are in a store."""
-    every = (getattr(parameter, "stored_weights", None) for parameter in model.parameters())
-    return next((stored for stored in every if stored is not None), None)
+    return next(iter(all_stored_weights_of(model)), None)
 
 
 def redirect_to_store(session: Session, dtype: torch.dtype) -> None:
@@ -184,7 +182,7 @@ def _given_dtype(model: nn.Module) -> torch.dtype:
         if parameter.requires_grad or not adapted:
             sizes[parameter.dtype] += parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
-    return most if any(dtype_of(fmt) == most for fmt in STATE_FORMATS.values()) else torch.float32
+    return most if most in DTYPE_NAMES else torch.float32
 
 
 def weights_source(model: nn.Module) -> ReadFlat:
@@ -346,8 +344,3 @@ def values_of(stored: StoredWeights, parameters: list[Any]) -> dict[int, nn.Para
                 values = torch.cat(flat).view(p.shape) if flat else torch.empty(p.shape)
                 made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
     return made
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type in LoHan."""
-    return next(name for name, fmt in STATE_FORMATS.items() if dtype_of(fmt) == dtype)

@@ -11,11 +11,13 @@ from typing import Any
 from lohan.engine.attach import Budget
 from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
+from lohan.util.settings import with_aliases
 from lohan.util.units import AUTO
 
 # -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
 
 
+@with_aliases
 @dataclass(frozen=True, kw_only=True)
 class LohanArguments:
     """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
@@ -31,7 +33,7 @@ class LohanArguments:
     micro_batch: int | None = None
     tiles: int | str = "auto"
     max_length: int | None = None  # of a batch in tokens; not given: what the first batch has
-    grad_offload: str = "balanced"
+    update_mode: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
     clip_by: str = "global"  # whose norm max_grad_norm limits; "block": another algorithm

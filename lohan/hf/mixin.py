@@ -209,7 +209,7 @@ class LohanMixin:
                     "shapes": shapes_to_json(shapes),
                     OUTPUT_DIR: str(Path(args.output_dir).resolve()),
                 },
-                overlap=self.lohan.overlap, grad_offload=self.lohan.grad_offload,
+                overlap=self.lohan.overlap, update_mode=self.lohan.update_mode,
                 activations=self.lohan.activations, run_again=self._repeatable(),
                 decay=lambda name, _: name in decaying,
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from lohan.util.files import from_json, json_key, json_object, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
+
+
+CACHED_WEIGHTS, CACHED_STATE = "cached weights", "cached optimizer state"  # owners of host memory
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,9 @@ class Plan:
 
     def tier_bytes(self, tier: str) -> int:
         return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
+
+    def owner_bytes(self, *owners: str) -> int:
+        return sum(entry.bytes for entry in self.ledger if entry.owner in owners)
 
     def to_json(self) -> dict[str, Any]:
         return json_object(self)
@@ -293,6 +299,18 @@ class PlanOptions:
     # Of the device's memory, by owner, apart from what blocks and schedule take.
     device_overhead: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def two_generations(self) -> bool:
+        """A store with them has a committed one to go back to."""
+        return self.durability == "step"
+
+    def fixed_by(self, plan: Plan) -> PlanOptions:
+        """For another plan of the same run: with the slices and chunks that it must keep."""
+        return replace(
+            self, micro_batch=plan.micro_batch, tiles=plan.tiles or "off",
+            head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
+        )  # fmt: skip
+
     def __post_init__(self) -> None:
         if self.grad_dtype == "fp32":
             return
@@ -314,7 +332,7 @@ def options_of(
     train, budget = config.train, config.budget
     return PlanOptions(
         dtype=dtype, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
-        update_mode=train.grad_offload, activations=activation_policy_of(train.activations),
+        update_mode=train.update_mode, activations=activation_policy_of(train.activations),
         clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype, kind=train.kind,
         durability=budget.durability, minimise=minimise, world=world, can_rerun=True,
         commit=commit_interval(budget.durability, budget.commit_every),

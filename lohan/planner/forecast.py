@@ -9,7 +9,7 @@ from math import inf
 
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import BatchWorkload, Plan
+from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
@@ -57,7 +57,7 @@ class Forecast:
     written_bytes: float
     phases: tuple[Schedule, ...] = field(repr=False)  # as simulated: chunks may be joined
     work: StepWork = field(repr=False)
-    lane_s: dict[str, float]  # of all actions of one step
+    busy_s: dict[str, float]  # of each lane, for all actions of one step
     shared_s: float  # of lanes that are one thing
     bus_s: float = 0.0  # of all that goes through main memory; 0 where its rate is not known
     commit: Commit | None = None  # where not every step has one
@@ -72,7 +72,7 @@ class Forecast:
         """Of a steady step, with its share of the commits. What one step leaves to the next, writes
         above all, adds up: in the long run no lane can have more to do in a step than the step
         lasts."""
-        step_s = max(self.timeline.step_s, *self.lane_s.values(), self.shared_s, self.bus_s)
+        step_s = max(self.timeline.step_s, *self.busy_s.values(), self.shared_s, self.bus_s)
         return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
 
     @property
@@ -80,44 +80,50 @@ class Forecast:
         return self.tokens / self.step_s
 
     @property
-    def busy_s(self) -> dict[str, float]:
-        return self.lane_s
-
-    @property
     def binding(self) -> str:
         busy = {**self.busy_s, BUS: self.bus_s}
         return max(busy, key=lambda lane: busy[lane])
 
 
-def forecast(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, two_generations: bool,
-    clipped: bool = False, rough: bool = False,
-) -> Forecast:  # fmt: skip
-    """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
-    chunks of a model with many, to compare plans; of one with very many always."""
-    work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
-    spec = spec_of(blocks, plan, two_generations=two_generations)
-    chunks = sum(spec.chunks)
-    if rough and chunks > ROUGHLY * FEW_CHUNKS:
-        spec, work = _joined(spec, work, FEW_CHUNKS)
-    elif chunks > 2 * MANY_CHUNKS:
-        spec, work = _joined(spec, work, MANY_CHUNKS)
-    order = planned_order(blocks, plan, two_generations=two_generations, clipped=clipped)
-    machine = profile if order.commits else replace(profile, commit_s=0.0)
-    chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
-    phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
-    timeline, clock = _timed(machine, phases, work)
-    last = phases[-(len(phases) // STEPS) :]
-    written = sum(work.written(a) for phase in last for a in phase if a.kind in WRITES)
-    lane_s, world = _lane_s(clock, last), plan.world
-    made = Forecast(
-        plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
-        shared_s(profile, lane_s), _bus_s(profile, work, last),
-    )  # fmt: skip
-    if order.commits:
-        return made
-    later = tuple(phase for step in chain for phase in step.values())
-    return _with_commits(made, profile, spec, later)
+@dataclass(frozen=True)
+class Simulator:
+    """A batch on a machine: what a plan will do there."""
+
+    profile: Profile
+    blocks: Blocks
+    workload: BatchWorkload
+    two_generations: bool
+
+    def forecast(self, plan: Plan, *, clipped: bool = False, rough: bool = False) -> Forecast:
+        """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
+        chunks of a model with many, to compare plans; of one with very many always."""
+        profile, blocks, workload = self.profile, self.blocks, self.workload
+        work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
+        spec = self.spec(plan)
+        chunks = sum(spec.chunks)
+        if rough and chunks > ROUGHLY * FEW_CHUNKS:
+            spec, work = _joined(spec, work, FEW_CHUNKS)
+        elif chunks > 2 * MANY_CHUNKS:
+            spec, work = _joined(spec, work, MANY_CHUNKS)
+        order = planned_order(blocks, plan, two_generations=self.two_generations, clipped=clipped)
+        machine = profile if order.commits else replace(profile, commit_s=0.0)
+        chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
+        phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
+        timeline, clock = _timed(machine, phases, work)
+        last = phases[-(len(phases) // STEPS) :]
+        written = sum(work.written(a) for phase in last for a in phase if a.kind in WRITES)
+        lane_s, world = _lane_s(clock, last), plan.world
+        made = Forecast(
+            plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
+            shared_s(profile, lane_s), _bus_s(profile, work, last),
+        )  # fmt: skip
+        if order.commits:
+            return made
+        later = tuple(phase for step in chain for phase in step.values())
+        return _with_commits(made, profile, spec, later)
+
+    def spec(self, plan: Plan) -> ScheduleSpec:
+        return spec_of(self.blocks, plan, two_generations=self.two_generations)
 
 
 def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpec, StepWork]:
@@ -142,17 +148,16 @@ def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpe
     return spec, replace(work, chunk_sizes=tuple(chunk_sizes), joined=True)
 
 
-def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:
+def most_clipped(profile: Profile, accepted: Forecast, waiting: Forecast) -> float:
     """The share of clipped steps up to which updates should not wait for the norm: then steps take
-    as long either way. `kept` is of steps that did not wait and counted, `waiting` of steps that
-    waited. A clipped step that did not wait is run again, or its updates once more in the next
+    as long either way. `accepted` is of steps that did not wait and counted, `waiting` of those
+    that waited. A clipped step that did not wait is run again, or its updates once more in the next
     forward, as if it had waited, after what is cached was read back."""
-    gain_s, loss_s = waiting.step_s - kept.step_s, kept.step_s
-    if not kept.plan.spilled_gradients:
-        owners = ("cached weights", "cached optimizer state")
-        cached = sum(entry.bytes for entry in kept.plan.ledger if entry.owner in owners)
+    gain_s, loss_s = waiting.step_s - accepted.step_s, accepted.step_s
+    if not accepted.plan.spilled_gradients:
+        cached = accepted.plan.owner_bytes(CACHED_WEIGHTS, CACHED_STATE)
         back_s = cached / profile.ssd_read if profile.ssd_read else 0.0
-        loss_s = back_s + waiting.timeline.forward_s - kept.timeline.forward_s
+        loss_s = back_s + waiting.timeline.forward_s - accepted.timeline.forward_s
     return min(1.0, gain_s / loss_s) if loss_s > 0 else 1.0
 
 
@@ -172,9 +177,9 @@ def _with_commits(
     )  # fmt: skip
     per_step = added.written_bytes / added.steps
     ssd_s = per_step / world / (profile.ssd_mixed or profile.ssd_write)
-    lane_s = {**made.lane_s, "ssd": made.lane_s["ssd"] + ssd_s}
+    lane_s = {**made.busy_s, "ssd": made.busy_s["ssd"] + ssd_s}
     return replace(
-        made, written_bytes=made.written_bytes + per_step, lane_s=lane_s,
+        made, written_bytes=made.written_bytes + per_step, busy_s=lane_s,
         shared_s=shared_s(profile, lane_s), commit=added,
     )  # fmt: skip
 
@@ -192,7 +197,7 @@ def on_machine(made: Forecast, profile: Profile) -> Forecast:
     lane_s = _lane_s(clock, tuple(made.steady_phases().values()))
     bus_s = _bus_s(profile, made.work, tuple(made.steady_phases().values()))
     shared = shared_s(profile, lane_s)
-    return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared, bus_s=bus_s)
+    return replace(made, timeline=timeline, busy_s=lane_s, shared_s=shared, bus_s=bus_s)
 
 
 def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> float:

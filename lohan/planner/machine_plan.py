@@ -25,7 +25,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape, ModelShape
 from lohan.model.state import FLOAT, STATE_FORMATS, packed_numel
 from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import BUS, Forecast, forecast, on_machine
+from lohan.planner.forecast import BUS, Forecast, Simulator, on_machine
 from lohan.planner.memory import card_overhead
 from lohan.planner.planner import (
     WORTH,
@@ -197,8 +197,11 @@ class PlanProblem:
         return None if self.machine is None else self.machine.share(self.options.world)
 
     @property
-    def two_generations(self) -> bool:
-        return self.options.durability == "step"
+    def simulator(self) -> Simulator:
+        assert self.rank_machine is not None
+        return Simulator(
+            self.rank_machine, self.blocks, self.workload, self.options.two_generations
+        )
 
     @property
     def traced(self) -> bool:
@@ -251,7 +254,7 @@ class MachinePlan(PlanProblem):
 
     @property
     def spec(self) -> ScheduleSpec:
-        return spec_of(self.blocks, self.plan, two_generations=self.two_generations)
+        return spec_of(self.blocks, self.plan, two_generations=self.options.two_generations)
 
     @property
     def phases(self) -> dict[str, Schedule]:
@@ -292,26 +295,20 @@ def solve(problem: PlanProblem) -> MachinePlan:
     plan, known, scarce = _within_drives(problem)
     machine, made, clipped, faster_s = problem.rank_machine, None, None, 0.0
     if machine is not None:
-        plan, made, clipped = foreseen(
-            machine,
-            problem.blocks,
-            problem.workload,
-            plan,
-            known,
-            two_generations=problem.two_generations,
-        )
+        plan, made, clipped = foreseen(problem.simulator, plan, known)
         tokens = problem.batch * problem.workload.seq
         made = replace(made, tokens=tokens)
         if clipped is not None and plan.world == 1:
-            clipped = _if_every_clipped(problem, machine, clipped)
+            clipped = _if_every_clipped(problem, clipped)
         clipped = None if clipped is None else replace(clipped, tokens=tokens)
         assert problem.machine is not None
         faster = without_lane(problem.machine, made.binding).share(plan.world)
         faster_s = on_machine(made, faster).step_s
     calls = problem.site_order(plan) if problem.site_order is not None else ()
-    order = planned_order(problem.blocks, plan, calls, two_generations=problem.two_generations)
+    two_generations = problem.options.two_generations
+    order = planned_order(problem.blocks, plan, calls, two_generations=two_generations)
     if calls:
-        check_order(spec_of(problem.blocks, plan, two_generations=problem.two_generations), order)
+        check_order(spec_of(problem.blocks, plan, two_generations=two_generations), order)
     return MachinePlan(
         **{field.name: getattr(problem, field.name) for field in fields(PlanProblem)},
         plan=plan, order=order, forecast=made, clipped=clipped, without_binding_s=faster_s,
@@ -319,26 +316,16 @@ def solve(problem: PlanProblem) -> MachinePlan:
     )  # fmt: skip
 
 
-def _if_every_clipped(problem: PlanProblem, machine: Profile, made: Forecast) -> Forecast:
+def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
     """What a run does whose every step is clipped, by the plan that it then goes on by; `made`: by
     the one it begins with."""
     plan = made.plan
     if not adds_much(plan, made):  # with little state in memory, plans differ little
         return made
-    options = replace(
-        problem.options, every_clipped=True, micro_batch=plan.micro_batch,
-        tiles=plan.tiles or "off", head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
-    )  # fmt: skip
+    options = replace(problem.options.fixed_by(plan), every_clipped=True)
     other, known, _ = _within_drives(replace(problem, options=options))
     if known is None or known.work.joined:
-        known = forecast(
-            machine,
-            problem.blocks,
-            problem.workload,
-            other,
-            two_generations=problem.two_generations,
-            clipped=True,
-        )
+        known = problem.simulator.forecast(other, clipped=True)
     return known if made.step_s >= WORTH * known.step_s else made
 
 
@@ -350,15 +337,12 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
     if made.options.kind != DEFAULT_KIND:
         with suppress(BudgetError):
             usual = solve(replace(made, options=replace(made.options, kind=DEFAULT_KIND)))
-    machine = made.rank_machine
-    if machine is not None and made.forecast is not None:
+    if made.forecast is not None:
 
         def planned(options: PlanOptions, host: int) -> Forecast:
             other = replace(made, options=options, host_bytes=host // world)
             plan, known, _ = _within_drives(other)
-            return known or forecast(
-                machine, other.blocks, other.workload, plan, two_generations=other.two_generations
-            )
+            return known or other.simulator.forecast(plan)
 
         found = alternatives(made.forecast, made.options, world * made.host_bytes, planned)
         instead = tuple(found)
@@ -487,6 +471,14 @@ def largest_model(request: PlanRequest, models: list[ModelShape]) -> ModelShape 
     return None
 
 
+def faster_drives(machine: Profile, factor: float) -> Profile:
+    drives = tuple(
+        replace(d, read=d.read * factor, write=d.write * factor, mixed=d.mixed * factor)
+        for d in machine.drives
+    )
+    return replace(machine, drives=drives, ssd_limit=machine.ssd_limit * factor)
+
+
 def without_lane(machine: Profile, lane: str) -> Profile:
     """The same machine with one lane out of the way."""
     if lane == "compute":
@@ -496,11 +488,7 @@ def without_lane(machine: Profile, lane: str) -> Profile:
             machine, compute=faster, backward=back, head_flops=machine.head_flops * FASTER
         )
     if lane == "ssd":
-        drives = tuple(
-            replace(d, read=d.read * FASTER, write=d.write * FASTER, mixed=d.mixed * FASTER)
-            for d in machine.drives
-        )
-        return replace(machine, drives=drives, ssd_limit=0.0)
+        return replace(faster_drives(machine, FASTER), ssd_limit=0.0)
     if lane == BUS:
         return replace(machine, host_rate=0.0)
     if lane == "net":

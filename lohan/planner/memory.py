@@ -9,7 +9,16 @@ from functools import cached_property
 
 from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
+from lohan.model.plan import (
+    CACHED_STATE,
+    CACHED_WEIGHTS,
+    BatchWorkload,
+    Footprint,
+    Kept,
+    LedgerEntry,
+    Plan,
+    SiteFootprint,
+)
 from lohan.model.shapes import BlockShape
 from lohan.model.state import (
     DEQUANTISED,
@@ -672,9 +681,9 @@ class HostMemoryModel:
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled_gradients else 0,
             "resident parameters": learning * (fmt.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
-            "cached weights": fmt.weight_bytes
+            CACHED_WEIGHTS: fmt.weight_bytes
             * (resident + sum(by_key[key].numel for key in cached)),
-            "cached optimizer state": self._cached_state(plan),
+            CACHED_STATE: self._cached_state(plan),
         }
 
     def _gradient_bytes(self, plan: Plan) -> int:

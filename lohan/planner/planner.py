@@ -13,10 +13,10 @@ from typing import Any
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
+from lohan.model.plan import CACHED_WEIGHTS, BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import STATE_FORMATS
 from lohan.planner.activations import Choice, levels
-from lohan.planner.forecast import Forecast, forecast, most_clipped
+from lohan.planner.forecast import Forecast, Simulator, most_clipped
 from lohan.planner.memory import (
     CARD_OWNERS,
     INPUTS,
@@ -29,7 +29,6 @@ from lohan.planner.sizer import DEVICE_SLOTS, Sizer, spread
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
 from lohan.schedule.actions import Action, Op
 from lohan.schedule.simulate import Clock
-from lohan.schedule.steps import spec_of
 from lohan.util.trace import busy_s
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
@@ -226,44 +225,31 @@ def plan_for_budget(
         blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
         device_bytes=device_bytes,
     )  # fmt: skip
-    two_generations = options.durability == "step"
-    if (
-        workload is None
-        or profile is None
-        or not plan.may_speculate(two_generations=two_generations)
-    ):
+    two_generations = options.two_generations
+    speculates = plan.may_speculate(two_generations=two_generations)
+    if workload is None or profile is None or not speculates:
         return plan
     if options.every_clipped:  # what is known is of clipped steps
         known = None
-    return foreseen(profile, blocks, workload, plan, known, two_generations=two_generations)[0]
+    return foreseen(Simulator(profile, blocks, workload, two_generations), plan, known)[0]
 
 
 def foreseen(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, known: Forecast | None,
-    *, two_generations: bool,
-) -> tuple[Plan, Forecast, Forecast | None]:  # fmt: skip
+    simulator: Simulator, plan: Plan, known: Forecast | None
+) -> tuple[Plan, Forecast, Forecast | None]:
     """The plan with updates made twice where they wait, and with the share of clipped steps up to
     which they need not; what it does while no step is clipped (`known`, if that is no rough one);
     and if each were, where that is another."""
     if known is None or known.work.joined:
-        known = forecast(profile, blocks, workload, plan, two_generations=two_generations)
-    if not plan.may_speculate(two_generations=two_generations):
+        known = simulator.forecast(plan)
+    if not plan.may_speculate(two_generations=simulator.two_generations):
         return plan, known, None
     if not plan.updated_twice:
-        waits = forecast(
-            profile,
-            blocks,
-            workload,
-            plan,
-            two_generations=two_generations,
-            clipped=True,
-            rough=True,
-        )
-        plan = _with_updates_twice(profile, blocks, workload, waits).plan
-    clipped = forecast(
-        profile, blocks, workload, plan, two_generations=two_generations, clipped=True
-    )
-    return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
+        waits = simulator.forecast(plan, clipped=True, rough=True)
+        plan = _with_updates_twice(simulator, waits).plan
+    clipped = simulator.forecast(plan, clipped=True)
+    most = most_clipped(simulator.profile, known, clipped)
+    return replace(plan, most_clipped=most), known, clipped
 
 
 def plan_with_forecast(
@@ -278,12 +264,11 @@ def plan_with_forecast(
     made = _planned(blocks, options, **how)
     if options.minimise != "writes" or workload is None or profile is None:
         return made
-    two_generations = options.durability == "step"
+    simulator = Simulator(profile, blocks, workload, options.two_generations)
 
     def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
         plan, found = made
-        found = found or forecast(profile, blocks, workload, plan, two_generations=two_generations)
-        return found.written_bytes
+        return (found or simulator.forecast(plan)).written_bytes
 
     # The fastest plan is chosen by simulation, and may keep more in memory.
     fastest = _planned(blocks, replace(options, minimise="time"), **how)
@@ -298,14 +283,12 @@ def _planned(
     options = _with_micro_batch(blocks, options, **how)
     if options.commit is not None:
         return _with_interval(blocks, options, **how)
-    if workload is None or profile is None or options.durability != "step":
+    if workload is None or profile is None or not options.two_generations:
         return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
+    simulator = Simulator(profile, blocks, workload, two_generations=True)
     return choose_commit_interval(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
-        lambda plan: forecast(
-            profile, blocks, workload, plan, two_generations=True, clipped=options.every_clipped,
-            rough=True,
-        ),
+        partial(simulator.forecast, clipped=options.every_clipped, rough=True),
     )  # fmt: skip
 
 
@@ -322,7 +305,7 @@ def _with_micro_batch(
     if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
         return options
     how |= {"workload": workload, "profile": profile}
-    two_generations = options.durability == "step"
+    two_generations = options.two_generations
     candidates = [whole := replace(options, micro_batch=workload.batch)]
     if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
         candidates.append(replace(whole, tiles=TILES[0]))
@@ -346,7 +329,8 @@ def _with_micro_batch(
     if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
         candidates.append(replace(options, micro_batch=-(-workload.batch // 2)))
     options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
-    worth = partial(_to_minimise, profile, blocks, workload, options)
+    simulator = Simulator(profile, blocks, workload, two_generations)
+    worth = partial(_to_minimise, simulator, options.minimise)
     least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
     for candidate in candidates:
         with suppress(BudgetError):
@@ -359,43 +343,27 @@ def _with_micro_batch(
     return options
 
 
-def _to_minimise(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, options: PlanOptions, plan: Plan,
-    least: float = math.inf,
-) -> float:  # fmt: skip
-    """What the options want little of, where half of the steps are clipped. `least`: what others
+def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float = math.inf) -> float:
+    """What the user wants little of, where half of the steps are clipped. `least`: what others
     take; from there on the answer may be too small."""
-    two_generations = options.durability == "step"
-    made = forecast(profile, blocks, workload, plan, two_generations=two_generations, rough=True)
-    if options.minimise == "writes":
+    made, profile = simulator.forecast(plan, rough=True), simulator.profile
+    if minimise == "writes":
         return made.written_bytes
-    if options.minimise == "time" and made.step_s >= least:  # as a rule clipped ones take longer
+    if minimise == "time" and made.step_s >= least:  # as a rule clipped ones take longer
         return made.step_s
-    step_s = _expected_s(
-        profile, blocks, workload, made, two_generations=two_generations, clipped=0.5
-    )
-    if options.minimise == "time":
+    step_s = _expected_s(simulator, made, clipped=0.5)
+    if minimise == "time":
         return step_s
     return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
 
 
-def _expected_s(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *,
-    two_generations: bool, clipped: float = CLIPPED,
-) -> float:  # fmt: skip
+def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> float:
     """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
     how likely it is."""
-    if not clipped or not made.plan.may_speculate(two_generations=two_generations):
+    speculates = made.plan.may_speculate(two_generations=simulator.two_generations)
+    if not clipped or not speculates:
         return made.step_s
-    other = forecast(
-        profile,
-        blocks,
-        workload,
-        made.plan,
-        two_generations=two_generations,
-        clipped=True,
-        rough=True,
-    )
+    other = simulator.forecast(made.plan, clipped=True, rough=True)
     return made.step_s + clipped * (other.step_s - made.step_s)
 
 
@@ -408,8 +376,7 @@ def _with_interval(
     in that memory may be worth more."""
     how |= {"workload": workload, "profile": profile}
     held, made = _simulated_plan(blocks, options, **how)
-    two_generations = options.durability == "step"
-    every_clipped = options.every_clipped
+    two_generations, every_clipped = options.two_generations, options.every_clipped
     if held.commits_by_interval or every_clipped:
         fixed = not held.always_waits(two_generations=two_generations, every_clipped=every_clipped)
     else:
@@ -421,27 +388,23 @@ def _with_interval(
         _, other = _simulated_plan(blocks, spilling, near=[held.kept], **how)
         assert other is not None
         clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
-        expected_s = partial(
-            _expected_s, profile, blocks, workload, two_generations=two_generations, clipped=clipped
-        )
-        made = min(made, other, key=expected_s)
+        simulator = Simulator(profile, blocks, workload, two_generations)
+        made = min(made, other, key=partial(_expected_s, simulator, clipped=clipped))
         held = made.plan
     return held, made
 
 
-def _with_updates_twice(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, waiting: Forecast
-) -> Forecast:
+def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
     """Where all updates wait for forward, it waits for their writes, while the drives rest in
     backward. Updates of some groups are then made twice: for their weights in forward, and again,
     from the state of before, to be written during backward. Reads are cheap: as many groups as the
     drives have time for. It needs gradients for longer, but no more of them. `waiting`: a rough
     forecast without."""
-    plan = waiting.plan
-    groups = _passing(blocks, plan) if profile.has_link else []
+    plan, blocks = waiting.plan, simulator.blocks
+    groups = _passing(blocks, plan) if simulator.profile.has_link else []
     if not groups:
         return waiting
-    clock, work = Clock(profile, waiting.work), waiting.work
+    clock, work = Clock(simulator.profile, waiting.work), waiting.work
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled_gradients else [])]
 
@@ -454,10 +417,8 @@ def _with_updates_twice(
     count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
     if not count:
         return waiting
-    other = forecast(
-        profile, blocks, workload, replace(plan, updated_twice=spread(groups, count)),
-        two_generations=True, clipped=True, rough=True,
-    )  # fmt: skip
+    twice = replace(plan, updated_twice=spread(groups, count))
+    other = simulator.forecast(twice, clipped=True, rough=True)
     return other if other.step_s < BETTER * waiting.step_s else waiting
 
 
@@ -490,19 +451,13 @@ def _simulated_plan(
     plan = plan_of(options)
     if workload is None or profile is None:
         return plan, None
-    two_generations = options.durability == "step"
-
-    def simulated(plan: Plan) -> Forecast:
-        return forecast(
-            profile, blocks, workload, plan, two_generations=two_generations,
-            clipped=options.every_clipped, rough=True,
-        )  # fmt: skip
-
+    simulator = Simulator(profile, blocks, workload, options.two_generations)
+    simulated = partial(simulator.forecast, clipped=options.every_clipped, rough=True)
     made = simulated(plan)
     if options.minimise != "time" or not plan.overlap:
         return plan, made
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
-    chunks = sum(spec_of(blocks, plan, two_generations=two_generations).chunks)
+    chunks = sum(simulator.spec(plan).chunks)
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
     if quick:
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
@@ -520,10 +475,10 @@ def _simulated_plan(
 
     def updated_twice(made: Forecast) -> Forecast:
         if not made.plan.always_waits(
-            two_generations=two_generations, every_clipped=options.every_clipped
+            two_generations=options.two_generations, every_clipped=options.every_clipped
         ):
             return made
-        return _with_updates_twice(profile, blocks, workload, made)
+        return _with_updates_twice(simulator, made)
 
     best, plan = made, made.plan
     if (
@@ -657,7 +612,7 @@ def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
     passing = max((numel for key, numel in moving.items() if key not in cached), default=0)
     host = {
         "weight slots": plan.weight_slots * passing * width,
-        "cached weights": (resident + sum(moving[key] for key in cached)) * width,
+        CACHED_WEIGHTS: (resident + sum(moving[key] for key in cached)) * width,
     }
     compute = {
         "resident parameters": resident * width, **dequantised_ledger(blocks, width), **needs,

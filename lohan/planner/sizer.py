@@ -172,7 +172,7 @@ class Sizer:
         self.micro_batch, self.device = micro_batch, device
         self.memory = HostMemoryModel(
             blocks, options.dtype, workload, micro_batch, has_own_memory=self.device > 0,
-            generations=2 if options.durability == "step" else 1,
+            generations=2 if options.two_generations else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
             device_overhead=options.device_overhead, grad_dtype=options.grad_dtype,
         )  # fmt: skip
@@ -340,7 +340,7 @@ class Sizer:
             return None
         return choose(
             self.profile, self.memory, self.workload, plan, limit=limit,
-            two_generations=self.options.durability == "step", minimise=self.options.minimise,
+            two_generations=self.options.two_generations, minimise=self.options.minimise,
             kept=kept, spill_all=self.options.spill_all,
         )  # fmt: skip
 

@@ -371,7 +371,7 @@ def with_choices(
         activations=activations or chosen.activations,
     )  # fmt: skip
     settings = {
-        "grad_offload": (chosen.update_mode, wanted.update_mode),
+        "update_mode": (chosen.update_mode, wanted.update_mode),
         "activations": (chosen.activations, wanted.activations),
     }
     for key, (own, value) in settings.items():

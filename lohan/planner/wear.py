@@ -140,13 +140,9 @@ def _rated(name: str, facts: DriveFacts | None) -> Drive:
 
 
 def written_per_step(
-    blocks: Blocks,
-    workload: BatchWorkload,
-    plan: Plan,
-    *,
-    two_generations: bool,
+    blocks: Blocks, workload: BatchWorkload, plan: Plan, *, two_generations: bool,
     has_own_memory: bool,
-) -> float:
+) -> float:  # fmt: skip
     """Bytes to SSD of a step that is not clipped, of all ranks, with its share of the commits if
     these go by steps: no machine need be known for it."""
     spec = spec_of(blocks, plan, two_generations=two_generations)
@@ -196,16 +192,13 @@ def _candidates(
 ) -> Iterator[tuple[str, PlanOptions, int, str]]:
     """Only what can change the writes of this plan: planning takes time."""
     plan, work = now.plan, now.work
-    kind, two_generations = options.kind, options.durability == "step"
+    kind = options.kind
     if kind.moments == "fp32":
         small = replace(kind, moments="int8")
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
-    if (
-        two_generations
-        and not plan.commits_by_interval
-        and sum(weights_too(plan)) > (1 - LESS) * chunks
-    ):
+    much_in_memory = sum(weights_too(plan)) > (1 - LESS) * chunks
+    if options.two_generations and not plan.commits_by_interval and much_in_memory:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.spilled_sites and options.activations == "holistic":

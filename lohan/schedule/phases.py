@@ -689,20 +689,13 @@ def one_backward(
 
 
 def updates(
-    spec: ScheduleSpec,
-    buffers: BufferState,
-    groups: Sequence[int],
-    *,
-    after: str,
-    update_mode: str = "optimized",
-    deferred: Sequence[int] = (),
-    end: bool = False,
-    speculate: bool = False,
-) -> tuple[Schedule, BufferState]:
+    spec: ScheduleSpec, buffers: BufferState, groups: Sequence[int], *, after: str,
+    deferred: Sequence[int] = (), end: bool = False, speculate: bool = False,
+) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Updates on demand of groups whose gradients are complete after `after`; those of `deferred`
     are held instead. With `end`, backward ends first, and the step if nothing waits.
     `speculate` as in `backward`."""
-    b = Builder(spec, buffers, update_mode)
+    b = Builder(spec, buffers)
     if end:
         b.emit(Op.BACKWARD_DONE)
     for group in _trained(spec, groups):

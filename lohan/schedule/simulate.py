@@ -286,19 +286,6 @@ def bus_bytes(layout: Layout) -> dict[Op, float]:
     }
 
 
-def step_bus_bytes(layout: Layout) -> dict[str, float]:
-    """Of a whole step with clipping, per parameter that lies on SSD: weights come in forward and
-    in backward."""
-    each = bus_bytes(layout)
-    return {
-        "from SSD": 2 * each[Op.READ_WEIGHTS] + each[Op.READ_STATE],
-        "to the device": 2 * each[Op.LOAD_WEIGHTS],
-        "from the device": each[Op.OFFLOAD_GRADIENTS],
-        "update": each[Op.UPDATE],
-        "to SSD": each[Op.WRITE],
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
     """A step in numbers. Groups and sites are those of the schedule's shape."""

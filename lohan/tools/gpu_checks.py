@@ -47,7 +47,6 @@ from lohan.engine.probes import (
 from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
-from lohan.planner.forecast import forecast
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.util.trace import Span, busy_s, by_public_key, public_key
 from lohan.util.units import GiB, KiB, MiB, format_bytes
@@ -370,10 +369,10 @@ def overlap(bench: Bench) -> CheckResult:
     with in_one_order():
         model, batches = llama(bench), tokens(bench)
         wanted = trained(
-            bench, model, batches, "plain", overlap=False, grad_offload="serial", micro_batch=2
+            bench, model, batches, "plain", overlap=False, update_mode="serial", micro_batch=2
         )
         for mode in ("serial", "optimized", "balanced"):
-            found = trained(bench, model, batches, mode, grad_offload=mode, micro_batch=2)
+            found = trained(bench, model, batches, mode, update_mode=mode, micro_batch=2)
             found.check(wanted, f"{mode} with overlap, and without")
     return CheckResult(facts={"losses": wanted.losses})
 
@@ -410,7 +409,7 @@ def tied_weights(bench: Bench) -> CheckResult:
     """Embedding and head are one matrix, whose gradients come from two places."""
     with in_one_order():
         model, batches = llama(bench, tie_word_embeddings=True), tokens(bench)
-        wanted = trained(bench, model, batches, "plain", overlap=False, grad_offload="serial")
+        wanted = trained(bench, model, batches, "plain", overlap=False, update_mode="serial")
         trained(bench, model, batches, "overlap").check(wanted, "tied weights with overlap")
     return CheckResult()
 
@@ -496,9 +495,7 @@ def training(bench: Bench) -> CheckResult:
             spans = session.executor.trace.take_step()
         context = session.context
         assert context.workload is not None and context.profile is not None
-        made = forecast(
-            context.profile, context.shards, context.workload, session.plan, two_generations=True
-        )
+        made = context.forecast(context.profile, session.plan)
         parameters = context.blocks.parameters
     for ours, theirs in zip(losses, wanted, strict=True):
         if not abs(ours - theirs) <= 2e-2 * abs(theirs):

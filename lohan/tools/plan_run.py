@@ -20,10 +20,11 @@ from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan, options_of
-from lohan.planner.forecast import Forecast, forecast, on_machine
+from lohan.planner.forecast import Forecast, Simulator, on_machine
 from lohan.planner.machine_plan import (
     MachinePlan,
     PlanProblem,
+    faster_drives,
     solve,
     with_alternatives,
     without_lane,
@@ -148,16 +149,16 @@ class Case:
         return self.forecast(plan, machine).step_s
 
     def forecast(self, plan: Plan, machine: Profile) -> Forecast:
-        two_generations = self.options.durability == "step"
-        return forecast(machine, self.blocks, self.workload, plan, two_generations=two_generations)
+        simulator = Simulator(machine, self.blocks, self.workload, self.options.two_generations)
+        return simulator.forecast(plan)
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
-        options = replace(
-            self.options, micro_batch=self.plan.micro_batch, tiles=self.plan.tiles or "off",
-            head_tokens=self.plan.head_tokens, chunk_params=self.plan.chunk_params,
-        )  # fmt: skip
         return plan_for_budget(
-            self.blocks, options, host_bytes=host_bytes, workload=self.workload, profile=machine
+            self.blocks,
+            self.options.fixed_by(self.plan),
+            host_bytes=host_bytes,
+            workload=self.workload,
+            profile=machine,
         )
 
 
@@ -204,14 +205,6 @@ def _drives(case: Case, now: float) -> Iterator[Change]:
             yield Change(name, now / then)
         if more == case.drives:
             return
-
-
-def faster_drives(machine: Profile, factor: float) -> Profile:
-    drives = tuple(
-        replace(d, read=d.read * factor, write=d.write * factor, mixed=d.mixed * factor)
-        for d in machine.drives
-    )
-    return replace(machine, drives=drives, ssd_limit=machine.ssd_limit * factor)
 
 
 def _host(case: Case, now: float) -> Iterator[Change]:

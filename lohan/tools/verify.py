@@ -386,7 +386,7 @@ class RunMode:
 
     def of(self, config: Config) -> Config:
         train = replace(
-            config.train, grad_offload=self.update_mode, activations=self.activations,
+            config.train, update_mode=self.update_mode, activations=self.activations,
             overlap=self.overlap,
         )  # fmt: skip
         return replace(config, train=train)
@@ -395,7 +395,7 @@ class RunMode:
 def modes(config: Config, *, every: bool) -> list[RunMode]:
     """The one that is configured; with `every` all others too, each setting in turn."""
     train = config.train
-    own = RunMode(train.grad_offload, train.activations, train.overlap)
+    own = RunMode(train.update_mode, train.activations, train.overlap)
     if not every:
         return [own]
     found = [own, *(replace(own, update_mode=m, overlap=True) for m in UPDATE_MODES)]

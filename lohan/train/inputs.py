@@ -187,7 +187,7 @@ def open_session(
         trace=config.output.trace,
         process_group=group, compile=train.compile, base=train.base or "",
         offload_policy=OffloadPolicy(
-            activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
+            activations=activation_policy_of(train.activations), update_mode=train.update_mode,
             overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
             grad_dtype=train.grad_dtype, run_again=True,
             profile=known_profile(ssd_folders, config.budget),

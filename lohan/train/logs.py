@@ -18,8 +18,7 @@ from lohan import __version__
 from lohan.config import Config
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
-from lohan.model.machine import Profile
-from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
+from lohan.planner.forecast import Forecast
 from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
@@ -66,12 +65,13 @@ class Journal:
             self._planned()
 
     def _planned(self) -> None:
-        session = self._session
+        session, predicted = self._session, None
         self._plan, self._since = session.plan, 0
-        made = None if self._known is None else self._forecast(self._known)
+        if self._known is not None and session.context.workload is not None:
+            predicted = figures(session.context.forecast(self._known, session.plan))
         self._write(
             "plan", host_bytes=session.host_bytes, plan=session.plan.to_json(),
-            predicted=None if made is None else figures(made), origin=self._origin,
+            predicted=predicted, origin=self._origin,
         )  # fmt: skip
 
     def after_step(self, row: Mapping[str, Any], spans: Sequence[Span]) -> None:
@@ -89,29 +89,12 @@ class Journal:
         if self._last is None or context.workload is None:
             return
         row, spans = self._last
-        has_own_memory = context.device.has_own_memory
-        work = step_work(
-            context.shards, context.workload, self._session.plan, has_own_memory=has_own_memory
-        )
-        found = profile_of_step(
-            spans, work, host_bytes=context.host_bytes, device=context.device.name,
-            device_bytes=context.device_bytes or 0,
-            moved_bytes=row["ssd_read_bytes"] + row["ssd_written_bytes"],
-        )  # fmt: skip
+        moved_bytes = row["ssd_read_bytes"] + row["ssd_written_bytes"]
+        found = context.measured(spans, self._session.plan, moved_bytes=moved_bytes)
         if found is not None:
             self._known, self._origin = found, f"rates measured in step {row['step']}"
-            made = self._forecast(found)
-            predicted = None if made is None else figures(made)
+            predicted = figures(context.forecast(found, self._session.plan))
             self._write("measured", profile=asdict(found), predicted=predicted)
-
-    def _forecast(self, profile: Profile) -> Forecast | None:
-        session, context = self._session, self._session.context
-        if context.workload is None:
-            return None
-        two_generations = session.store.durability == "step"
-        return forecast(
-            profile, context.shards, context.workload, session.plan, two_generations=two_generations
-        )
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})

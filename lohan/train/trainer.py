@@ -22,8 +22,8 @@ from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
 from lohan.engine.session import OomGuard, Replanner, Session
 from lohan.errors import ConfigError, LohanError
-from lohan.model.plan import Plan, PlanOptions
-from lohan.planner.forecast import Forecast, forecast
+from lohan.model.plan import PlanOptions
+from lohan.planner.forecast import Forecast
 from lohan.planner.planner import plan_for_budget
 from lohan.planner.wear import (
     ASSUMED_WEAR,
@@ -444,7 +444,7 @@ def show_wear(
         return
     written = written_per_step(
         context.shards, context.workload, session.plan,
-        two_generations=session.store.durability == "step",
+        two_generations=context.options.two_generations,
         has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
     lines = wear_lines(drives_at(folders), written, steps=steps, instead=instead)
@@ -468,14 +468,9 @@ def sparing_options(session: Session) -> list[Alternative]:
             context.blocks, options, host_bytes=host, workload=workload, profile=profile,
             device_bytes=context.device_bytes,
         )  # fmt: skip
-        return foreseen(plan, options)
+        return context.forecast(profile, plan)
 
-    def foreseen(plan: Plan, options: PlanOptions) -> Forecast:
-        assert profile is not None and workload is not None
-        two_generations = options.durability == "step"
-        return forecast(profile, context.blocks, workload, plan, two_generations=two_generations)
-
-    now = foreseen(session.plan, context.options)
+    now = context.forecast(profile, session.plan)
     return list(alternatives(now, context.options, context.host_bytes, planned))
 
 

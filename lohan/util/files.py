@@ -38,7 +38,7 @@ class NotJson(BadJson):
         self.what, self.line, self.column = what, line, column
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """The value of a text; BadJson if there is none that can be used."""
     try:
         value = json.loads(text)
@@ -48,10 +48,10 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     except UnicodeDecodeError as error:
         raise BadJson(f"not UTF-8 text at byte {error.start}") from None
     except RecursionError:
-        raise BadJson(f"nested more than {max_depth} levels deep") from None
+        raise BadJson(f"nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # a number with thousands of digits
         raise BadJson(str(error)) from None
-    check_depth(value, max_depth)
+    check_depth(value, MAX_DEPTH)
     return value
 
 

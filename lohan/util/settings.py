@@ -13,9 +13,9 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lohan.errors import ConfigError
 from lohan.util.system import cached_folder
@@ -313,12 +313,12 @@ class FieldInfo:
         return f"--{'' if self.key == 'early_stop' else prefix}{self.key.replace('_', '-')}"
 
 
-# Better names of settings, taken wherever their first ones are; files are written with those.
-ALIASES = {"update_mode": "grad_offload"}
+# First names of settings that have a better one now, taken wherever that is.
+ALIASES = {"grad_offload": "update_mode"}
 
 
 def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """By the names that settings have had from the beginning."""
+    """By the names that settings have now."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         own = ALIASES.get(name, name)
@@ -326,6 +326,21 @@ def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name} and {own} are two names of one setting; give one of them")
         found[own] = value
     return found
+
+
+T = TypeVar("T")
+
+
+def with_aliases(cls: type[T]) -> type[T]:
+    """A class of keyword fields that takes their first names too."""
+    own: Callable[..., None] = cls.__init__
+
+    @wraps(own)
+    def __init__(self: T, **given: Any) -> None:
+        own(self, **without_aliases(given))
+
+    setattr(cls, "__init__", __init__)  # noqa: B010
+    return cls
 
 
 Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top

@@ -125,7 +125,6 @@ class Health:
 
     used_percent: int
     written_bytes: int
-    spare_percent: int
 
 
 @dataclass(frozen=True)
@@ -244,10 +243,8 @@ def health_of(device: Path) -> Health | None:
 
 def read_health(log: bytes) -> Health:
     """SMART / Health Information of the NVMe specification: what of it counts here."""
-    return Health(
-        used_percent=log[5], spare_percent=log[3],
-        written_bytes=int.from_bytes(log[48:64], "little") * UNIT,
-    )  # fmt: skip
+    written = int.from_bytes(log[48:64], "little") * UNIT
+    return Health(used_percent=log[5], written_bytes=written)
 
 
 # -- What libraries read from the environment when they are imported -------------------------------

@@ -56,7 +56,7 @@ def on_cpu(kind: str) -> Result:
         made = batches(4, batch=4, seq=24)
         return train(
             small_model(kind), made, Path(place), micro_batch=2, overlap=False,
-            grad_offload="serial",
+            update_mode="serial",
         )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_language_models(kind, mode, activations, tmp_path):
         warnings.simplefilter("error", RuntimeWarning)
         found = train(
             small_model(kind), made, tmp_path, seed=1, batch=made[0], micro_batch=2, device=there(),
-            grad_offload=mode, activations=activations,
+            update_mode=mode, activations=activations,
         )  # fmt: skip
     same(found, on_cpu(kind))
     after = trial.counts()
@@ -94,13 +94,13 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
-    same(case.run(tmp_path, TINY, grad_offload=mode, seed=2, device=there()), plain(case))
+    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=there()), plain(case))
 
 
 def test_dropout_draws_from_the_device(tmp_path):
     """Whose generator begins with the seed that the host's has; recomputation draws the same."""
     case = Case(kind="several", micro_batch=1, dropout=0.2)
-    found = case.run(tmp_path, TINY, grad_offload="balanced", seed=3, device=there())
+    found = case.run(tmp_path, TINY, update_mode="balanced", seed=3, device=there())
     same(found, plain(case))
 
 
@@ -274,7 +274,7 @@ def test_host_memory(pinnable, tmp_path):
     trial.set_pinnable(4096)
     try:
         with pytest.warns(RuntimeWarning, match=r"cannot pin .*are pinned.*half") as said:
-            found = case.run(tmp_path, TINY, grad_offload="balanced", seed=5, device=there())
+            found = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
     finally:
         trial.set_pinnable(1 << 40)
     assert len([w for w in said if "cannot pin" in str(w.message)]) == 1

@@ -146,7 +146,7 @@ def test_kept_memory_is_free_after_backward():
     try:
         tensors, args, kwargs = call.restore(slice(0, BATCH), grad=True)
         (out,) = recompute_with(lambda: block(*args, **kwargs), kept)
-        assert kept.nbytes == 0 and not kept.tensors
+        assert not kept.tensors
         assert not all(ref.expired() for ref in storages)  # autograd has what it needs
         out.backward(torch.ones_like(out))
         assert tensors[0].grad is not None
@@ -258,7 +258,7 @@ def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
     with pytest.warns(RuntimeWarning, match=message):
         (out,) = recompute_with(again, kept)
     assert torch.equal(out, torch.exp(torch.tanh(block.linear(x))))
-    assert kept.nbytes == 0
+    assert not kept.tensors
 
 
 def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():

@@ -124,7 +124,7 @@ def test_too_small_a_budget(models: Path, run: Any) -> None:
         ((), "model: not given"),
         (("--model", "nowhere"), "nowhere"),
         (("--model", "nowhere", "--batch", 2, "--micro-batch", 4), "micro_batch"),
-        (("--model", "nowhere", "--grad-offload", "eager"), "one of serial, naive"),
+        (("--model", "nowhere", "--update-mode", "eager"), "one of serial, naive"),
     ],
 )
 def test_wrong_input(run: Any, args: tuple[object, ...], message: str) -> None:
@@ -165,7 +165,7 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
 def test_it_is_what_a_run_does(
     models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str
 ) -> None:
-    settings: dict[str, Any] = {"clip": clip, "grad_offload": mode, "host": host}
+    settings: dict[str, Any] = {"clip": clip, "update_mode": mode, "host": host}
     shown = planned(models / family, batch=2, seq=16, **settings)
     plan, steps = steps_of(models / family, tmp_path, **settings)
     assert plan == shown.plan

@@ -45,7 +45,7 @@ def test_options_reach_the_policy():
     assert serial["step_s"] > 24 and static["kept_bytes"] == 2 * 64 * 1024 * 5120 * 40
     with pytest.raises(ConfigError, match="--activations: 'most'; choose holistic"):
         simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, activations="most")
-    with pytest.raises(ConfigError, match="--grad-offload: 'never'; choose serial"):
+    with pytest.raises(ConfigError, match="--update-mode: 'never'; choose serial"):
         simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, update_mode="never")
 
 

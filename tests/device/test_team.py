@@ -107,13 +107,13 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "own", "more"),
     [
-        pytest.param(2, FREE, ("--grad-offload", "optimized"), marks=pytest.mark.slow),
-        pytest.param(2, FREE, ("--grad-offload", "naive"), marks=pytest.mark.slow),
-        pytest.param(2, FREE, ("--grad-offload", "serial"), marks=pytest.mark.slow),
+        pytest.param(2, FREE, ("--update-mode", "optimized"), marks=pytest.mark.slow),
+        pytest.param(2, FREE, ("--update-mode", "naive"), marks=pytest.mark.slow),
+        pytest.param(2, FREE, ("--update-mode", "serial"), marks=pytest.mark.slow),
         pytest.param(2, CLIPPED, ("--no-overlap",), marks=pytest.mark.slow),
-        (2, CLIPPED, ("--grad-offload", "optimized", "--host", "1200KiB")),
-        (2, FREE, ("--grad-offload", "balanced")),
-        (3, CLIPPED, ("--grad-offload", "balanced", "--activations", "all")),
+        (2, CLIPPED, ("--update-mode", "optimized", "--host", "1200KiB")),
+        (2, FREE, ("--update-mode", "balanced")),
+        (3, CLIPPED, ("--update-mode", "balanced", "--activations", "all")),
     ],
 )
 def test_the_run_of_one_rank(world, own, more, together, alone):
@@ -178,7 +178,7 @@ def test_diffusion(forge, tmp_path):
 
 def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
     """Counted, in all: what is written of every step is the state once, padding aside."""
-    out = together(2, *FREE, "--grad-offload", "optimized")
+    out = together(2, *FREE, "--update-mode", "optimized")
     manifest = read_manifest(alone(*FREE) / "store")
     assert manifest is not None
     groups = groups_from_json(manifest.meta["layout"])

@@ -32,7 +32,7 @@ def plain(kind: str, data, *, clip: float) -> tuple[list[float], dict[str, torch
     ("kind", "clip", "options", "in_file"),
     [
         ("llama", 0.5, {}, False),
-        ("llama", 0.0, {"grad_offload": "optimized"}, True),
+        ("llama", 0.0, {"update_mode": "optimized"}, True),
         ("gpt2", 0.5, {}, True),  # the head has the embedding's weights
         ("gpt2", 0.0, {"overlap": False}, False),
         ("llama", 0.5, {"device": "emulated"}, True),

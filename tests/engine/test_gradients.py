@@ -29,10 +29,10 @@ def test_what_was_set_aside_comes_back_as_it_was(device):
     for _ in range(2):  # memory is used again in the next step
         made = {1: torch.randn(2, 4), 0: torch.randn(8)}
         gradient_offload.set_aside(3, group, made)
-        assert sorted(gradient_offload.aside()[3]) == [0, 1]
+        assert sorted(gradient_offload.aside[3]) == [0, 1]
         back = gradient_offload.fetch_aside(3)
         assert all(torch.equal(back[index], made[index]) for index in made)
-        assert not gradient_offload.aside() and gradient_offload.fetch_aside(3) == {}
+        assert not gradient_offload.aside and gradient_offload.fetch_aside(3) == {}
     assert device.memory.peak <= 2 * 16 * FLOAT
 
 

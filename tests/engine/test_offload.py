@@ -18,7 +18,7 @@ def kept(values: torch.Tensor) -> SavedOps:
 
 
 def test_a_result_that_changed_on_its_way_does_not_shift_the_others(tmp_path):
-    spill = ActivationSpill([tmp_path], HostPool(4 * MiB), {0: 4096}, buffers=1, engine="auto")
+    spill = ActivationSpill([tmp_path], HostPool(4 * MiB), {0: 4096}, buffers=1)
     inputs = torch.randn(2, 8, requires_grad=True)
     call = SavedCall("block", (inputs, torch.arange(2)), {})
     call.detach()

@@ -30,10 +30,10 @@ def test_fields_are_also_keywords(tmp_path):
 
 def test_a_field_with_two_names(tmp_path):
     data = batches(1, batch=4, seq=8)[0]
-    with attached(small_model("llama"), tmp_path, batch=data, update_mode="serial") as session:
+    with attached(small_model("llama"), tmp_path, batch=data, grad_offload="serial") as session:
         assert session.plan.update_mode == "serial"
     with pytest.raises(ConfigError, match="two names of one setting"):
-        attached(small_model("llama"), tmp_path, update_mode="serial", grad_offload="naive")
+        attached(small_model("llama"), tmp_path, grad_offload="serial", update_mode="naive")
 
 
 def test_a_keyword_replaces_the_field_of_a_policy(tmp_path):

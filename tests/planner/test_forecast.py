@@ -10,7 +10,7 @@ import pytest
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
-from lohan.planner.forecast import forecast, most_clipped
+from lohan.planner.forecast import Simulator, most_clipped
 from lohan.planner.machine_plan import (
     PlanRequest,
     layout_of,
@@ -19,7 +19,7 @@ from lohan.planner.machine_plan import (
 )
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Op
-from lohan.schedule.simulate import Layout, bus_bytes, step_bus_bytes
+from lohan.schedule.simulate import Layout, bus_bytes
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
@@ -37,7 +37,8 @@ def made(*, flops, rate, **shares):
     plan = closed_form_plan(
         BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
     )
-    return forecast(replace(machine, **shares), BLOCKS, WORKLOAD, plan, two_generations=True)
+    simulator = Simulator(replace(machine, **shares), BLOCKS, WORKLOAD, two_generations=True)
+    return simulator.forecast(plan)
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():
@@ -84,7 +85,7 @@ def on_device(*, drives: int, host_rate: float):
     plan = closed_form_plan(
         blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine
     )
-    return forecast(machine, blocks, workload, plan, two_generations=True)
+    return Simulator(machine, blocks, workload, two_generations=True).forecast(plan)
 
 
 def test_four_fast_drives_tie_with_main_memory():
@@ -105,6 +106,19 @@ BF16 = Layout(weight=2.0, state=10.0, gradient=4.0)
 # Passes of their own: over what was written, until updates took checksums, and over gradients,
 # until the device summed their squares.
 BEFORE = {"checksums": 12, "norm": 4}
+
+
+def step_bus_bytes(layout: Layout) -> dict[str, float]:
+    """Of a whole step with clipping, per parameter that lies on SSD: weights come in forward and
+    in backward."""
+    each = bus_bytes(layout)
+    return {
+        "from SSD": 2 * each[Op.READ_WEIGHTS] + each[Op.READ_STATE],
+        "to the device": 2 * each[Op.LOAD_WEIGHTS],
+        "from the device": each[Op.OFFLOAD_GRADIENTS],
+        "update": each[Op.UPDATE],
+        "to SSD": each[Op.WRITE],
+    }
 
 
 def test_bytes_through_main_memory_are_those_of_the_document():

@@ -222,7 +222,7 @@ def test_more_memory_never_hurts_and_more_batch_never_helps_to_fit():
 
 
 def test_choices_that_are_not_the_users():
-    with pytest.raises(ConfigError, match="zero-infinity has grad_offload serial, not naive"):
+    with pytest.raises(ConfigError, match="zero-infinity has update_mode serial, not naive"):
         with_choices(policy("zero-infinity"), update_mode="naive")
     assert with_choices(policy("zero-infinity"), update_mode="serial") == policy("zero-infinity")
     with pytest.raises(ConfigError, match="did you mean zero-infinity"):

@@ -64,7 +64,7 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: Any
 ) -> None:
     tuned(monkeypatch, Tuning(cached=1.0))
-    session = opened(tmp_path, grad_offload="optimized", overlap=False)
+    session = opened(tmp_path, update_mode="optimized", overlap=False)
     go_on(session, until=2)
 
     def fails() -> None:

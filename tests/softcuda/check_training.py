@@ -69,7 +69,7 @@ def on_cpu(kind: str, rows: str = "") -> Result:
     with TemporaryDirectory() as place:
         return train(
             small_model(kind), rows_of(rows), Path(place), micro_batch=2, overlap=False,
-            grad_offload="serial",
+            update_mode="serial",
         )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_language_models(kind, mode, activations, tmp_path):
     made, before = rows_of(""), cuda.counts()
     found = train(
         small_model(kind), made, tmp_path, seed=1, batch=made[0], micro_batch=2, device=there(),
-        grad_offload=mode, activations=activations,
+        update_mode=mode, activations=activations,
     )  # fmt: skip
     same(found, on_cpu(kind))
     after = cuda.counts()
@@ -127,7 +127,7 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
-    same(case.run(tmp_path, TINY, grad_offload=mode, seed=2, device=there()), plain(case))
+    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=there()), plain(case))
 
 
 def test_the_second_device(tmp_path):
@@ -333,7 +333,7 @@ def test_pageable_memory_is_said_once_and_has_the_same_bits(tmp_path):
     case = Case(kind="plain")
     cuda.set_pinnable(4096)
     with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*half") as said:
-        found = case.run(tmp_path, TINY, grad_offload="balanced", seed=5, device=there())
+        found = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
     assert len([w for w in said if "cannot pin" in str(w.message)]) == 1
     same(found, plain(case))
 

@@ -97,7 +97,7 @@ def test_every_mode_passes(verify, inputs):
     assert ended.code == 0, ended
     assert made["pass"] and not made["noise_measured"]
     assert (made["layers"], made["all_layers"]) == (3, 3)
-    modes = [(m["grad_offload"], m["activations"], m["overlap"]) for m in made["modes"]]
+    modes = [(m["update_mode"], m["activations"], m["overlap"]) for m in made["modes"]]
     assert {mode[0] for mode in modes} == {"serial", "naive", "optimized", "balanced"}
     assert {mode[1] for mode in modes} == {"holistic", "recompute", "all"}
     assert [mode for mode in modes if not mode[2]] == [("balanced", "holistic", False)]
@@ -304,14 +304,14 @@ def test_bits_that_depend_on_the_mode(verify, monkeypatch):
 
     def other(recipe, config, *args, **kwargs):
         made = digest(recipe, config, *args, **kwargs)
-        return replace(made, digest="x") if config.train.grad_offload == "naive" else made
+        return replace(made, digest="x") if config.train.update_mode == "naive" else made
 
     monkeypatch.setattr(whole, "lohan_run", other)
     monkeypatch.setattr(whole, "ALL_ACTIVATIONS", ())
     monkeypatch.setattr(whole, "UPDATE_MODES", ("balanced", "naive"))
     ended, made = verify("--all-modes", steps=1)
     assert ended.code == 1
-    assert {m["grad_offload"] for m in made["modes"] if m["other_bits_than"]} == {"naive"}
+    assert {m["update_mode"] for m in made["modes"] if m["other_bits_than"]} == {"naive"}
 
 
 # -- what does not fit ----------------------------------------------------------------------------

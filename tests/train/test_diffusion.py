@@ -136,7 +136,7 @@ def test_resume_is_exact(whole, place, tmp_path):
     "settings",
     [
         {},
-        {"train__activations": "all", "train__grad_offload": "naive"},
+        {"train__activations": "all", "train__update_mode": "naive"},
         {"budget__device": "emulated", "budget__device_memory": "32MiB", "train__dtype": "fp32"},
     ],
 )
