@@ -118,7 +118,7 @@ def proportions(
     smaller = presets.model(model).parameters / there.parameters
     sites = there.forecast.work.sites
     flops = sum(site.forward_flops + site.recompute_flops for site in sites)
-    flops += sum(site.gradient_flops for site in sites if not site.still)
+    flops += sum(site.gradient_flops for site in sites if not site.no_backward)
     rates = slowed(
         options, there.machine, flops=flops / there.forecast.busy_s["compute"], step_s=there.step_s,
         smaller=smaller,

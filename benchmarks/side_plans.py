@@ -23,7 +23,7 @@ def main() -> None:
     from lohan.model.plan import Kept, Plan
     from lohan.planner.activations import levels
     from lohan.planner.forecast import Simulator
-    from lohan.planner.memory import HostMemoryModel
+    from lohan.planner.memory import MemoryModel
     from lohan.planner.planner import PlanOptions, plan_for_budget
     from lohan.util.units import parse_bytes
 
@@ -49,7 +49,7 @@ def main() -> None:
         except LohanError as refused:
             return {"refused": str(refused)}
         made = simulator.forecast(plan)
-        memory = HostMemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
+        memory = MemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
             "kept": plan.kept, "moved_out": len(plan.spilled_sites), "swapped_bytes": kept,
@@ -60,7 +60,7 @@ def main() -> None:
     found = {name: row(name) for name in spec["policies"]}
     curve = []
     if spec["curve"]:
-        memory = HostMemoryModel(blocks, "fp32", workload, plan_of("recompute").micro_batch)
+        memory = MemoryModel(blocks, "fp32", workload, plan_of("recompute").micro_batch)
         curve = [row(kept) for kept in levels(memory, workload)]
     tell({"policies": found, "curve": [made for made in curve if "refused" not in made]})
 

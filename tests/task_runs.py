@@ -50,7 +50,7 @@ def reference(out: Path, net: nn.Module) -> tuple[list[float], dict[str, torch.T
     torch.manual_seed(config.seed)
     losses = []
     for step in range(STEPS):
-        loss = net(**inputs.train.batch(step, BATCH)).loss
+        loss = net(**inputs.train_examples.batch(step, BATCH)).loss
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(learns, train_.clip)

@@ -14,7 +14,7 @@ import lohan
 from lohan.checkpoint.store_io import store_reader
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import state_format_of
-from lohan.planner.memory import HostMemoryModel
+from lohan.planner.memory import MemoryModel
 from tests.architectures import data_of, model_of
 from tests.models import batches, loss_of, lr, master_weights, small_model
 from tests.overlapping import Tuning, tuned
@@ -131,7 +131,7 @@ def test_counts_in_the_plan(tmp_path):
         with lohan.attach(net, optimizer=optimizer, budget=budget) as session:
             plans[name] = session.plan
             blocks = session.context.blocks
-            memory = HostMemoryModel(blocks, "fp32", None, None, kind=optimizer.kind)
+            memory = MemoryModel(blocks, "fp32", None, None, kind=optimizer.kind)
             assert memory.state_format == state_format_of("fp32", optimizer.kind)
             for batch in batches(2, batch=2, seq=16):
                 before = session.store.counters

@@ -26,7 +26,7 @@ from lohan.data.text import Encoder
 from lohan.device import ranks
 from lohan.device.ranks import Heartbeat, MissedBeats, count_of, local_rendezvous
 from lohan.errors import ConfigError, DataError, LohanError, ModelError, StoreError
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 from lohan.planner import presets
 from lohan.store.admin import describe
 from lohan.store.extents import Region
@@ -52,7 +52,7 @@ def test_ranks_of_one_machine_meet_on_loopback_only() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    place = local_rendezvous(Ranks(0, 2), env)
+    place = local_rendezvous(RankInfo(0, 2), env)
     with socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError):  # one that listens everywhere would answer here
@@ -62,9 +62,9 @@ def test_ranks_of_one_machine_meet_on_loopback_only() -> None:
 
 def test_a_meeting_place_of_torchrun_or_of_a_network_is_left_to_torch() -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert local_rendezvous(Ranks(0, 2), env) is None
+    assert local_rendezvous(RankInfo(0, 2), env) is None
     env = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
-    assert local_rendezvous(Ranks(0, 2), env) is None
+    assert local_rendezvous(RankInfo(0, 2), env) is None
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b"1.5", b"9" * 5000, b"\x1b[2J"])
@@ -82,7 +82,7 @@ def test_a_wrong_heartbeat_is_one_clear_error(
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(ranks, "BEAT_S", 0.0)
     beating = Heartbeat.__new__(Heartbeat)
-    beating._ranks, beating._run, beating._rendezvous = Ranks(0, 2), "run", Place()
+    beating._ranks, beating._run, beating._rendezvous = RankInfo(0, 2), "run", Place()
     beating._done, beating._missed_beats, beating._heard = (
         ranks.threading.Event(),
         MissedBeats(2),

@@ -153,9 +153,9 @@ def test_preferences_stay_within_the_budget(host, tmp_path, monkeypatch):
     with session:
         budget = session.plan.tier_bytes("host")
         assert budget <= parse_bytes(host)
-        meter, longest = Meter(session, session.executor.trace), inputs.train.longest
+        meter, longest = Meter(session, session.executor.trace), inputs.train_examples.longest
         with LiveMemory(session) as seen["reference"]:
-            inputs.task.before_training(session, inputs.train, config, display.advance)
+            inputs.task.before_training(session, inputs.train_examples, config, display.advance)
         for step in range(3):
             with LiveMemory(session) as seen[f"step {step + 1}"]:
                 one_step(session, config, inputs, meter)

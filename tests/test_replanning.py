@@ -16,7 +16,7 @@ from lohan.engine.session import FIRST_LOOK
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.forecast import profile_of_step
-from lohan.schedule.simulate import Layout, SiteWork, StepWork
+from lohan.schedule.simulate import BytesPerParameter, SiteWork, StepWork
 from lohan.train import trainer
 from lohan.util.trace import Span
 from tests.displays import Watch
@@ -26,7 +26,7 @@ BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
 HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)
 WORK = StepWork(
     sites=(BLOCK, BLOCK, HEAD), groups=(50, 50, 5), chunk_params=32,
-    layout=Layout(weight=4, state=8, gradient=4),
+    layout=BytesPerParameter(weight=4, state=8, gradient=4),
 )  # fmt: skip
 
 

@@ -215,7 +215,7 @@ class _Probe:
             learns = any(parameter.requires_grad for parameter in module.parameters())
             still = not any(call.wants_grad) and not learns
             if still:
-                self.footprint.still.add(site.name)
+                self.footprint.no_backward.add(site.name)
             self._inside, self.between.counts = True, False  # no trial's tensors, freed or not
             try:
                 with collecting():
@@ -245,7 +245,7 @@ class _Probe:
     def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         """One slice forward and backward, with every byte counted. Equal modules with inputs of
         equal shapes need the same."""
-        still = site.name in self.footprint.still
+        still = site.name in self.footprint.no_backward
         kind = still, kind_of_call(module, call.arguments(call.tensors))
         if kind not in self._peaks:
             ahead = self._forward_peak(original, call, autograd=not still)
@@ -325,7 +325,7 @@ class _InventoryProbe(_Probe):
         if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
             return
         wanted = call.wants_grad
-        if site.name in self.footprint.still:  # as if it learnt: its FLOPs are the same
+        if site.name in self.footprint.no_backward:  # as if it learnt: its FLOPs are the same
             call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
         _, args, kwargs = call.restore(slice(0, call.batch), grad=True)
         run = _tiled(self._all_tiles, module, original, call)

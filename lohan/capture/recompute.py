@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture.selective_checkpoint import EarlyStop, recompute_with, run_and_save
+from lohan.capture.selective_checkpoint import SkipUnneededOps, recompute_with, run_and_save
 from lohan.capture.slicing import Cut, Cuts, NotSliceable
 from lohan.device.base import Device
 from lohan.device.choose import Compiled
@@ -281,7 +281,7 @@ class SavedCall:
         self.evicted = False
         self.cut = Cut(whole="it was not asked for")
         self.checked = False  # compared with a plain call
-        self.changed: Saved = []  # what forward has changed, as it was
+        self.changed: OldValues = []  # what forward has changed, as it was
         self.context: Any = None  # what forward found around it
         for i in self._where:
             self._leaves[i] = None
@@ -501,7 +501,7 @@ def _wrapped(value: Any) -> Any:
 
 
 Attribute = tuple[dict[str, Any], str]  # a module's buffers or attributes, and a name in it
-Saved = list[tuple[Attribute, Any]]
+OldValues = list[tuple[Attribute, Any]]
 _ABSENT = object()
 
 
@@ -540,9 +540,9 @@ class BlockState:
         ]
         return Snapshot(buffers, [dict(vars(module)) for module in self._modules])
 
-    def changes_since(self, before: Snapshot) -> Saved:
+    def changes_since(self, before: Snapshot) -> OldValues:
         """The old values of what forward has changed."""
-        saved: Saved = []
+        saved: OldValues = []
         changed: set[int] = set()
         for number, now in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
@@ -560,8 +560,8 @@ class BlockState:
         self._changing = changed | (self._changing or set())
         return saved + self._other_attributes(before)
 
-    def _other_attributes(self, before: Snapshot) -> Saved:
-        saved: Saved = []
+    def _other_attributes(self, before: Snapshot) -> OldValues:
+        saved: OldValues = []
         for module, old in zip(self._modules, before.attributes, strict=True):
             now = vars(module)
             if now.keys() == old.keys() and all(map(is_, now.values(), old.values())):
@@ -607,13 +607,13 @@ def _put(attribute: Attribute, value: Any) -> None:
         there[key] = value
 
 
-def restore_values(saved: Saved) -> None:
+def restore_values(saved: OldValues) -> None:
     for attribute, old in saved:
         _put(attribute, old.detach().clone() if isinstance(old, torch.Tensor) else old)
 
 
 @contextmanager
-def with_old_values(saved: Saved) -> Iterator[None]:
+def with_old_values(saved: OldValues) -> Iterator[None]:
     """Old values in their places for a recomputation, tensors as copies."""
     current = [(attribute, attribute[0].get(attribute[1], _ABSENT)) for attribute, _ in saved]
     try:
@@ -649,7 +649,7 @@ class SlicedCompute:
     ) -> None:  # fmt: skip
         self._device, self.micro_batch, self.activations = device, micro_batch, activations
         self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
-        self._early_stop = EarlyStop()
+        self._skip_unneeded = SkipUnneededOps()
 
     def forward(
         self, block: Block, call: SavedCall, buffers: Sequence[int], *, backward_follows: bool
@@ -756,7 +756,7 @@ class SlicedCompute:
                     self._device.set_random_state(state)
                     restore_values(call.changed)
 
-                out = self._early_stop.run(kind, block.module, run, rewind)
+                out = self._skip_unneeded.run(kind, block.module, run, rewind)
         outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
         pairs = [
             (output, grad)

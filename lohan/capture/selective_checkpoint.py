@@ -444,7 +444,7 @@ def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
     return pytree.tree_leaves(run())
 
 
-class EarlyStop:
+class SkipUnneededOps:
     """Recomputation of calls that keep nothing, without the operations whose results backward does
     not need: the last projection of a block, say. They are found in the first recomputation of a
     kind of call. Operations before them run as they are, unseen by Python: the last submodule that

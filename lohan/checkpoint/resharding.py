@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import StoreError
-from lohan.model.layout import FlatGroup, Ranks, parse_store_name
+from lohan.model.layout import FlatGroup, RankInfo, parse_store_name
 from lohan.model.state import (
     StateArray,
     chunks,
@@ -94,7 +94,7 @@ def set_of(folders_of: FoldersOf, name: str, world: int) -> StoreSet:
     return StoreSet(
         tuple(
             tuple(parent / ranks.store_name(name) for parent in folders_of(ranks.rank))
-            for ranks in Ranks(world=world).all()
+            for ranks in RankInfo(world=world).all()
         )
     )
 
@@ -192,7 +192,7 @@ def reshard(
     with open_set(old) as sources, ExitStack() as opened:
         source = _Source(sources)
         targets = []
-        for dirs, ranks in zip(new.dirs, Ranks(world=new.world).all(), strict=True):
+        for dirs, ranks in zip(new.dirs, RankInfo(world=new.world).all(), strict=True):
             target = Store.create(
                 dirs, source.regions_of(ranks), durability=sources[0].durability,
                 first_generation=sources[0].generation,
@@ -208,7 +208,7 @@ def reshard(
             target.commit(_meta(sources, ranks))
 
 
-def _meta(sources: Sequence[Store], ranks: Ranks) -> dict[str, Any]:
+def _meta(sources: Sequence[Store], ranks: RankInfo) -> dict[str, Any]:
     """What the manifest of a new rank carries. Random numbers go on where those of the old rank
     end; a rank that was not there begins with its own."""
     there = ranks.rank < len(sources)
@@ -247,7 +247,7 @@ class _Source:
 
     def __init__(self, stores: Sequence[Store]) -> None:
         held = stored_model(stores[0].meta, stores[0].regions)
-        self._stores, self._world = stores, Ranks(world=len(stores))
+        self._stores, self._world = stores, RankInfo(world=len(stores))
         self._groups, self._state_format = held.groups, held.state_format
         self._chunk_params = held.chunk_params
         self._gradients = any(region.scratch for region in stores[0].regions)
@@ -255,7 +255,7 @@ class _Source:
         self._buffer = aligned_buffer(largest)
         self._loaded: tuple[int, str, int] | None = None
 
-    def regions_of(self, ranks: Ranks) -> list[Region]:
+    def regions_of(self, ranks: RankInfo) -> list[Region]:
         shards = tuple(map(ranks.shard, self._groups))
         return regions(
             shards,
@@ -264,7 +264,7 @@ class _Source:
             gradients=self._gradients,
         )
 
-    def fill(self, target: Store, ranks: Ranks) -> Iterator[int]:
+    def fill(self, target: Store, ranks: RankInfo) -> Iterator[int]:
         """Writes a rank's shards of all groups; tells the bytes of each chunk."""
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:

@@ -31,7 +31,7 @@ from lohan.checkpoint.sources import (
 from lohan.device.base import Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import ModelError, StoreError, first_line
-from lohan.model.layout import Blocks, FlatGroup, Ranks, TensorSpec
+from lohan.model.layout import Blocks, FlatGroup, RankInfo, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import (
     EMA,
@@ -73,7 +73,7 @@ class TrainState:
     loss_scale: float = 1.0
     clean_updates: int = 0
     # By parameter: it had no gradient.
-    skipped_updates: Mapping[str, int] = field(default_factory=dict, metadata=json_key("missed"))
+    missed_updates: Mapping[str, int] = field(default_factory=dict, metadata=json_key("missed"))
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> TrainState:
@@ -91,11 +91,11 @@ class TrainState:
         scale, clean = self.loss_scale, self.clean_updates + 1
         if scaled and clean == GROWTH_INTERVAL:
             scale, clean = min(scale * 2, LARGEST_SCALE), 0
-        skipped = dict(self.skipped_updates)
+        skipped = dict(self.missed_updates)
         skipped |= {name: skipped.get(name, 0) + 1 for name in absent}
         return replace(
             self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
-            clean_updates=clean, skipped_updates=skipped,
+            clean_updates=clean, missed_updates=skipped,
         )  # fmt: skip
 
     def overflowed(self) -> TrainState:
@@ -282,7 +282,7 @@ class ShardReader:
     """Reads what a rank has of the committed generation's parameters: all of them, or its shards.
     `ema`: their average, if they are trained."""
 
-    def __init__(self, store: Store, ranks: Ranks, *, ema: bool = False) -> None:
+    def __init__(self, store: Store, ranks: RankInfo, *, ema: bool = False) -> None:
         held = stored_model(store.meta, store.regions)
         if ema and not held.state_format.kind.ema:
             raise StoreError(
@@ -355,7 +355,7 @@ def aligned(size: int) -> torch.Tensor:
 def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
     """Reads parameters of the committed generation by name, or their average, from a run's store or
     from those of all its ranks, in their order."""
-    every = zip(stores, Ranks(world=len(stores)).all(), strict=True)
+    every = zip(stores, RankInfo(world=len(stores)).all(), strict=True)
     shards = [ShardReader(store, ranks, ema=ema) for store, ranks in every]
 
     def read(name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lohan.errors import ConfigError
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 
 GRACE_S = 45.0  # for the others to stop, when a rank has failed
 LOOK_S = 0.05
@@ -60,13 +60,13 @@ def launch(
     ranks: list[subprocess.Popen[bytes]] = []
     with _passing_on(ranks), TemporaryDirectory(prefix="lohan-ranks-") as said:
         env = {**os.environ, SAID: said}
-        for own in Ranks(world=world).all():
+        for own in RankInfo(world=world).all():
             ranks.append(_start(arguments, environment(own, port, env)))
         _wait(ranks, grace_s)
     return _outcome([rank.returncode for rank in ranks], note)
 
 
-def environment(own: Ranks, port: int, env: Mapping[str, str]) -> dict[str, str]:
+def environment(own: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, str]:
     """What torchrun tells a rank, and its share of the cores where OMP_NUM_THREADS is not set."""
     cores = max(1, len(os.sched_getaffinity(0)) // own.world)
     told = {

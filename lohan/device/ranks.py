@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from lohan.errors import ConfigError, LohanError, RankError
-from lohan.model.layout import Ranks, ranks_of
+from lohan.model.layout import RankInfo, ranks_of
 
 # -- Calls that all ranks of a process group make together -----------------------------------------
 #
@@ -36,7 +36,7 @@ def distributed() -> Any:
     return torch.distributed
 
 
-def gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
     """Every rank's shard, one after the other; `shard` may be this rank's part of `whole`."""
     found = getattr(distributed(), "all_gather_single", None)
     found = found or distributed().all_gather_into_tensor
@@ -44,7 +44,7 @@ def gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
     _synchronize(whole)
 
 
-def summed(rows: torch.Tensor, group: Any) -> torch.Tensor:
+def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
     """Row r of every rank's `rows`, added up, for rank r. In the order of the ranks on the CPU: the
     same bits in whatever order they come. Accelerators have an order of their own."""
     if rows.device.type == "cpu":
@@ -85,7 +85,7 @@ class Heartbeat:
     """A thread from its making until `stop`. A rank that has fallen silent ends this process: the
     calls that wait for it cannot be called back."""
 
-    def __init__(self, ranks: Ranks, host: str, port: int, run: str) -> None:
+    def __init__(self, ranks: RankInfo, host: str, port: int, run: str) -> None:
         import torch.distributed
 
         self._ranks, self._run = ranks, run
@@ -212,7 +212,7 @@ class ProcessGroup:
     """The ranks of a run. By itself it is that of one process alone, whose collectives are
     identities; `join` gives that of several."""
 
-    ranks = Ranks()
+    ranks = RankInfo()
     local_size = 1  # ranks on this machine, this one included
     is_local_first = True  # no rank on this machine comes before it
     aborted = False
@@ -320,7 +320,7 @@ class SeveralRanks(ProcessGroup):
     """Use `join`. `peers` has the process of every rank."""
 
     def __init__(
-        self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
+        self, ranks: RankInfo, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
     ) -> None:
         self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
         self._ours = ours  # torch's default group goes with it
@@ -347,12 +347,12 @@ class SeveralRanks(ProcessGroup):
         own = shard.contiguous().view(torch.uint8)
         gathered = own.new_empty(self.world * own.numel())
         with self._lost_rank():
-            gather(gathered, own, self._talk)
+            all_gather_into(gathered, own, self._talk)
         return gathered.view(shard.dtype)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
         with self._lost_rank():
-            return summed(rows, self._talk)
+            return reduce_scatter_rows(rows, self._talk)
 
     def send_to_first(self, shard: torch.Tensor) -> None:
         with self._lost_rank():
@@ -372,11 +372,11 @@ class SeveralRanks(ProcessGroup):
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         with self._lost_rank():
-            gather(whole.view(torch.uint8), shard.view(torch.uint8), self._net)
+            all_gather_into(whole.view(torch.uint8), shard.view(torch.uint8), self._net)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         with self._lost_rank():
-            return summed(rows, self._net)
+            return reduce_scatter_rows(rows, self._net)
 
     def barrier(self) -> None:
         word = torch.ones(1, dtype=torch.int64)
@@ -480,7 +480,7 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
     return found[0]
 
 
-def local_rendezvous(ranks: Ranks, env: Mapping[str, str]) -> Any:
+def local_rendezvous(ranks: RankInfo, env: Mapping[str, str]) -> Any:
     """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
     listens on all interfaces, and any host that reaches it can write to it. None if it is not ours
     to make: another address, or a store that torchrun itself serves."""

@@ -142,7 +142,7 @@ class ActionRunner:
             tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
         self._store.wait_all(tickets)
 
-    def commit(self) -> None:
+    def commit_uncommitted(self) -> None:
         """Commits the last step, which has ended without a commit; the lanes are idle."""
         if self.uncommitted is not None:
             self.write_back_host_cached()

@@ -51,7 +51,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
-from lohan.engine.session import PlanContext, Running, Session
+from lohan.engine.session import ExecutorAndHead, PlanContext, Session
 from lohan.engine.stored_weights import taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
@@ -60,7 +60,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, commit_interval
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
-from lohan.planner.memory import HostMemoryModel
+from lohan.planner.memory import MemoryModel
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
@@ -315,30 +315,32 @@ def attach(
     learnt: its earlier session ends.
     """
     process_group = team or process_group
-    offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
+    offload_policy, model_policy, store_policy = with_keywords(
+        offload_policy, model_policy, store_policy, fields
+    )
     check_durability(budget.durability, budget.commit_every, process_group)
-    source, dtype, found = _prepared(model, batch, cut, new=not store_at.resume)
+    source, dtype, found = _prepared(model, batch, model_policy, new=not store_policy.resume)
     with ExitStack() as undo:  # of what was opened, if the rest cannot be had
         if isinstance(device, str):
             device = open_device(device, memory=budget.device_bytes())
             undo.callback(device.close)
         device = rank_device(device, process_group)
         host_bytes = budget.host_bytes(process_group.local_size)
-        options = _options(dtype, offload, budget, optimizer, clip, clip_by)
+        options = _options(dtype, offload_policy, budget, optimizer, clip, clip_by)
         context = PlanContext(
             found, replace(options, device_overhead=device_overhead(device, model, host_bytes)),
             None if batch is None else workload_of(model, found, batch, device.torch_device),
-            host_bytes, machine_with(device, offload.profile), device, process_group=process_group,
-            backend=backend_of(cut.compile, device),
-            check=not is_tested(model) if cut.check is None else cut.check,
+            host_bytes, machine_with(device, offload_policy.profile), device,
+            process_group=process_group, backend=backend_of(model_policy.compile, device),
+            check=not is_tested(model) if model_policy.check is None else model_policy.check,
         )  # fmt: skip
-        if store_at.resume:
-            store, plan, context = _reopened(model, context, optimizer, budget, store_at, undo)
+        if store_policy.resume:
+            store, plan, context = _reopened(model, context, optimizer, budget, store_policy, undo)
         else:
             assert source is not None
-            store, plan, context = _created(source, context, budget, store_at, undo)
+            store, plan, context = _created(source, context, budget, store_policy, undo)
             del source  # and with it, weights in memory
-        run = partial(running, model, context, store, optimizer, Trace(keep=trace))
+        run = partial(make_executor, model, context, store, optimizer, Trace(keep=trace))
         to_meta(model)
         session = Session(model, context, run, plan)
         undo.pop_all()
@@ -360,25 +362,29 @@ def _options(
 
 
 def _created(
-    source: ReadFlat, context: PlanContext, budget: Budget, store_at: StorePolicy, undo: ExitStack
+    source: ReadFlat,
+    context: PlanContext,
+    budget: Budget,
+    store_policy: StorePolicy,
+    undo: ExitStack,
 ) -> tuple[Store, Plan, PlanContext]:
     """A new store with the weights of `source`, by the plan that all ranks follow."""
     plan, context = agreed_plan(context)
     created = create_store(
-        source, context.blocks, plan, dirs=_store_dirs(context, budget, store_at),
-        durability=budget.durability, engine=store_at.engine, meta=store_at.meta or {},
-        progress=store_at.progress, process_group=context.process_group,
+        source, context.blocks, plan, dirs=_store_dirs(context, budget, store_policy),
+        durability=budget.durability, engine=store_policy.engine, meta=store_policy.meta or {},
+        progress=store_policy.progress, process_group=context.process_group,
     )  # fmt: skip
     return undo.enter_context(created), plan, context
 
 
 def _reopened(
     model: nn.Module, context: PlanContext, optimizer: Optimizer, budget: Budget,
-    store_at: StorePolicy, undo: ExitStack,
+    store_policy: StorePolicy, undo: ExitStack,
 ) -> tuple[Store, Plan, PlanContext]:  # fmt: skip
     """The store of an earlier run, with its random state and buffers, and a plan that fits it."""
-    dirs = _store_dirs(context, budget, store_at)
-    opened = open_store(context.process_group, dirs, engine=store_at.engine)
+    dirs = _store_dirs(context, budget, store_policy)
+    opened = open_store(context.process_group, dirs, engine=store_policy.engine)
     store = undo.enter_context(opened)
     held = stored_model(store.meta, store.regions)
     check_same(store, context.blocks, context.options.dtype, optimizer.kind)
@@ -393,13 +399,13 @@ def _reopened(
     return store, plan, context
 
 
-def _store_dirs(context: PlanContext, budget: Budget, store_at: StorePolicy) -> list[Path]:
-    name = context.process_group.ranks.store_name(store_at.store_name)
+def _store_dirs(context: PlanContext, budget: Budget, store_policy: StorePolicy) -> list[Path]:
+    name = context.process_group.ranks.store_name(store_policy.store_name)
     return [Path(folder) / name for folder in budget.ssd]
 
 
 def _prepared(
-    model: nn.Module, batch: Mapping[str, Any] | None, cut: ModelPolicy, *, new: bool
+    model: nn.Module, batch: Mapping[str, Any] | None, model_policy: ModelPolicy, *, new: bool
 ) -> tuple[ReadFlat | None, str, Blocks]:
     """Checks the model, gives it one compute type and cuts it into blocks: where the weights of a
     `new` store come from, the dtype, and the blocks."""
@@ -407,12 +413,16 @@ def _prepared(
     check_adapters(model)
     without_cache(model)
     source = weights_source(model) if new else None  # before adapters take the type of their base
-    unify_dtype(model, None if cut.dtype is None else dtype_of(STATE_FORMATS[cut.dtype]))
+    named = model_policy.dtype
+    unify_dtype(model, None if named is None else dtype_of(STATE_FORMATS[named]))
     dtype = _dtype_name(model)
     shapes = None if batch is None else _shapes(model, batch)
-    found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
-    if cut.base:
-        found = pack_base(model, found, cut.base, STATE_FORMATS[dtype].weight_bytes)
+    found = cut_for(
+        model, shapes, blocks=model_policy.blocks, resident=model_policy.resident,
+        decay=model_policy.decay,
+    )  # fmt: skip
+    if model_policy.base:
+        found = pack_base(model, found, model_policy.base, STATE_FORMATS[dtype].weight_bytes)
     if dtype == "fp16" and find_decoder(base_of(model)) is None:
         raise ModelError(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
@@ -421,10 +431,10 @@ def _prepared(
     return source, dtype, found
 
 
-def running(
+def make_executor(
     model: nn.Module, context: PlanContext, store: Store, optimizer: Optimizer, trace: Trace,
     plan: Plan,
-) -> Running:  # fmt: skip
+) -> ExecutorAndHead:  # fmt: skip
     """The store has the weights: the model's blocks now run from it."""
     needs, room = _whole_needs(context, plan)
     base = base_of(model)
@@ -606,7 +616,7 @@ def saved_classes(
     if workload is None or not plan.kept:
         return {}
     workload = workload.in_tiles(plan.tiles)
-    memory = HostMemoryModel.of(blocks, plan, workload)
+    memory = MemoryModel.of(blocks, plan, workload)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     classes = {}
     for name in memory.block_sites:

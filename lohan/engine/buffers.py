@@ -244,7 +244,7 @@ class StepScalars:
     lr: float
     update: int  # from 1
     grad_multiplier: float
-    skipped_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
+    missed_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
     # Of each group's gradients, where groups are clipped one by one; taken before its update.
     squares: dict[int, float] = field(default_factory=dict)
     # Groups whose gradients are needed for a second update.
@@ -299,7 +299,7 @@ def update_chunk(
         if grad is None:
             continue
         spec, span = group.tensors[own_range.tensor], _span(own_range)
-        step = scalars.update - scalars.skipped_updates.get(spec.name, 0)
+        step = scalars.update - scalars.missed_updates.get(spec.name, 0)
         own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
         written = [weights[span], *(own[name] for name in (*masters, *moments))]
         made = kernel(

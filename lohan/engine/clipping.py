@@ -97,7 +97,7 @@ class Clipping:
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         return pays or self._known is not None
 
-    def clip_step(self, divisor: float, *, unsummed: Sequence[int]) -> float | None:
+    def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> float | None:
         """Backward has ended. `divisor`: what unscales gradients (loss scale, ranks that they are
         the mean over). `unsummed`: groups without the sum of their squares.
         Returns the factor of updates that have waited, or None if a gradient has left the range of

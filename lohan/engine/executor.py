@@ -181,7 +181,7 @@ class Executor:
         self.process_group = context.process_group
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self.tiling = Tiling(plan.tiles) if plan.tiles else None
-        self.running: list[WrappedSite] = []  # whose weights are in place
+        self.sites_with_weights: list[WrappedSite] = []  # whose weights are in place
         self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
@@ -345,7 +345,7 @@ class Executor:
             lr=self.optimizer.lr_at(self.train_state.step),
             update=self.train_state.updates + 1,
             grad_multiplier=clip_factor / self._unscale_divisor,
-            skipped_updates=self.train_state.skipped_updates,
+            missed_updates=self.train_state.missed_updates,
             squares=self.runner.pending.squares,
         )
 
@@ -393,9 +393,9 @@ class Executor:
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
             unsummed = self.scheduler.wait_for_squares() if self.plan.needs_norm else ()
-            factor = self.clipping.clip_step(self._unscale_divisor, unsummed=unsummed)
+            factor = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
             if self.clipping.must_rerun:
-                self._begin_step()
+                self._reset_step()
                 return
             scalars = None if factor is None else self._scalars(factor)
             committed = self.store.meta
@@ -418,7 +418,7 @@ class Executor:
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
             self.scheduler.commits = next_commits
-            self._begin_step()
+            self._reset_step()
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
         """The end of a step that changes no weight."""
@@ -429,9 +429,9 @@ class Executor:
         else:
             self.runner.uncommitted = meta
             if commits:
-                self.runner.commit()
+                self.runner.commit_uncommitted()
 
-    def _begin_step(self) -> None:
+    def _reset_step(self) -> None:
         self.collector.clear()
         self._in_backward = False
         self._resident_current = False
@@ -447,7 +447,7 @@ class Executor:
         """Every finished step is durable when it returns, where there are two generations."""
         self.flush()
         with self.guarded():
-            self.runner.commit()
+            self.runner.commit_uncommitted()
             self.commit_clock.committed()
 
     @contextmanager
@@ -489,7 +489,7 @@ class Executor:
                 with suppress(Exception):
                     self.scheduler.finish_earlier_steps(in_backward=self._in_backward)
                     if not self.runner.unfinished:  # no update of the step that failed has run
-                        self.runner.commit()
+                        self.runner.commit_uncommitted()
             lost = len(self.runner.steps_to_end)
             if self.runner.uncommitted is not None:
                 lost += TrainState.of(self.runner.uncommitted).step
@@ -497,7 +497,7 @@ class Executor:
             self.scheduler.reset()
             self.store.discard()
             if self.runner.activation_spill is not None:
-                self.runner.activation_spill.check_idle()
+                self.runner.activation_spill.discard_in_flight()
             if self.store.status is Status.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
             elif self.store.durability == "step":
@@ -517,7 +517,7 @@ class Executor:
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
-        self._begin_step()
+        self._reset_step()
         self.scheduler.commits = True
         self.commit_clock.committed()
         if lost:

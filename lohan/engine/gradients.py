@@ -38,7 +38,7 @@ from lohan.device.base import Device, Event
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError, RankError, StorageIOError
-from lohan.model.layout import Blocks, FlatGroup, Ranks, Site
+from lohan.model.layout import Blocks, FlatGroup, RankInfo, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.io_engine import Buffer
@@ -96,7 +96,7 @@ class GradientSink:
             wide = self._sums_wide.get(group, False)
             grads[tensor] = grad.float() if wide else grad.contiguous()
 
-    def take_grad_of(self, group: str, tensor: int) -> Callable[[torch.Tensor], None]:
+    def hook_for(self, group: str, tensor: int) -> Callable[[torch.Tensor], None]:
         """A hook of a leaf: the gradient that it got is added here."""
 
         def hook(leaf: torch.Tensor) -> None:
@@ -385,7 +385,7 @@ class GradientCollector:
         # With a version of its own, as parameters have.
         leaf = nn.Parameter(weight.data, requires_grad=trainable)
         if trainable:
-            leaf.register_post_accumulate_grad_hook(self.sink.take_grad_of(key, index))
+            leaf.register_post_accumulate_grad_hook(self.sink.hook_for(key, index))
         if isinstance(weight, nn.Parameter):
             self._leaves[id(weight)] = weight, leaf
         return leaf
@@ -745,7 +745,7 @@ class StepCollectives:
 
 
 def pack(
-    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, torch_device: torch.device
+    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: RankInfo, torch_device: torch.device
 ) -> torch.Tensor:
     """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
     each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none

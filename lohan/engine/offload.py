@@ -184,7 +184,7 @@ class ActivationSpill(ActivationHooks):
     def wait(self, tickets: Sequence[Ticket]) -> None:
         self._store.wait_all(tickets)
 
-    def check_idle(self) -> None:
+    def discard_in_flight(self) -> None:
         """After an error: nothing is in flight to or from the buffers, or it raises."""
         self._store.discard()
         if self._store.status is Status.FAILED:

@@ -30,7 +30,7 @@ from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, STATE_FORMATS, chunks
 from lohan.optim import AdamW
 from lohan.schedule.actions import Op
-from lohan.schedule.simulate import Layout, bus_bytes
+from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.store.extents import Region
 from lohan.store.store import Store, Ticket
 from lohan.util.system import host_memory_bytes
@@ -300,7 +300,7 @@ def adam_figure(sizes: Sizes, dtype: str) -> Figure:
         state = pool.allocate("state", fmt.state_size(count)).tensor(torch.uint8)
         sets.append((weights.normal_(), grad.normal_(), state.zero_()))
     turns = cycle(sets)
-    scalars = StepScalars(lr=1e-4, update=1, grad_multiplier=1.0, skipped_updates={})
+    scalars = StepScalars(lr=1e-4, update=1, grad_multiplier=1.0, missed_updates={})
 
     def run() -> float:
         weights, grad, state = next(turns)
@@ -527,7 +527,7 @@ def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tu
     """Bytes per second through main memory, of copies over both links and of updates: each alone,
     before and after, against drift; and both at once."""
     fmt = STATE_FORMATS[device.default_dtype]
-    layout = Layout(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)
+    layout = BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)
     update_bytes = sizes.chunk_params * bus_bytes(layout)[Op.UPDATE]
     update = adam_figure(sizes, device.default_dtype)
 

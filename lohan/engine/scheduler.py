@@ -226,14 +226,14 @@ class ActionScheduler:
             self._lanes.end()
         self._lanes.begin(Op.BACKWARD_DONE)
         self._learn()
-        self._begin_step()
+        self._reset_step()
         self._paused = False
 
     def pause(self) -> None:
         """Backward has ended, and its step goes on with another forward."""
         self.drain()
         self._learn()
-        self._begin_step()
+        self._reset_step()
         self._paused = True
 
     def _learn(self) -> None:
@@ -323,10 +323,10 @@ class ActionScheduler:
         """After an error: the lanes are idle, and the slots hold nothing that is known."""
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
-        self._begin_step()
+        self._reset_step()
         self._paused = False
 
-    def _begin_step(self) -> None:
+    def _reset_step(self) -> None:
         self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
         self._handed_over = set()
         self._whole_phase, self._last_uses = False, None

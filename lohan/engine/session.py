@@ -112,18 +112,22 @@ class PlanContext:
         return self.process_group.ranks.shards(self.blocks)
 
 
-Running = tuple[Executor, SlicedHead | None]
+ExecutorAndHead = tuple[Executor, SlicedHead | None]
 
 
 class Session:
     """A model attached to its store. Close it (or use `with`) to let the store go."""
 
     def __init__(
-        self, model: nn.Module, context: PlanContext, run: Callable[[Plan], Running], plan: Plan
+        self,
+        model: nn.Module,
+        context: PlanContext,
+        make_executor: Callable[[Plan], ExecutorAndHead],
+        plan: Plan,
     ) -> None:
         return_freed_memory()
         self.model, self.context = model, context
-        self._run = run  # makes the model run from the store by a plan
+        self._make_executor = make_executor  # makes the model run from the store by a plan
         self._executor: Executor | None = None
         self._head: SlicedHead | None = None
         self._finished: list[dict[str, Any]] = []  # under earlier plans, not yet taken
@@ -137,7 +141,7 @@ class Session:
 
     def _start(self, plan: Plan) -> None:
         """What was set on executor and head, whose loss it is and who looks on, outlasts them."""
-        self._executor, self._head = self._run(plan)
+        self._executor, self._head = self._make_executor(plan)
         if self._mean_over is not None:
             self._executor.mean_over = self._mean_over
         for name, value in self._of_head.items():

@@ -73,7 +73,7 @@ class WrappedSite:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         executor = self.executor
-        if executor.running and any(map(self.within, executor.running)):  # weights are in place
+        if any(map(self.within, executor.sites_with_weights)):
             return self.original(*args, **kwargs)
         args, kwargs, mappings = wrap_mappings(args, kwargs)
         if not torch.is_grad_enabled():
@@ -131,12 +131,12 @@ class WrappedSite:
         for (_, _, parameter), takes in zip(others, self._takes_grad, strict=True):
             if with_graph and parameter.requires_grad != takes:
                 parameter.requires_grad_(takes)
-        self.executor.running.append(self)
+        self.executor.sites_with_weights.append(self)
         try:
             with swapped(others):
                 yield
         finally:
-            self.executor.running.remove(self)
+            self.executor.sites_with_weights.remove(self)
 
     def within(self, other: WrappedSite) -> bool:
         """Whether it is the other, or a part of it."""
@@ -276,7 +276,9 @@ class BlockRunner:
         if len(plain) < len(flats):
             own = [(self._groups[n], flat) for n, flat in flats.items() if n in self._packed]
             with self._device.computing():
-                found |= self._dequantised.views(own, nested=bool(wrapped.executor.running))
+                found |= self._dequantised.views(
+                    own, nested=bool(wrapped.executor.sites_with_weights)
+                )
         return found
 
     def _views_of(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:

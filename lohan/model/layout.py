@@ -186,7 +186,7 @@ _STORE = re.compile(r"(.+)-rank(\d+)of(\d+)")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """This process among those of its run."""
 
     rank: int = 0
@@ -201,8 +201,8 @@ class Ranks:
     def several(self) -> bool:
         return self.world > 1
 
-    def all(self) -> tuple[Ranks, ...]:
-        return tuple(Ranks(rank, self.world) for rank in range(self.world))
+    def all(self) -> tuple[RankInfo, ...]:
+        return tuple(RankInfo(rank, self.world) for rank in range(self.world))
 
     def shard_numel(self, group: FlatGroup) -> int:
         """Elements of every rank's shard of a group; alone it is the whole group."""
@@ -247,12 +247,12 @@ class Ranks:
         return start, start + each + (self.rank < more)
 
 
-def ranks_of(env: Mapping[str, str]) -> Ranks:
+def ranks_of(env: Mapping[str, str]) -> RankInfo:
     """What torchrun tells a process; alone if it was started in another way."""
     try:
-        ranks = Ranks(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")))
+        ranks = RankInfo(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")))
     except ValueError:
-        ranks = Ranks(-1, 0)
+        ranks = RankInfo(-1, 0)
     if not 0 <= ranks.rank < ranks.world:
         raise ConfigError(
             f"RANK={env.get('RANK')} and WORLD_SIZE={env.get('WORLD_SIZE')} do not go together; "
@@ -266,12 +266,12 @@ def local_rank(env: Mapping[str, str]) -> int:
     return int(env.get("LOCAL_RANK", "0")) if ranks_of(env).several else 0
 
 
-def parse_store_name(folder: str) -> tuple[str, Ranks]:
+def parse_store_name(folder: str) -> tuple[str, RankInfo]:
     """The run's own store name and whose store it is, from the name of a folder."""
     match = _STORE.fullmatch(folder)
     if match is None:
-        return folder, Ranks()
-    return match[1], Ranks(int(match[2]), int(match[3]))
+        return folder, RankInfo()
+    return match[1], RankInfo(int(match[2]), int(match[3]))
 
 
 def _clipped(tensor: TensorSpec, start: int, stop: int) -> TensorSpec:

@@ -198,7 +198,7 @@ class SiteFootprint:
 @dataclass
 class Footprint:
     sites: dict[str, SiteFootprint] = field(default_factory=dict)
-    still: set[str] = field(default_factory=set)  # sites that no gradient comes to
+    no_backward: set[str] = field(default_factory=set)  # sites that no gradient comes to
     outside: int = 0  # bytes held between the sites when the last of them begins
 
     @property

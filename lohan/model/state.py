@@ -27,7 +27,7 @@ from lohan.model.layout import (
     TENSOR_ALIGN,
     Blocks,
     FlatGroup,
-    Ranks,
+    RankInfo,
     TensorSpec,
     groups_from_json,
 )
@@ -359,7 +359,7 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
     """Read from a manifest and compared with the regions that the store has, so that
     every chunk is found, of the size that is expected."""
     state_format, chunk_params = stored_state_format(meta), stored(meta, "chunk_params", int)
-    ranks = Ranks(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
+    ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
     if chunk_params < 1 or not 0 <= ranks.rank < ranks.world:
         raise damaged(f"chunk_params is {chunk_params}, it is rank {ranks.rank} of {ranks.world}")
     try:

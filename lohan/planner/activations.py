@@ -12,7 +12,7 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
-from lohan.planner.memory import INPUTS, HostMemoryModel
+from lohan.planner.memory import INPUTS, MemoryModel
 from lohan.schedule.simulate import (
     DEQUANTISING,
     SUMMED,
@@ -51,7 +51,7 @@ class Choice:
 
 def choose(
     profile: Profile,
-    memory: HostMemoryModel,
+    memory: MemoryModel,
     workload: BatchWorkload,
     plan: Plan,
     *,
@@ -84,7 +84,7 @@ def choose(
     return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
 
 
-def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
+def levels(memory: MemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
     """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
     count = len(memory.block_sites)
     shape = workload.shapes[
@@ -100,7 +100,7 @@ def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 
 class _Pricer:
     def __init__(
-        self, profile: Profile, memory: HostMemoryModel, workload: BatchWorkload, plan: Plan,
+        self, profile: Profile, memory: MemoryModel, workload: BatchWorkload, plan: Plan,
         limit: int, two_generations: bool, spill_all: bool,
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
@@ -199,7 +199,7 @@ class _Pricer:
         return size / self.profile.d2h, size / self.profile.h2d
 
 
-def site_works(memory: HostMemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
+def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
     micro = (memory.micro_batch or workload.batch) * workload.seq
     moved, staying = set(plan.spilled_sites), set(plan.staying)
@@ -248,19 +248,17 @@ def _block_work(
     )  # fmt: skip
 
 
-def _other_works(
-    memory: HostMemoryModel, workload: BatchWorkload, plan: Plan
-) -> dict[str, SiteWork]:
+def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Of sites without a backward, and of the head."""
     micro = (memory.micro_batch or workload.batch) * workload.seq
     works = {
         name: SiteWork(
             forward_flops=workload.shapes[name].flops_at(workload.seq) * workload.tokens,
-            recompute_flops=0.0, tokens=micro, still=True,
+            recompute_flops=0.0, tokens=micro, no_backward=True,
             forward_bytes=TOUCHED * workload.tokens
             * (workload.shapes[name].elements + workload.shapes[name].tile_elements),
         )
-        for name in memory.sizes.still
+        for name in memory.sizes.no_backward
     }  # fmt: skip
     if memory.head is not None:
         works[HEAD_WORK] = SiteWork(
@@ -525,7 +523,7 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def resolve_activation_policy(
-    asked: str | Kept, memory: HostMemoryModel, workload: BatchWorkload | None, plan: Plan, *,
+    asked: str | Kept, memory: MemoryModel, workload: BatchWorkload | None, plan: Plan, *,
     limit: int, profile: Profile | None,
 ) -> Kept | None:  # fmt: skip
     """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
@@ -568,7 +566,7 @@ def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Ke
 def _step(
     policy: str,
     model: ModelShape,
-    memory: HostMemoryModel,
+    memory: MemoryModel,
     workload: BatchWorkload,
     plan: Plan,
     limit: int,

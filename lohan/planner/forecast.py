@@ -11,12 +11,12 @@ from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
 from lohan.planner.activations import HEAD_WORK, site_works
-from lohan.planner.memory import HostMemoryModel
+from lohan.planner.memory import MemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
 from lohan.schedule.simulate import (
     WRITES,
-    Clock,
-    Layout,
+    ActionCosts,
+    BytesPerParameter,
     SiteWork,
     StepWork,
     Timeline,
@@ -109,10 +109,10 @@ class Simulator:
         machine = profile if order.commits else replace(profile, commit_s=0.0)
         chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
-        timeline, clock = _timed(machine, phases, work)
+        timeline, costs = _timed(machine, phases, work)
         last = phases[-(len(phases) // STEPS) :]
         written = sum(work.written(a) for phase in last for a in phase if a.kind in WRITES)
-        lane_s, world = _lane_s(clock, last), plan.world
+        lane_s, world = _lane_s(costs, last), plan.world
         made = Forecast(
             plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
             shared_s(profile, lane_s), _bus_s(profile, work, last),
@@ -193,8 +193,8 @@ def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
-    timeline, clock = _timed(profile, made.phases, made.work)
-    lane_s = _lane_s(clock, tuple(made.steady_phases().values()))
+    timeline, costs = _timed(profile, made.phases, made.work)
+    lane_s = _lane_s(costs, tuple(made.steady_phases().values()))
     bus_s = _bus_s(profile, made.work, tuple(made.steady_phases().values()))
     shared = shared_s(profile, lane_s)
     return replace(made, timeline=timeline, busy_s=lane_s, shared_s=shared, bus_s=bus_s)
@@ -206,26 +206,28 @@ def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> floa
     return work.bus_bytes(phases) / profile.host_rate
 
 
-def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
+def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
     total = dict.fromkeys(LANES, 0.0)
-    known = clock.known.get  # as many calls as actions
+    known = costs.known.get  # as many calls as actions
     for phase in phases:
         for action in phase:
             kind, _, _, _, _, name = action
             took_s = known(name)
-            total[LANE_OF[kind]] += clock.seconds(action) if took_s is None else took_s
+            total[LANE_OF[kind]] += costs.seconds(action) if took_s is None else took_s
     return total
 
 
-def _timed(profile: Profile, phases: Sequence[Schedule], work: StepWork) -> tuple[Timeline, Clock]:
+def _timed(
+    profile: Profile, phases: Sequence[Schedule], work: StepWork
+) -> tuple[Timeline, ActionCosts]:
     """What cores and drives take from each other depends on what runs at a time, and that
     on what they take: simulated again and again, which soon changes nothing any more."""
-    clock, shared = Clock(profile, work), not profile.has_link
-    timeline = simulate(phases, clock.seconds, caller_updates=shared)
+    costs, shared = ActionCosts(profile, work), not profile.has_link
+    timeline = simulate(phases, costs.seconds, caller_updates=shared)
     for _ in range(ROUNDS if shared and (profile.io_share or profile.compute_share) else 0):
-        clock = Clock(profile, work, lost=_lost(profile, timeline))
-        timeline = simulate(phases, clock.seconds, caller_updates=shared)
-    return timeline, clock
+        costs = ActionCosts(profile, work, lost=_lost(profile, timeline))
+        timeline = simulate(phases, costs.seconds, caller_updates=shared)
+    return timeline, costs
 
 
 def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
@@ -243,7 +245,7 @@ def step_work(
     blocks: Blocks, workload: BatchWorkload, plan: Plan, *, has_own_memory: bool
 ) -> StepWork:
     workload = workload.in_tiles(plan.tiles)
-    memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=has_own_memory)
+    memory = MemoryModel.of(blocks, plan, workload, has_own_memory=has_own_memory)
     works = site_works(memory, workload, plan)
     fmt = memory.state_format
     head = [s.name for s in blocks.sites if workload.head_group in s.groups][-1:]
@@ -255,7 +257,7 @@ def step_work(
     return StepWork(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
         chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
-        layout=Layout(weight=fmt.weight_bytes, state=fmt.state_bytes,
+        layout=BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes,
                       gradient=memory.gradient_width, update=fmt.update_cost,
                       rounding_s=fmt.rounding_s),
     )  # fmt: skip
@@ -290,7 +292,7 @@ def profile_of_step(
     blocks = [site for site in work.sites if not site.head]
     forward = sum(site.forward_flops for site in blocks)
     again = sum(site.recompute_flops for site in blocks)
-    gradients = sum(site.gradient_flops for site in blocks if not site.still)
+    gradients = sum(site.gradient_flops for site in blocks if not site.no_backward)
     needed = "FBULD" if device_bytes else "FBU"
     if not all(seconds.get(kind) for kind in needed) or not forward:
         return None

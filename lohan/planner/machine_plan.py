@@ -16,7 +16,7 @@ from lohan.model.layout import (
     RESIDENT,
     Blocks,
     FlatGroup,
-    Ranks,
+    RankInfo,
     Site,
     TensorSpec,
 )
@@ -399,7 +399,7 @@ def workload_of(request: PlanRequest) -> BatchWorkload:
 
 @lru_cache(maxsize=4)
 def _shards(model: ModelShape, ranks: int, dtype: str) -> Blocks:
-    return Ranks(world=ranks).shards(layout_of(model, dtype))
+    return RankInfo(world=ranks).shards(layout_of(model, dtype))
 
 
 @lru_cache(maxsize=4)

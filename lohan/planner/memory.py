@@ -46,14 +46,14 @@ HeldBytes = dict[str, int]  # bytes by owner
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One call of a site: bytes that it leaves in memory until its backward (`inputs`, `kept`), or
-    until they are on SSD (`moved`); and what its forward (`ahead`) and its backward take for work,
+    until they are on SSD (`moved`); and what its `forward` and its backward (`work`) take for work
     besides `streams`. The head does both at once, as if in backward."""
 
     groups: tuple[FlatGroup, ...]
     inputs: int = 0
     kept: int = 0
     moved: int = 0
-    ahead: int = 0
+    forward: int = 0
     work: int = 0
     streams: int = 0
 
@@ -96,7 +96,7 @@ def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
         held = sum(sizes[key] for key in rules.held if first.get(key, -1) > number)
         yield {
             INPUTS: inputs, KEPT: kept + sum(moving), WAITING: rules.width * held,
-            STREAMS: call.streams, WORK: call.ahead,
+            STREAMS: call.streams, WORK: call.forward,
         }  # fmt: skip
 
 
@@ -139,22 +139,22 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 GRADIENTS, STAYING = "gradients", "activations that stay"
 SHARED = "inputs that blocks share"
-AHEAD, AT_HEAD = 3, 5  # hidden states: of forward, with two in flight; of the head, with losses
+IN_FORWARD, AT_HEAD = 3, 5  # hidden states: with two in flight; with losses
 
 
 @dataclass(frozen=True)
-class Stop:
+class SiteBytes:
     """One site, in the order of forward: bytes of work of its forward, with what it makes to keep,
     and of its backward; of activations that stay with it; of its trained weights' gradients."""
 
-    ahead: int
-    back: int
+    forward: int
+    backward: int
     stays: int
     gradients: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
+class CommonBytes:
     """What is the same for all sites. `stream`: bytes of the hidden state; `other_slices`: of its
     parts that backward holds for them; `outside`: of what is held between sites before the head.
     `groups`: whose gradients may be there at a time; with `sums`, those of the block at work are
@@ -169,38 +169,39 @@ class Around:
     sums: bool
 
 
-def peak_device(stops: Sequence[Stop], around: Around) -> HeldBytes:
-    peaks = [*_forward_on_device(stops, around), *_backward_on_device(stops, around)]
+def peak_device(sites: Sequence[SiteBytes], common: CommonBytes) -> HeldBytes:
+    peaks = [*_forward_on_device(sites, common), *_backward_on_device(sites, common)]
     return max(peaks, key=lambda held: sum(held.values()), default={})
 
 
-def _forward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldBytes]:
-    staying = sum(stop.stays for stop in stops)
-    moving = [stop.ahead for stop in stops if not stop.stays]
-    yield {STREAMS: AHEAD * around.stream, WORK: max(moving, default=0)}
-    at_rest = [stop.ahead for stop in stops if stop.stays]
+def _forward_on_device(sites: Sequence[SiteBytes], common: CommonBytes) -> Iterator[HeldBytes]:
+    staying = sum(site.stays for site in sites)
+    moving = [site.forward for site in sites if not site.stays]
+    yield {STREAMS: IN_FORWARD * common.stream, WORK: max(moving, default=0)}
+    at_rest = [site.forward for site in sites if site.stays]
     if at_rest:
-        yield {STREAMS: AHEAD * around.stream, WORK: max(at_rest), STAYING: staying}
-    if around.head:
-        streams = max(AT_HEAD * around.stream, around.outside + 2 * around.stream)
-        yield {STREAMS: streams, WORK: around.head, STAYING: staying}
+        yield {STREAMS: IN_FORWARD * common.stream, WORK: max(at_rest), STAYING: staying}
+    if common.head:
+        streams = max(AT_HEAD * common.stream, common.outside + 2 * common.stream)
+        yield {STREAMS: streams, WORK: common.head, STAYING: staying}
 
 
-def _backward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldBytes]:
-    staying = sum(stop.stays for stop in stops)
-    passing = [around.head_gradients]
-    others = around.groups if around.sums else around.groups - 1
+def _backward_on_device(sites: Sequence[SiteBytes], common: CommonBytes) -> Iterator[HeldBytes]:
+    staying = sum(site.stays for site in sites)
+    passing = [common.head_gradients]
+    others = common.groups if common.sums else common.groups - 1
     seen = set[tuple[int, int, int]]()  # equal blocks have equal peaks
-    for stop in reversed(stops):
-        own = [stop.gradients] if around.sums else []
+    for site in reversed(sites):
+        own = [site.gradients] if common.sums else []
         there = sum([*passing, *own][-others:]) if others else 0
-        if (peak := (there, staying, stop.back)) not in seen:
+        if (peak := (there, staying, site.backward)) not in seen:
             seen.add(peak)
             yield {
-                GRADIENTS: there, STAYING: staying, STREAMS: around.other_slices, WORK: stop.back
+                GRADIENTS: there, STAYING: staying, STREAMS: common.other_slices,
+                WORK: site.backward,
             }  # fmt: skip
-        passing = [*passing[-around.groups :], stop.gradients]
-        staying -= stop.stays
+        passing = [*passing[-common.groups :], site.gradients]
+        staying -= site.stays
 
 
 # -- Which sites could keep activations, which classes of them a plan keeps, and their bytes -------
@@ -221,8 +222,8 @@ class KeptSizes:
         shapes = workload.shapes if workload is not None else {}
         names = [name for name in self._found.sites if name in shapes]
         # Sites whose activations may be kept, in order of forward, and those without a backward.
-        self.names = [name for name in names if name not in self._found.still]
-        self.still = [name for name in names if name in self._found.still]
+        self.names = [name for name in names if name not in self._found.no_backward]
+        self.no_backward = [name for name in names if name in self._found.no_backward]
         kinds: dict[BlockShape, int] = {}
         self.kind = {  # sites of one kind differ in their names only
             name: kinds.setdefault(replace(shapes[name], name=""), len(kinds))
@@ -316,7 +317,7 @@ def _of_device(plan: Plan) -> tuple[object, ...]:
 
 
 class DeviceMemoryModel:
-    def __init__(self, host: HostMemoryModel, at_most: dict[tuple[object, ...], HeldBytes]) -> None:
+    def __init__(self, host: MemoryModel, at_most: dict[tuple[object, ...], HeldBytes]) -> None:
         self._host, self._moments = host, at_most
 
     def ledger(self, plan: Plan) -> dict[str, int]:
@@ -368,7 +369,7 @@ class DeviceMemoryModel:
         key = _of_device(plan)
         if key not in self._moments:
             head = host.head.groups if host.head is not None else ()
-            around = Around(
+            common = CommonBytes(
                 stream=host.stream, outside=host.found.outside, head=host.head_work(plan),
                 # Gradients of the whole batch, where a block's work has those of a slice.
                 other_slices=2 * int((1 - host.slice) * host.stream),
@@ -376,15 +377,15 @@ class DeviceMemoryModel:
                 groups=plan.device_grads,
                 sums=host.slices > 1,
             )  # fmt: skip
-            self._moments[key] = peak_device(self._stops(plan), around)
+            self._moments[key] = peak_device(self._site_bytes(plan), common)
         return self._moments[key]
 
-    def _stops(self, plan: Plan) -> list[Stop]:
+    def _site_bytes(self, plan: Plan) -> list[SiteBytes]:
         """A block's forward makes what is kept of a slice, its backward finds it in flight. Of many
         equal blocks in a row a few are enough: more of them hold no more."""
         host = self._host
         kept = dict(zip(host.block_sites, host.sizes.by_site(plan.kept), strict=True))
-        stops: list[Stop] = []
+        found: list[SiteBytes] = []
         before, run = None, 0
         for name, sizes in self._sites.items():
             own, stays = int(host.slice * kept.get(name, 0)), name in plan.staying
@@ -392,16 +393,16 @@ class DeviceMemoryModel:
             before = (sizes, own, stays)
             if run > plan.device_grads + 1:
                 continue
-            ahead, back, gradients = sizes
-            stops.append(
-                Stop(
-                    ahead=ahead + (0 if stays else own),
-                    back=max(0, back - own),
+            forward, backward, gradients = sizes
+            found.append(
+                SiteBytes(
+                    forward=forward + (0 if stays else own),
+                    backward=max(0, backward - own),
                     stays=host.site_bytes(plan, name) if stays else 0,
                     gradients=plan.world * gradients,
                 )
             )
-        return stops
+        return found
 
     @cached_property
     def _sites(self) -> dict[str, tuple[int, int, int]]:
@@ -461,7 +462,7 @@ class _Known:
     priced: dict[tuple[Profile, Kept], tuple[float, float, float]] = field(default_factory=dict)
 
 
-class HostMemoryModel:
+class MemoryModel:
     """Keeps the ledger of plans for one model, batch and micro-batch. `has_own_memory`: the device
     has a memory of its own; otherwise compute works in host memory."""
 
@@ -514,7 +515,7 @@ class HostMemoryModel:
     def of(
         cls, blocks: Blocks, plan: Plan, workload: BatchWorkload | None, *,
         has_own_memory: bool = False,
-    ) -> HostMemoryModel:  # fmt: skip
+    ) -> MemoryModel:  # fmt: skip
         """For what a plan was made for."""
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
@@ -748,7 +749,7 @@ class HostMemoryModel:
         moved, inputs = name in plan.spilled_sites, site.input_bytes
         return Call(
             groups=groups, inputs=0 if moved else inputs, kept=0 if moved else kept,
-            moved=inputs + kept if moved else 0, ahead=site.forward_bytes,
+            moved=inputs + kept if moved else 0, forward=site.forward_bytes,
             work=max(0, site.peak_bytes - kept // self.slices),
             # Gradients of the whole batch, where a block's work has those of a slice.
             streams=2 * (self.stream - self.stream // self.slices),

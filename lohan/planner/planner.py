@@ -22,13 +22,13 @@ from lohan.planner.memory import (
     INPUTS,
     SHARED,
     WORK,
-    HostMemoryModel,
+    MemoryModel,
     dequantised_ledger,
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer, spread
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
 from lohan.schedule.actions import Action, Op
-from lohan.schedule.simulate import Clock
+from lohan.schedule.simulate import ActionCosts
 from lohan.util.trace import busy_s
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
@@ -404,14 +404,14 @@ def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
     groups = _passing(blocks, plan) if simulator.profile.has_link else []
     if not groups:
         return waiting
-    clock, work = Clock(simulator.profile, waiting.work), waiting.work
+    costs, work = ActionCosts(simulator.profile, waiting.work), waiting.work
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled_gradients else [])]
 
     def second_update_s(key: str) -> float:
         number = numbers[key]
         parts = [Action(op, number, chunk) for op in ops for chunk in range(work.chunks(number))]
-        return clock.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(clock.seconds, parts))
+        return costs.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(costs.seconds, parts))
 
     each_s = sum(map(second_update_s, groups)) / len(groups)
     count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
@@ -456,7 +456,7 @@ def _simulated_plan(
     made = simulated(plan)
     if options.minimise != "time" or not plan.overlap:
         return plan, made
-    memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
+    memory = MemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
     chunks = sum(simulator.spec(plan).chunks)
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
     if quick:

@@ -10,7 +10,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan, PlanOptions
 from lohan.model.state import FLOAT, chunks
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
-from lohan.planner.memory import LOGIT_COPIES, HostMemoryModel
+from lohan.planner.memory import LOGIT_COPIES, MemoryModel
 from lohan.util.units import EVERY_STEP, MiB, align_up
 
 # -- What memory that is left over is spent on, each as far as the budgets go ----------------------
@@ -19,7 +19,7 @@ from lohan.util.units import EVERY_STEP, MiB, align_up
 class GreedyFill:
     """Grows plans of one ledger within a host `limit`; `fits` knows all budgets."""
 
-    def __init__(self, memory: HostMemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
+    def __init__(self, memory: MemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
         self._memory, self._limit, self._fits = memory, limit, fits
 
     def if_fits(self, plan: Plan, **change: object) -> Plan:
@@ -170,7 +170,7 @@ class Sizer:
     ) -> None:
         self.blocks, self.options, self.workload, self.profile = blocks, options, workload, profile
         self.micro_batch, self.device = micro_batch, device
-        self.memory = HostMemoryModel(
+        self.memory = MemoryModel(
             blocks, options.dtype, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.two_generations else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,

@@ -22,7 +22,15 @@ from lohan.planner.activations import (
     input_bytes,
 )
 from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
-from lohan.schedule.simulate import TOUCHED, Clock, Layout, SiteWork, StepWork, Timeline, simulate
+from lohan.schedule.simulate import (
+    TOUCHED,
+    ActionCosts,
+    BytesPerParameter,
+    SiteWork,
+    StepWork,
+    Timeline,
+    simulate,
+)
 from lohan.schedule.steps import ExecutionOrder, steps
 from lohan.util.trace import by_public_key
 from lohan.util.units import format_bytes
@@ -30,7 +38,7 @@ from lohan.util.units import format_bytes
 # -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
 
 
-FP16 = Layout(weight=2.0, state=12.0, gradient=2.0)  # state: master, m and v in fp32
+FP16 = BytesPerParameter(weight=2.0, state=12.0, gradient=2.0)  # state: master, m and v in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,7 @@ class Policy:
     model_parallel: bool = False  # several GPUs share each block, not the batch
     sum_rate: float = 0.0  # bytes/s at which the CPU adds up what several GPUs made; 0: GPUs do it
     whole_recompute: bool = True  # recomputation runs to the block's end
-    layout: Layout = FP16
+    layout: BytesPerParameter = FP16
     host: MemoryFormula = field(default_factory=MemoryFormula)
     device: MemoryFormula = field(default_factory=MemoryFormula)
     peers: float = 0.0  # device bytes per parameter of a block more, where there are several GPUs
@@ -535,7 +543,7 @@ ON_DEVICE = (Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.UPDATE)  # free where wei
 ONE_TENSOR = (Op.READ_STATE, Op.WRITE, Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS)
 
 
-class PolicyClock(Clock):
+class PolicyCosts(ActionCosts):
     """Seconds of actions with the policy's own costs."""
 
     def __init__(self, policy: Policy, profile: Profile, work: StepWork) -> None:
@@ -722,7 +730,7 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
         for name, phase in phase_of.items():
             phases.append(_updates(policy, phase) if name == "after backward" else phase)
     return simulate(
-        [phase for phase in phases if phase], PolicyClock(policy, profile, work).seconds
+        [phase for phase in phases if phase], PolicyCosts(policy, profile, work).seconds
     )
 
 

@@ -38,18 +38,18 @@ NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True)
-class Clock:
+class VectorClock:
     """What is known to be finished: so many actions of each lane, and names from before."""
 
     upto: tuple[int, ...] = (UNKNOWN,) * len(LANES)
     names: frozenset[str] = frozenset()
 
-    def join(self, other: Clock) -> Clock:
-        return Clock(tuple(map(max, self.upto, other.upto)), self.names | other.names)
+    def join(self, other: VectorClock) -> VectorClock:
+        return VectorClock(tuple(map(max, self.upto, other.upto)), self.names | other.names)
 
 
-def at_least(lane: str, count: int) -> Clock:
-    return Clock(tuple(count if lane == other else UNKNOWN for other in LANES))
+def at_least(lane: str, count: int) -> VectorClock:
+    return VectorClock(tuple(count if lane == other else UNKNOWN for other in LANES))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Use:
     part: tuple[int, int] | None
     writes: bool
 
-    def known(self, clock: Clock) -> bool:
+    def known(self, clock: VectorClock) -> bool:
         lane = LANES.index(LANE_OF[Op(self.name[0])])
         return clock.upto[lane] >= self.position or (
             self.position == BEFORE and self.name in clock.names
@@ -192,11 +192,11 @@ class _Check:
         self.count = dict.fromkeys(LANES, 0)
         # The compute lane is the caller: what it did before it made the schedule is finished. Of a
         # device with a memory of its own only its order is known.
-        begun = Clock() if spec.device_slots else at_least("compute", BEFORE)
+        begun = VectorClock() if spec.device_slots else at_least("compute", BEFORE)
         self.last_start = {lane: begun for lane in LANES}
         self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
-        self.done: dict[str, Clock] = {}  # clock of the latest action of each name
-        self.start = Clock()  # of the action under check
+        self.done: dict[str, VectorClock] = {}  # clock of the latest action of each name
+        self.start = VectorClock()  # of the action under check
         self.last_gradient: dict[int, Use] = {}  # latest B of each group
         self.step_end: Use | None = None  # the latest
         self.last_update: Use | None = None  # of this step
@@ -269,7 +269,7 @@ class _Check:
             if wait in self.done:
                 start = start.join(self.done[wait])
             elif wait in self.before:  # others from before touch nothing that is checked
-                start = start.join(Clock(names=frozenset((wait,))))
+                start = start.join(VectorClock(names=frozenset((wait,))))
         self.count[lane] += 1
         self.start = self.last_start[lane] = start
         done = start.join(self.last_done[lane]).join(at_least(lane, self.count[lane]))

@@ -216,7 +216,7 @@ class SiteWork:
     dequantised_bytes: float = 0.0  # through that memory to unpack its weights, in each pass
     trained: float = 1.0  # share of its parameters that take a gradient
     head: bool = False
-    still: bool = False  # no gradient comes to it
+    no_backward: bool = False  # no gradient comes to it
     at_once: bool = False  # gradients are made in forward, slice by slice, as the head does
 
     def forward_s(self, profile: Profile) -> float:
@@ -225,7 +225,7 @@ class SiteWork:
         return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
 
     def backward_s(self, profile: Profile) -> float:
-        if self.at_once or self.still:
+        if self.at_once or self.no_backward:
             return 0.0
         touched = self.recompute_bytes + self.dequantised_bytes
         recompute_s = self._seconds(profile, self.recompute_flops, touched)
@@ -259,7 +259,7 @@ def memory_s(profile: Profile, touched: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BytesPerParameter:
     """Bytes per parameter: of weights, of the state that is read and written, of gradients."""
 
     weight: float
@@ -270,7 +270,7 @@ class Layout:
 
 
 @lru_cache
-def bus_bytes(layout: Layout) -> dict[Op, float]:
+def bus_bytes(layout: BytesPerParameter) -> dict[Op, float]:
     """Bytes per parameter through main memory, by action. Checksums are taken while an update has
     its lines in the cache, and squares are summed on the device: both cost none."""
     stored = layout.weight + layout.state
@@ -293,7 +293,7 @@ class StepWork:
     sites: tuple[SiteWork, ...]
     groups: tuple[int, ...]  # parameters
     chunk_params: int
-    layout: Layout
+    layout: BytesPerParameter
     chunk_sizes: tuple[tuple[int, ...], ...] = ()  # in parameters, where they are not equal
     joined: bool = False  # an entry is several chunks, each of which costs what an action does
     slices: int = 1  # micro-batches
@@ -353,7 +353,7 @@ class StepWork:
 WRITES = frozenset({Op.WRITE, Op.SPILL_GRADIENTS, Op.SPILL_ACTIVATIONS})  # to SSD
 
 
-class Clock:
+class ActionCosts:
     """Seconds of each action of a workload's schedules on one machine."""
 
     def __init__(
@@ -455,10 +455,10 @@ class Traffic:
     alone: bool = False  # gradients of one block leave the device before the next makes its own
 
 
-Lanes = dict[str, float]
+LaneSeconds = dict[str, float]
 
 
-def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
+def lane_seconds(profile: Profile, t: Traffic) -> tuple[LaneSeconds, LaneSeconds]:
     """Busy seconds per lane in forward and in backward."""
     read, write = profile.ssd_read, profile.ssd_write
     state_s = 0.0
@@ -513,6 +513,6 @@ def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
 
 
 def step_s(profile: Profile, t: Traffic) -> float:
-    forward, backward = phases(profile, t)
+    forward, backward = lane_seconds(profile, t)
     forward_s = max(phase_s(profile, forward), forward["d2h"] + t.head_s)
     return forward_s + phase_s(profile, backward)

@@ -165,7 +165,7 @@ class ChunkTracker:
         self.touched = False
         self.attempt += 1
 
-    def check_idle(self) -> None:
+    def check_no_writes(self) -> None:
         """No write is in flight. Reads may be: they keep the slot they were submitted for."""
         for (disk_slot, index), users in self._busy.items():
             if disk_slot != SCRATCH_DISK_SLOT and users < 0:
@@ -592,7 +592,7 @@ class Store:
         with self._lock:
             self._check_usable()
             new_meta = self._manifest.meta if meta is None else plain_json(meta)
-            self._tracker.check_idle()
+            self._tracker.check_no_writes()
             in_place = self._volume.disk_slots == 1 and self._status is not Status.CREATING
             if advance and not in_place:
                 self._tracker.check_complete(self.generation + 1)

@@ -17,7 +17,7 @@ from lohan.config import BASE, Config
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, device_overhead, machine_with, workload_of
 from lohan.errors import BudgetError, LohanError
-from lohan.model.layout import Blocks, Ranks
+from lohan.model.layout import Blocks, RankInfo
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan, options_of
 from lohan.planner.forecast import Forecast, Simulator, on_machine
@@ -74,7 +74,7 @@ def traced_problem(
     model = task.load(config, dtype=dtype).train()
     batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=dtype)
     whole = blocks_of(model, batch, base=train.base or "", dtype=dtype)
-    workload, blocks = workload_of(model, whole, batch), Ranks(world=world).shards(whole)
+    workload, blocks = workload_of(model, whole, batch), RankInfo(world=world).shards(whole)
     options = options_of(config, dtype=dtype, minimise=minimise, world=world)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
     overhead = device_overhead(device, model, host_bytes)

@@ -17,7 +17,7 @@ from lohan.config import Config
 from lohan.data import Dataset, open_dataset
 from lohan.data.dataset import Fields, open_fields
 from lohan.errors import ConfigError
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 from lohan.model.plan import Plan
 from lohan.planner.wear import (
     ASSUMED_WEAR,
@@ -118,7 +118,7 @@ class Traced:
 def read_traces(folder: RunFolder) -> list[list[Traced]]:
     """Spans of every rank that wrote a trace, the first rank first, by its clock."""
     found: list[list[Traced]] = []
-    while (file := folder.trace_of(Ranks(len(found), len(found) + 1))).is_file():
+    while (file := folder.trace_of(RankInfo(len(found), len(found) + 1))).is_file():
         spans = _read(file, len(found))
         by = _clock_offset(spans, found[0]) if found else 0.0
         found.append([replace(s, start=s.start - by, stop=s.stop - by) for s in spans])

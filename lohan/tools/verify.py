@@ -465,7 +465,8 @@ def verify(
             from_host = align_up(share, PAGE)
         recipe = Recipe(
             model=own.model, train=own.train, dtype=training_dtype(own), seed=own.seed, steps=steps,
-            total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
+            total=inputs.total,
+            batch=lambda step: inputs.train_examples.batch(step, own.train.batch),
         )  # fmt: skip
         trial = _Trial(recipe, own, inputs, display, from_host, group)
         reference = None

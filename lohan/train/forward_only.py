@@ -32,7 +32,7 @@ from lohan.checkpoint.store_io import (
 from lohan.checkpoint.store_io import source_of as source_of_model
 from lohan.data import IGNORE, Encoder
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, blocks_of, device_overhead, load, running
+from lohan.engine.attach import Budget, blocks_of, device_overhead, load, make_executor
 from lohan.engine.session import PlanContext, Session
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError, first_line
 from lohan.model.layout import Blocks
@@ -151,7 +151,7 @@ def open_stream(
             store = undo.enter_context(created)
         to_meta(model)
         context = PlanContext(blocks, PlanOptions(dtype=dtype), None, host, None, opened, room)
-        run = partial(running, model, context, store, AdamW(lr=0.0), Trace())
+        run = partial(make_executor, model, context, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, context, run, plan))
 
 

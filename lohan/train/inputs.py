@@ -95,14 +95,14 @@ class Inputs:
     steps."""
 
     task: Task[Any]
-    train: Examples
-    held: Examples | None
+    train_examples: Examples
+    held_out: Examples | None
     prompts: Prompts | None
     total: int
 
     def shapes(self, config: Config, group: ProcessGroup = ALONE) -> Batch:
         """Of the largest share of a batch, without its memory."""
-        every = [self.train, *([self.held] if self.held is not None else [])]
+        every = [self.train_examples, *([self.held_out] if self.held_out is not None else [])]
         own = config.of_rank(group.ranks.world)
         return self.task.shapes(own, every, dtype=training_dtype(config))
 

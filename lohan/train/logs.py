@@ -228,7 +228,7 @@ _LOGGERS: dict[str, Callable[[RunFolder, Config, int], Logger]] = {
 # flush), lies between two rows and counts in the later one: nothing is lost or counted twice.
 
 
-class Drive(Protocol):
+class HasCounters(Protocol):
     """A store, or a session with all that it moves."""
 
     @property
@@ -238,7 +238,7 @@ class Drive(Protocol):
 class Meter:
     """Runs from the moment it is made."""
 
-    def __init__(self, store: Drive, trace: Trace) -> None:
+    def __init__(self, store: HasCounters, trace: Trace) -> None:
         self._store, self._trace = store, trace
         self._start_s, self._before = time.perf_counter(), store.counters
         self._aside_s, self._aside_read = 0.0, 0

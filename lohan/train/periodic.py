@@ -40,7 +40,7 @@ class PeriodicTasks:
         self._history = History.of(group.broadcast_made(lambda: eval_rows(folder)))
         sampled = group.broadcast_made(lambda: [r["step"] for r in read_rows(folder.samples_file)])
         self._sampled = set(sampled)
-        epoch = inputs.train.steps_for(1.0, config.train.batch)
+        epoch = inputs.train_examples.steps_for(1.0, config.train.batch)
         self._eval_every = config.eval.every or epoch
         self._sample_every = config.sample.every or epoch
         if self.stopped:
@@ -54,7 +54,7 @@ class PeriodicTasks:
 
     def run_due(self) -> None:
         step, inputs = self._session.step, self._inputs
-        if inputs.held is not None and self._due(step, self._eval_every, self._history.steps):
+        if inputs.held_out is not None and self._due(step, self._eval_every, self._history.steps):
             self._evaluate(step)
         if inputs.prompts is not None and self._due(step, self._sample_every, self._sampled):
             self._sample(step, inputs.prompts)
@@ -67,7 +67,7 @@ class PeriodicTasks:
     # -- evaluation -------------------------------------------------------------------------------
 
     def _evaluate(self, step: int) -> None:
-        held = self._inputs.held
+        held = self._inputs.held_out
         assert held is not None
         self._catch_up()
         with self._meter.aside():

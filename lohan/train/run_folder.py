@@ -21,7 +21,7 @@ from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshar
 from lohan.config import BASE, Config, load_config
 from lohan.data.cache import CACHE_FILES
 from lohan.errors import ConfigError, StorageIOError, StoreError
-from lohan.model.layout import Ranks, parse_store_name
+from lohan.model.layout import RankInfo, parse_store_name
 from lohan.store.admin import find_snapshot, is_whole, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
@@ -151,7 +151,7 @@ class RunFolder:
     def mark(self) -> Mark | None:
         return read_mark(self.path)
 
-    def trace_of(self, ranks: Ranks) -> Path:
+    def trace_of(self, ranks: RankInfo) -> Path:
         """Every rank writes down its own lanes."""
         return self.trace if ranks.first else self.path / f"trace-rank{ranks.rank}.json"
 
@@ -198,8 +198,8 @@ class RunFolder:
             found.append(self.best)
         return found
 
-    def snapshots(self, config: Config, ranks: Ranks | None = None) -> Path:
-        name = (ranks or Ranks()).store_name(self.tag(config))
+    def snapshots(self, config: Config, ranks: RankInfo | None = None) -> Path:
+        name = (ranks or RankInfo()).store_name(self.tag(config))
         return (config.budget.snapshot_dir or self.path / SNAPSHOTS) / name
 
     def tag(self, config: Config) -> str:
@@ -234,9 +234,9 @@ class RunFolder:
         """The folder of the store in each of them, of a run with one rank."""
         return self.tag(config) if config.budget.ssd else STORE
 
-    def store_dirs(self, config: Config, ranks: Ranks | None = None) -> list[Path]:
+    def store_dirs(self, config: Config, ranks: RankInfo | None = None) -> list[Path]:
         """Where a rank has its store."""
-        ranks = ranks or Ranks()
+        ranks = ranks or RankInfo()
         name = ranks.store_name(self.store_name(config))
         return [one / name for one in self.ssd_folders(config, ranks.rank)]
 

@@ -208,7 +208,7 @@ def resume_session(
 
     inputs = in_turn(group, make_ready)
     config = replace(config, out=folder.path) if moved else config
-    planned = before.steps or inputs.train.steps_for(before.epochs, before.batch)
+    planned = before.steps or inputs.train_examples.steps_for(before.epochs, before.batch)
     if keep_schedule:
         over = before.schedule_steps or planned
         config = replace(config, train=replace(config.train, schedule_steps=over))
@@ -307,7 +307,7 @@ def run(
         def stopping() -> bool:
             return group.any_rank(stop.asked)
 
-        for examples in filter(None, (inputs.train, inputs.held)):
+        for examples in filter(None, (inputs.train_examples, inputs.held_out)):
             inputs.task.before_training(session, examples, config, display.advance)
         meter = Meter(session, session.executor.trace)
         periodic = PeriodicTasks(
@@ -365,7 +365,7 @@ def one_step(
     """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
     earlier steps that may not be in the log when it is committed."""
     executor, task = session.executor, inputs.task
-    batch = inputs.train.batch(session.step, config.train.batch)
+    batch = inputs.train_examples.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
     share, device, state = Share(session, task), executor.device, executor.train_state

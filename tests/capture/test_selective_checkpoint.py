@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lohan.capture.blocks import cut
 from lohan.capture.recompute import no_saved_tensors
 from lohan.capture.selective_checkpoint import (
-    EarlyStop,
     SavedOps,
     SavePlan,
+    SkipUnneededOps,
     recompute_with,
     run_and_save,
 )
@@ -394,7 +394,11 @@ def early_stopped(block, call, part, stop, *, counting=None):
 def test_recomputation_ends_where_backward_begins(kind):
     """The first one shows what is not needed; later ones leave it out. Bits stay."""
     block, call = call_of(kind)
-    full, less, stop = FlopCounterMode(display=False), FlopCounterMode(display=False), EarlyStop()
+    full, less, stop = (
+        FlopCounterMode(display=False),
+        FlopCounterMode(display=False),
+        SkipUnneededOps(),
+    )
     torch.manual_seed(3)
     expected = early_stopped(block, call, slice(0, 2), None, counting=full)
     for counting in (FlopCounterMode(display=False), less):
@@ -408,7 +412,7 @@ def test_recomputation_ends_where_backward_begins(kind):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_what_python_reads_of_a_tensor_is_recomputed(dtype):
     """`tolist` and `numpy` are no operations, and split sizes of a stand-in would be any bytes."""
-    ends, stop, found = torch.tensor([0, 1, 3, 7], dtype=dtype), EarlyStop(), []
+    ends, stop, found = torch.tensor([0, 1, 3, 7], dtype=dtype), SkipUnneededOps(), []
 
     def run() -> torch.Tensor:
         lengths = ends[1:] - ends[:-1]
@@ -436,7 +440,7 @@ class Fickle(nn.Module):
 @pytest.mark.parametrize("first", [1.0, -1.0])
 def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
     torch.manual_seed(0)
-    block, stop = Fickle(), EarlyStop()
+    block, stop = Fickle(), SkipUnneededOps()
     for sign in (first, -first, first, -first):
         made = []
         for early in (False, True):
@@ -481,7 +485,7 @@ def test_operations_are_seen_from_the_last_submodule_before_those_left_out(aroun
     """Python sees no operation before it. A mode inside the block ends before the block does, so
     ours does not begin inside it."""
     torch.manual_seed(0)
-    block, stop, x = Twice(around), EarlyStop(), torch.randn(2, 4)
+    block, stop, x = Twice(around), SkipUnneededOps(), torch.randn(2, 4)
     expected = gradients_of(block, lambda: block(x))
     run = partial(stop.run, "block", block, lambda: block(x), lambda: None)
     for _ in range(3):
@@ -494,7 +498,7 @@ def test_operations_are_seen_from_the_last_submodule_before_those_left_out(aroun
 
 def test_a_call_without_that_submodule_is_recomputed_in_full():
     torch.manual_seed(0)
-    block, stop, x = Twice(), EarlyStop(), torch.randn(2, 4)
+    block, stop, x = Twice(), SkipUnneededOps(), torch.randn(2, 4)
     run = partial(stop.run, "block", block, lambda: block(x), lambda: None)
     for last in (True, True, False, True):
         block.last = last

@@ -22,7 +22,15 @@ from lohan.checkpoint.resharding import (
 from lohan.checkpoint.store_io import restore_rng
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
-from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, FlatGroup, Ranks, TensorSpec
+from lohan.model.layout import (
+    FROZEN,
+    GROUP_ALIGN,
+    RESIDENT,
+    Blocks,
+    FlatGroup,
+    RankInfo,
+    TensorSpec,
+)
 from lohan.model.state import regions, state_format_of
 from lohan.optim import StateKind
 from lohan.store.files import MANIFEST, PREPARED
@@ -128,7 +136,7 @@ def test_every_rank_has_its_piece_of_every_group(places):
             for (key, _), data in sorted(piece.items())
             if key == f"w/{group.key}"
         )
-        assert len(joined) == 4 * Ranks(world=3).padded(group)
+        assert len(joined) == 4 * RankInfo(world=3).padded(group)
         assert joined[: len(flat)] == flat and not any(joined[len(flat) :])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lohan.device.launch import environment, is_rank, launch, says_first
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20
@@ -56,9 +56,9 @@ def test_every_rank_is_told_what_torchrun_tells_and_the_end_is_theirs(tmp_path):
 
 def test_cores_are_shared_unless_the_user_says_how_many():
     cores = len(os.sched_getaffinity(0))
-    assert environment(Ranks(0, 1), 1, {})["OMP_NUM_THREADS"] == str(cores)
-    assert environment(Ranks(1, 2 * cores), 1, {})["OMP_NUM_THREADS"] == "1"
-    assert environment(Ranks(0, 2), 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    assert environment(RankInfo(0, 1), 1, {})["OMP_NUM_THREADS"] == str(cores)
+    assert environment(RankInfo(1, 2 * cores), 1, {})["OMP_NUM_THREADS"] == "1"
+    assert environment(RankInfo(0, 2), 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize(("codes", "whole"), [("[0, 130]", 130), ("[130, 2]", 2), ("[0, 3]", 3)])

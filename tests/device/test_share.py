@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 from lohan.train.task import Share
 
 ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
@@ -35,14 +35,14 @@ class Means:
 
 
 def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
-    parts = [ROWS[slice(*Ranks(rank, 2).rows(len(ROWS)))] for rank in range(2)]
+    parts = [ROWS[slice(*RankInfo(rank, 2).rows(len(ROWS)))] for rank in range(2)]
     assert [len(part) for part in parts] == [3, 2]
     said = [(float(part.sum()), {}, len(part)) for part in parts]  # of a mean, so many times
     gradients = []
     for rank in range(2):
         weight = torch.ones((), requires_grad=True)
         process_group = SimpleNamespace(
-            ranks=Ranks(rank, 2), world=2, several=True,
+            ranks=RankInfo(rank, 2), world=2, several=True,
             all_gather_object=lambda own, rank=rank: _checked(own, said, rank),
         )  # fmt: skip
         session: Any = SimpleNamespace(model=weight, process_group=process_group, head=None)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from lohan.model.layout import Ranks, groups_from_json
+from lohan.model.layout import RankInfo, groups_from_json
 from lohan.store.manifest import read_manifest
 from tests import ranked
 from tests.diffusion_folders import save_latents, save_pipeline
@@ -182,7 +182,7 @@ def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
     manifest = read_manifest(alone(*FREE) / "store")
     assert manifest is not None
     groups = groups_from_json(manifest.meta["layout"])
-    padding = sum(map(Ranks(world=2).padded, groups)) / sum(group.numel for group in groups)
+    padding = sum(map(RankInfo(world=2).padded, groups)) / sum(group.numel for group in groups)
     ours, theirs = (
         sum(row["ssd_written_bytes"] for row in ranked.rows(o)) for o in (out, alone(*FREE))
     )

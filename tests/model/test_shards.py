@@ -14,7 +14,7 @@ from lohan.model.layout import (
     TENSOR_ALIGN,
     Blocks,
     FlatGroup,
-    Ranks,
+    RankInfo,
     TensorSpec,
     local_rank,
     parse_store_name,
@@ -40,7 +40,7 @@ def test_pieces_are_a_partition(found, world, chunk_params):
     """Of every tensor, also as the chunks of the ranks' stores cut it."""
     group = group_of(found)
     seen: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in group.tensors}
-    for ranks in Ranks(world=world).all():
+    for ranks in RankInfo(world=world).all():
         own = ranks.shard(group)
         assert own.numel == ranks.shard_numel(group) and own.numel % GROUP_ALIGN == 0
         assert [t.name for t in own.tensors] == [t.name for t in group.tensors]
@@ -59,33 +59,35 @@ def test_pieces_are_a_partition(found, world, chunk_params):
 
 @given(sizes, worlds)
 def test_padding_is_less_than_a_page_for_each_rank(found, world):
-    group, ranks = group_of(found), Ranks(world=world)
+    group, ranks = group_of(found), RankInfo(world=world)
     assert group.numel <= ranks.padded(group) < group.numel + world * GROUP_ALIGN
 
 
 def test_alone_nothing_changes():
     group = group_of([5, 3000])
     blocks = Blocks((group,), (), ())
-    assert Ranks().shard(group) is group and Ranks().shards(blocks) is blocks
-    assert Ranks().store_name("store") == "store"
+    assert RankInfo().shard(group) is group and RankInfo().shards(blocks) is blocks
+    assert RankInfo().store_name("store") == "store"
 
 
 @given(st.integers(0, 40), worlds)
 def test_rows_are_a_partition(count, world):
-    parts = [ranks.rows(count) for ranks in Ranks(world=world).all()]
+    parts = [ranks.rows(count) for ranks in RankInfo(world=world).all()]
     assert [row for start, stop in parts for row in range(start, stop)] == list(range(count))
     lengths = [stop - start for start, stop in parts]
     assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
 
 
 def test_names_of_stores():
-    name = Ranks(1, 4).store_name("lohan-run-rank0of2")
-    assert parse_store_name(name) == ("lohan-run-rank0of2", Ranks(1, 4))
-    assert parse_store_name("store") == ("store", Ranks())
+    name = RankInfo(1, 4).store_name("lohan-run-rank0of2")
+    assert parse_store_name(name) == ("lohan-run-rank0of2", RankInfo(1, 4))
+    assert parse_store_name("store") == ("store", RankInfo())
 
 
 def test_the_environment_says_who_this_is():
-    assert ranks_of({}) == Ranks() and ranks_of({"RANK": "2", "WORLD_SIZE": "3"}) == Ranks(2, 3)
+    assert ranks_of({}) == RankInfo() and ranks_of({"RANK": "2", "WORLD_SIZE": "3"}) == RankInfo(
+        2, 3
+    )
     assert local_rank({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 1
     assert local_rank({"LOCAL_RANK": "1"}) == 0
     for wrong in ({"RANK": "3", "WORLD_SIZE": "3"}, {"WORLD_SIZE": "many"}):

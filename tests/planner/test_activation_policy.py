@@ -16,7 +16,7 @@ from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
 from lohan.planner.activations import CHOOSERS, by_class, resolve_activation_policy
 from lohan.planner.machine_plan import layout_of, load_of_shape
-from lohan.planner.memory import HostMemoryModel
+from lohan.planner.memory import MemoryModel
 from lohan.planner.planner import PlanOptions, closed_form_plan
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
@@ -55,7 +55,7 @@ def test_g10_sends_everything_to_ssd():
 
 def test_capuchin_keeps_all_of_the_first_blocks():
     made = plan("capuchin", SOME)
-    memory = HostMemoryModel(LAYOUT, "fp32", WORKLOAD, made.micro_batch)
+    memory = MemoryModel(LAYOUT, "fp32", WORKLOAD, made.micro_batch)
     kept = memory.sizes.classes(made.kept)
     whole = kept.count(set(NAMES))
     assert 0 < whole < 6
@@ -121,7 +121,7 @@ def test_exact_blocks_survive_json():
 
 
 def test_the_best_is_left_to_the_planner():
-    memory = HostMemoryModel(LAYOUT, "fp32", WORKLOAD, 4)
+    memory = MemoryModel(LAYOUT, "fp32", WORKLOAD, 4)
     assert (
         resolve_activation_policy(
             "holistic", memory, WORKLOAD, plan("static"), limit=AMPLE, profile=None

@@ -12,9 +12,16 @@ from lohan.model.machine import Drive, Profile
 from lohan.planner import presets
 from lohan.planner.activations import Step
 from lohan.planner.forecast import Forecast
-from lohan.planner.systems import PolicyClock, policy
+from lohan.planner.systems import PolicyCosts, policy
 from lohan.schedule.actions import Action
-from lohan.schedule.simulate import Clock, Layout, SiteWork, StepWork, Traffic, phases
+from lohan.schedule.simulate import (
+    ActionCosts,
+    BytesPerParameter,
+    SiteWork,
+    StepWork,
+    Traffic,
+    lane_seconds,
+)
 
 DRIVE = Drive(name="d", read=8e9, write=4e9)
 MACHINE = Profile(
@@ -26,7 +33,7 @@ SITE = SiteWork(
 )
 WORK = StepWork(
     sites=(SITE,), groups=(10**9,), chunk_params=4 * 10**8,
-    layout=Layout(weight=2.0, state=10.0, gradient=4.0),
+    layout=BytesPerParameter(weight=2.0, state=10.0, gradient=4.0),
 )  # fmt: skip
 
 
@@ -51,12 +58,12 @@ WORK = StepWork(
     ],
 )
 def test_seconds_of_an_action(kind, chunk, seconds):
-    assert Clock(MACHINE, WORK).seconds(Action(kind, 0, chunk)) == pytest.approx(seconds)
+    assert ActionCosts(MACHINE, WORK).seconds(Action(kind, 0, chunk)) == pytest.approx(seconds)
 
 
 def test_kernels_that_reach_a_share_of_the_speed():
     half = replace(policy("lohan"), compute_share=0.5, stall=0.0)
-    assert PolicyClock(half, MACHINE, WORK).seconds(Action("F", 0)) == pytest.approx(4.0)
+    assert PolicyCosts(half, MACHINE, WORK).seconds(Action("F", 0)) == pytest.approx(4.0)
 
 
 def test_deferred_updates_are_forwards():
@@ -64,7 +71,7 @@ def test_deferred_updates_are_forwards():
         forward_s=1.0, backward_s=3.0, weights=0.0, weights_read=0.0, kept=0.0, out=0.0,
         gradients=0.0, state_read=8e9, state_written=4e9, held=0.0, updated=2e9, deferred=0.25,
     )  # fmt: skip
-    forward, backward = phases(MACHINE, made)
+    forward, backward = lane_seconds(MACHINE, made)
     assert (forward["ssd"], backward["ssd"]) == pytest.approx((0.5, 1.5))
     assert (forward["optimizer"], backward["optimizer"]) == pytest.approx((0.5, 1.5))
 

@@ -19,7 +19,7 @@ from lohan.planner.machine_plan import (
 )
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Op
-from lohan.schedule.simulate import Layout, bus_bytes
+from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
@@ -102,13 +102,13 @@ def test_a_machine_without_a_link_has_no_bus_of_its_own():
     assert made(flops=1e9, rate=2e9, host_rate=1e3).bus_s == 0.0  # compute is in main memory too
 
 
-BF16 = Layout(weight=2.0, state=10.0, gradient=4.0)
+BF16 = BytesPerParameter(weight=2.0, state=10.0, gradient=4.0)
 # Passes of their own: over what was written, until updates took checksums, and over gradients,
 # until the device summed their squares.
 BEFORE = {"checksums": 12, "norm": 4}
 
 
-def step_bus_bytes(layout: Layout) -> dict[str, float]:
+def step_bus_bytes(layout: BytesPerParameter) -> dict[str, float]:
     """Of a whole step with clipping, per parameter that lies on SSD: weights come in forward and
     in backward."""
     each = bus_bytes(layout)

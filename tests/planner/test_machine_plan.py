@@ -28,9 +28,9 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
     with_alternatives,
 )
-from lohan.planner.memory import CARD_OWNERS, HostMemoryModel
+from lohan.planner.memory import CARD_OWNERS, MemoryModel
 from lohan.planner.planner import PlanOptions, closed_form_plan
-from lohan.schedule.simulate import phases
+from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.trace import public_key
 from lohan.util.units import GiB, MiB, format_seconds
@@ -277,7 +277,7 @@ def test_the_choice_is_the_best_of_all(clip):
         layout_of(asked.model), replace(asked.options, activations="recompute"),
         host_bytes=asked.host, workload=workload, profile=asked.machine,
     )  # fmt: skip
-    memory = HostMemoryModel(
+    memory = MemoryModel(
         layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True
     )
     bare = replace(plan, host_cached_weights=(), host_cached_state=(), deferred=())
@@ -328,7 +328,7 @@ def test_closed_form_has_the_papers_terms():
         forward_s=1.0, backward_s=3.0, weights=2 * p, weights_read=2 * p, kept=5e9, out=1e9,
         gradients=2 * p, state_read=12 * p, state_written=14 * p, held=0.0, updated=p,
     )  # fmt: skip
-    forward, backward = phases(machine, made)
+    forward, backward = lane_seconds(machine, made)
     read, write = machine.ssd_read, machine.ssd_write
     assert forward["ssd"] == pytest.approx(2 * p / read + 1e9 / write)
     assert backward["ssd"] == pytest.approx((14 * p + 1e9) / read + 14 * p / write)

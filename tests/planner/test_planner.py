@@ -12,7 +12,7 @@ from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import build_from_config
 from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 from lohan.model.plan import BatchWorkload, Footprint, Plan
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
@@ -100,7 +100,7 @@ def test_images_have_no_seq():
 def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     """There is no --device-memory to raise: compute works in host memory."""
     whole, workload = parts
-    shards, options = Ranks(world=2).shards(whole), PlanOptions(dtype="fp32", world=2)
+    shards, options = RankInfo(world=2).shards(whole), PlanOptions(dtype="fp32", world=2)
     with pytest.raises(BudgetError) as refused:
         plan_in_one_memory(shards, options, host_bytes=5 * MiB, workload=workload)
     message = str(refused.value)

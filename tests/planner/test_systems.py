@@ -11,7 +11,7 @@ from lohan.planner import presets
 from lohan.planner.systems import (
     POLICIES,
     Batch,
-    PolicyClock,
+    PolicyCosts,
     block_work,
     chunk_sizes_of,
     fits,
@@ -137,8 +137,8 @@ def test_the_clock_adds_what_software_costs():
     )  # fmt: skip
     by_kind = {a.kind: a for p in steps(spec, order_of(spec, "optimized"), 1) for s in p.values()
                for a in s}  # fmt: skip
-    plain = PolicyClock(replace(LOHAN, op_s=0.0), machine(), work)
-    slow = PolicyClock(replace(LOHAN, op_s=1.0), machine(), work)
+    plain = PolicyCosts(replace(LOHAN, op_s=0.0), machine(), work)
+    slow = PolicyCosts(replace(LOHAN, op_s=1.0), machine(), work)
     for kind, extra in {
         "S": 1,
         "W": 1,
@@ -148,15 +148,15 @@ def test_the_clock_adds_what_software_costs():
     }.items():
         more = slow.seconds(by_kind[kind]) - plain.seconds(by_kind[kind])
         assert more == pytest.approx(extra)
-    limited = PolicyClock(replace(LOHAN, op_s=0.0, io_rate=1e9), machine(), work)
+    limited = PolicyCosts(replace(LOHAN, op_s=0.0, io_rate=1e9), machine(), work)
     assert limited.seconds(by_kind["W"]) == pytest.approx(2 * plain.seconds(by_kind["W"]))
     # Sums in host memory: 2 bytes of every GPU's gradient and 8 of the result, however many.
     update_s = plain.seconds(by_kind["U"])
     for gpus, read in ((1, 0), (2, 12), (4, 16)):
-        clock = PolicyClock(replace(LOHAN, sum_rate=1e9), machine(gpus=gpus), work)
+        clock = PolicyCosts(replace(LOHAN, sum_rate=1e9), machine(gpus=gpus), work)
         assert clock.seconds(by_kind["U"]) == pytest.approx((1 + read) * update_s)
     # Compute waits for a share of what its own activations take over the link.
-    waiting, smooth = (PolicyClock(replace(LOHAN, stall=s), machine(), work) for s in (0.5, 0.0))
+    waiting, smooth = (PolicyCosts(replace(LOHAN, stall=s), machine(), work) for s in (0.5, 0.0))
     for kind in "FB":
         block = Action(kind, 1)
         link_s = sites[1].kept_bytes / machine().h2d

@@ -78,7 +78,7 @@ def reference(place: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(decay_groups(net, train_.weight_decay))
     torch.manual_seed(config.seed)  # DiT drops classes at random
     for step in range(STEPS):
-        batch = inputs.train.batch(step, BATCH)
+        batch = inputs.train_examples.batch(step, BATCH)
         target = batch.pop("target")
         predicted = net(**batch).sample[:, : target.shape[1]]
         (predicted - target).square().mean().backward()
@@ -190,7 +190,7 @@ def test_the_folder_of_a_transformer_alone(place, tmp_path):
     train(tmp_path, "alone", tmp_path / "run", train__steps=1)
     config = RunFolder(tmp_path / "run").config()
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch(), resume=True)
-    assert inputs.train.noising.scheduler.config.num_train_timesteps == 1000
+    assert inputs.train_examples.noising.scheduler.config.num_train_timesteps == 1000
 
 
 # -- batches --------------------------------------------------------------------------------------

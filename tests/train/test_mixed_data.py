@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lohan.config import load_config
-from lohan.model.layout import Ranks
+from lohan.model.layout import RankInfo
 from lohan.train.inputs import Inputs, open_inputs
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
@@ -66,7 +66,7 @@ def test_preferences_are_mixed_by_weight_too(tmp_path: Path, loss: str) -> None:
     seen = [
         tokenizer.decode([t for t in row.tolist() if t >= 0])[:1]
         for step in range(250)
-        for batch in [inputs.train.batch(step, 4)]
+        for batch in [inputs.train_examples.batch(step, 4)]
         for row in batch["labels"][:4]
     ]
     assert seen.count("a") == 250 and seen.count("b") == 750
@@ -92,7 +92,7 @@ def test_the_ranks_of_a_run_share_the_batches_of_one(tmp_path: Path, world: int)
     alone, shared = opened(1), opened(world)
     for step in range(STEPS):
         whole, batch = alone.train.batch(step, 7), shared.train.batch(step, 7)
-        spans = [ranks.rows(7) for ranks in Ranks(0, world).all()]
+        spans = [ranks.rows(7) for ranks in RankInfo(0, world).all()]
         parts = [shared.task.part(batch, *span) for span in spans]
         assert [len(part["input_ids"]) for part in parts] == [b - a for a, b in spans]
         for name, rows in whole.items():

@@ -166,7 +166,7 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     net, total, count = type(MODELS[name]()).from_pretrained(two / "model").eval(), 0.0, 0
     inputs = open_inputs(RunFolder(two), RunFolder(two).config(), Watch(), resume=True)
     with torch.no_grad():
-        for batch in inputs.held.passes(1):
+        for batch in inputs.held_out.passes(1):
             weight = inputs.task.weight(net, batch)
             total, count = total + weight * net(**batch).loss.item(), count + weight
     rows = eval_rows(RunFolder(two))
@@ -185,7 +185,7 @@ def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
     assert len(inputs.train) == 24 + sum(-(-(50 + n) // 30) - 1 for n in range(24))
     chosen = masked = kept = other = seen = 0
     for step in range(40):
-        batch, same = inputs.train.batch(step, 8), again.train.batch(step, 8)
+        batch, same = inputs.train_examples.batch(step, 8), again.train.batch(step, 8)
         assert all(torch.equal(batch[name], same[name]) for name in batch)
         ids, labels = batch["input_ids"], batch["labels"]
         picked = labels != IGNORE
@@ -200,10 +200,10 @@ def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
     assert 0.12 < chosen / seen < 0.18
     assert 0.74 < masked / chosen < 0.86 and kept > 0 and other > 0
     epoch = len(inputs.train)  # a batch of one: the same example, an epoch later, is masked anew
-    order = [inputs.train.batch(step, 1)["labels"] for step in range(epoch)]
-    later = [inputs.train.batch(epoch + step, 1)["labels"] for step in range(epoch)]
+    order = [inputs.train_examples.batch(step, 1)["labels"] for step in range(epoch)]
+    later = [inputs.train_examples.batch(epoch + step, 1)["labels"] for step in range(epoch)]
     assert not any(torch.equal(a, b) for a in order[:5] for b in later if a.shape == b.shape)
-    assert [b["input_ids"].tolist() for b in inputs.train.passes(5)] == [
+    assert [b["input_ids"].tolist() for b in inputs.train_examples.passes(5)] == [
         b["input_ids"].tolist() for b in again.train.passes(5)
     ]
 
@@ -228,7 +228,7 @@ def test_answers_are_where_they_stand(place, tmp_path):
     config = settings(place / "question-answering", data, tmp_path / "run", train__seq=48)
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
     found = []
-    for batch in inputs.train.passes(1):
+    for batch in inputs.train_examples.passes(1):
         start, end = (int(batch[name][0]) for name in ("start_positions", "end_positions"))
         ids = batch["input_ids"][0].tolist()
         assert ids[0] == CLS and len(ids) <= 48
@@ -237,7 +237,7 @@ def test_answers_are_where_they_stand(place, tmp_path):
         assert start <= end and (start or end == 0)
     assert set(found) == {"42", ""}
     assert found.count("42") in (2, 3)  # windows overlap
-    seen = {spell(b["input_ids"][0]) for b in inputs.train.passes(1)}
+    seen = {spell(b["input_ids"][0]) for b in inputs.train_examples.passes(1)}
     assert any("zz[SEP]" in text for text in seen)  # to the end of the context
 
 
@@ -252,7 +252,8 @@ def test_a_folder_of_classes(lohan, place, tmp_path):  # noqa: F811
     run(place, "image-classification", tmp_path / "rows")
     folders = [open_inputs(RunFolder(f), RunFolder(f).config(), Watch(), resume=True)
                for f in (out, tmp_path / "rows")]  # fmt: skip
-    classes = [sorted(int(b["labels"]) for b in inputs.train.passes(1)) for inputs in folders]
+    every = [inputs.train_examples.passes(1) for inputs in folders]
+    classes = [sorted(int(batch["labels"]) for batch in batches) for batches in every]
     assert classes[0] == classes[1] == [0, 0, 0, 1, 1, 2, 2]
 
 

@@ -164,7 +164,7 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     net, total, count = kind.from_pretrained(two / "model").eval(), 0.0, 0
     inputs = open_inputs(RunFolder(two), RunFolder(two).config(), Watch(), resume=True)
     with torch.no_grad():
-        for batch in inputs.held.passes(1):
+        for batch in inputs.held_out.passes(1):
             own = int((batch["labels"] != -100).sum())
             total, count = total + net(**batch).loss.item() * own, count + own
     assert rows[-1]["eval_loss"] == pytest.approx(total / count, rel=1e-5)

@@ -245,7 +245,7 @@ def test_labels_and_places(place, tmp_path):
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
     spell = load_processor(place / "qwen").tokenizer.decode
     said = []
-    for batch in inputs.train.passes(5):
+    for batch in inputs.train_examples.passes(5):
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             trained = labels[labels != -100]
             assert torch.equal(ids[labels != -100], trained)
@@ -301,7 +301,7 @@ def test_an_image_that_changes_is_told(place, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", conversation("<image>?", images=["a.png"]))
     config = settings(place / "llava", data, tmp_path / "run")
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
-    inputs.train.batch(0, 1)
+    inputs.train_examples.batch(0, 1)
     picture.write_bytes((place / "1.png").read_bytes())
     with pytest.raises(LohanError, match="not what it was when the run began"):
-        inputs.train.batch(0, 1)
+        inputs.train_examples.batch(0, 1)
