@@ -89,7 +89,7 @@ def _unflatten(coming: Iterator[Any], spec: Spec) -> Any:
 
 @contextmanager
 def forked_random_state(device: Device) -> Any:
-    """What is drawn inside is not drawn for those outside."""
+    """Restores the random state on exit."""
     state = device.random_state()
     try:
         yield

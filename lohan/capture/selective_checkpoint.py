@@ -416,7 +416,7 @@ class _Disagreement(Exception):
 
 
 def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
-    """Calls `run` without a graph; returns its result and what the save plan saves of it."""
+    """Calls `run`, which must leave no graph; returns its result and what the save plan saves."""
     mode = _Recorder(save_plan)
     with mode:
         result = run()

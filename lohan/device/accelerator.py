@@ -104,7 +104,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def record_event(stream: Any) -> Event:
-    """An event behind what a stream was given. A thread of the host that waits for it sleeps:
+    """An event behind what is on a stream. A thread of the host that waits for it sleeps:
     torch's generic events have no such kind, and waits for theirs take a core each."""
     if isinstance(stream, torch.cuda.Stream):
         event: Any = torch.cuda.Event(blocking=True)

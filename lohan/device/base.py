@@ -1,4 +1,4 @@
-"""The seam between the runtime and the thing that computes.
+"""The device interface: memory, copies, events, random state.
 
 A device with a memory of its own says `has_own_memory`: weights, gradients and activations are
 copied over the lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
@@ -13,7 +13,7 @@ A caching allocator gives memory back to the stream that asked for it, whatever 
 do with it. So what another lane reads or writes lies in buffers that live as long as the run, or is
 held by its owner until the event has come.
 A new buffer may lie where compute still has work on what was there before, so the lanes' streams
-wait for what compute was given by then.
+wait for what was enqueued on the compute stream by then.
 
 Note [per thread]
 Current device and current stream belong to a thread. A lane's thread sets both when it begins;
@@ -98,7 +98,7 @@ class Device(Protocol):
         after `torch.Tensor.record_stream`."""
 
     def mark(self) -> Event:
-        """Comes when compute has done what it was given so far."""
+        """Comes when compute has done what was launched so far."""
 
     def stamp(self) -> Event | None:
         """A mark that knows when compute passed it; None: this device keeps no time."""

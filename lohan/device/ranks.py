@@ -63,16 +63,16 @@ def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """What was given to the lane's stream is done."""
+    """What was enqueued on the lane's stream is done."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-# -- A sign of life of every rank, for those that vanish without a word ----------------------------
+# -- A heartbeat of every rank, for those that vanish without closing their connections -------------
 #
 # A process that ends closes its connections, and the others know at once. A machine that loses
-# power or its network does not. So every rank counts upwards at the meeting place, and looks at
-# the counts of the others. Patience is counted in own beats: ranks that were all stopped and go on
+# power or its network does not. So every rank increments its heartbeat in the rendezvous store, and
+# looks at those of the others. Patience is counted in own beats: ranks that were all stopped and go on
 # together miss nothing.
 
 
@@ -116,12 +116,14 @@ class Heartbeat:
                 self._beat(number)
                 keys = [self._key(rank) for rank in range(self._ranks.world)]
                 found = self._rendezvous.multi_get(keys)
-            except RuntimeError:  # the meeting place itself does not answer: see `_guard`
+            except RuntimeError:  # the rendezvous store itself does not answer: see `_guard`
                 continue
             try:
                 counts = [count_of(value) for value in found]
             except ValueError as error:
-                self._end(f"the ranks' meeting place holds {error}; another program writes to it")
+                self._end(
+                    f"the ranks' rendezvous store holds {error}; another program writes to it"
+                )
                 return
             self._heard = number
             silent = [rank for rank in self._missed_beats.count(counts) if rank != self._ranks.rank]
@@ -129,7 +131,7 @@ class Heartbeat:
                 self._end_for(silent)
 
     def _guard(self) -> None:
-        """Counts beats in which the meeting place was not heard of. A call to it that fails may
+        """Counts beats in which the rendezvous store did not answer. A call to it that fails may
         take a minute to say so: torch looks up the names in its C++ stack first."""
         heard = missed = 0
         while not self._done.wait(BEAT_S):
@@ -179,7 +181,7 @@ class MissedBeats:
 #
 #     talk     the caller: small facts as JSON, the resident group, shards of weights for an export
 #     net      the net lane: weights gathered and gradients summed, in the order of the schedule
-#     commit   the ssd lane: all have prepared a commit
+#     commit   the ssd lane, or the caller while lanes are idle: all have prepared a commit
 #
 # A process that is alone has a group of one, and torch.distributed is not imported.
 #
@@ -286,10 +288,10 @@ class ProcessGroup:
     def receive(self, shard: torch.Tensor, rank: int) -> None:
         """Into `shard`, what a rank sends."""
 
-    # -- net: the net lane's thread ---------------------------------------------------------------
-
     def open_net(self, torch_device: torch.device) -> None:
         """For tensors where compute is. All ranks call it."""
+
+    # -- net: the net lane's thread ---------------------------------------------------------------
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Every rank's shard in its place in `whole`, of which `shard` is this rank's part. They
@@ -299,7 +301,7 @@ class ProcessGroup:
         """Row r of every rank's `rows`, added up, for rank r."""
         return rows[0]
 
-    # -- commit: the ssd lane's thread ------------------------------------------------------------
+    # -- commit: the ssd lane, or the caller ------------------------------------------------------
 
     def barrier(self) -> None:
         """Returns when all ranks have come here."""
@@ -518,7 +520,7 @@ def _listening(family: int, address: Any) -> int:
 
 
 def run_of(env: Mapping[str, str]) -> str:
-    """Tells this start of the ranks from others that use the same meeting place."""
+    """Tells this start of the ranks from others that use the same rendezvous store."""
     parts = (env.get("TORCHELASTIC_RUN_ID", "run"), env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return "-".join(parts)
 

@@ -1,4 +1,4 @@
-"""What each action of a schedule does: the only place where tokens become I/O and arithmetic."""
+"""What the actions of all lanes but compute do: where tokens become I/O, copies and updates."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ class ActionRunner:
         self._used: list[int] = []
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
-        # Of `_keeping` and `_used`: the caller sets them, the optimizer lane reads them.
+        # Of `_keeping` and `_used`, which the caller and lanes change.
         self._lock = threading.Lock()
-        self.device: DeviceParts | None = None
+        self.device_parts: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
             if context.device.has_own_memory:
-                self.device = _device_parts(context, plan, spec, self.activation_spill)
+                self.device_parts = _device_parts(context, plan, spec, self.activation_spill)
             self.load_host_cached()
         except BaseException:
             self.close()
@@ -111,13 +111,13 @@ class ActionRunner:
     @property
     def activations(self) -> ActivationHooks:
         """What becomes of activations between forward and backward."""
-        if self.device is not None:
-            return self.device.activation_offload
+        if self.device_parts is not None:
+            return self.device_parts.activation_offload
         return self.activation_spill or ActivationHooks()
 
     @property
     def gradient_offload(self) -> GradientOffload | None:
-        return None if self.device is None else self.device.gradient_offload
+        return None if self.device_parts is None else self.device_parts.gradient_offload
 
     # -- what stays in host memory ----------------------------------------------------------------
 
@@ -235,13 +235,13 @@ class ActionRunner:
 
     def run_transfer(self, action: Action) -> None:
         """A copy over a link, or an exchange between ranks, from its start to its end."""
-        assert self.device is not None
+        assert self.device_parts is not None
         number = action.index
         if action.kind == Op.LOAD_WEIGHTS:
             weights = self.slots.flat(self._groups[number], action.at[0])
-            self.device.slots.load(action.at[1], weights)
+            self.device_parts.slots.load(action.at[1], weights)
         elif action.kind == Op.ALL_GATHER:
-            self.device.slots.gather(action.at[0], self._groups[number].numel)
+            self.device_parts.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.pending.on_device.pop(number, {}))
             shard = self._collectives.reduce_scatter(number, whole, self._torch_device)
@@ -253,23 +253,23 @@ class ActionRunner:
             grads = self.pending.on_device.get(number)
             if grads is not None:  # held here until they have arrived
                 squares = self.pending.squares_on_device.pop(number, None)
-                gradient_offload, group = self.device.gradient_offload, self._groups[number]
+                gradient_offload, group = self.device_parts.gradient_offload, self._groups[number]
                 self.pending.ready_for_update[number] = gradient_offload.offload(
                     number, group, grads, squares=squares
                 )
                 del self.pending.on_device[number]
         elif action.kind == Op.OFFLOAD_ACTIVATIONS:
-            self.device.activation_offload.evict(number)
+            self.device_parts.activation_offload.evict(number)
         elif action.kind == Op.RESTORE_ACTIVATIONS:
-            self.device.activation_offload.bring_back(number, action.at)
+            self.device_parts.activation_offload.bring_back(number, action.at)
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 
     def _squares_of(self, shard: GroupGrads) -> float:
         """Of what a rank has summed, on the net lane; of all ranks where groups are clipped one by
         one."""
-        assert self.device is not None
-        made = self.device.gradient_offload.sum_squares(shard)
+        assert self.device_parts is not None
+        made = self.device_parts.gradient_offload.sum_squares(shard)
         own = (
             sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
             if made is None
@@ -292,8 +292,8 @@ class ActionRunner:
 
     def _drop_gradients_of(self, number: int) -> None:
         self.pending.ready_for_update.pop(number, None)
-        if self.device is not None:
-            self.device.gradient_offload.release(number)
+        if self.device_parts is not None:
+            self.device_parts.gradient_offload.release(number)
 
     # -- the optimizer lane -----------------------------------------------------------------------
 
@@ -354,8 +354,8 @@ class ActionRunner:
         self._keeping = False
         self._updated_once.clear()
         self.pending.clear()
-        if self.device is not None:
-            self.device.gradient_offload.clear()
+        if self.device_parts is not None:
+            self.device_parts.gradient_offload.clear()
 
     def forget(self) -> None:
         """After an error: discards all that was handed over."""
@@ -364,8 +364,8 @@ class ActionRunner:
         self.uncommitted, self.unfinished = None, False
         if self.activation_spill is not None:
             self.activation_spill.forget()
-        if self.device is not None:
-            self.device.activation_offload.forget()
+        if self.device_parts is not None:
+            self.device_parts.activation_offload.forget()
 
 
 def _device_parts(

@@ -276,12 +276,12 @@ def load(
     is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
     if dtype not in STATE_FORMATS:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(STATE_FORMATS)}")
-    pipeline, kind = find_diffusers_folder(folder), dtype_of(STATE_FORMATS[dtype])
+    pipeline, torch_dtype = find_diffusers_folder(folder), dtype_of(STATE_FORMATS[dtype])
     with offline():
         model: nn.Module = (
-            build_model(folder, dtype=kind)
+            build_model(folder, dtype=torch_dtype)
             if pipeline is None
-            else build_diffusers(pipeline, dtype=kind)
+            else build_diffusers(pipeline, dtype=torch_dtype)
         )
         if adapter is not None:
             return open_adapter(model, adapter)

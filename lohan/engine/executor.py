@@ -197,7 +197,7 @@ class Executor:
             self.runner, overlap=plan.overlap, trace=trace, device=device, net=self.spec.net,
             updates_on_caller=not device.has_own_memory,
         )  # fmt: skip
-        on_device = self.runner.device
+        on_device = self.runner.device_parts
         self.scheduler = ActionScheduler(
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,

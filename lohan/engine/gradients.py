@@ -146,8 +146,8 @@ class PendingGradients:
 
 
 class OffloadedGradients(Mapping[int, torch.Tensor]):
-    """Gradients in host memory that a copy from the device fills: a reader waits for it.
-    That is a lane, and not the thread that launches. `squares`: their sum, made on the device and
+    """Gradients in host memory that a copy from the device fills: a reader waits for it:
+    a lane or, for the norm at the end of backward, the caller. `squares`: their sum, made on the device and
     copied with them."""
 
     def __init__(
@@ -664,8 +664,8 @@ FLAGS_ALIGN = 16
 
 
 class StepCollectives:
-    """For groups by number, as whole ones. The net lane calls `reduce_scatter`, the caller all
-    others."""
+    """For groups by number, as whole ones. The net lane calls `reduce_scatter` and
+    `all_reduce_squares`, the caller all others."""
 
     def __init__(self, process_group: ProcessGroup, groups: Sequence[FlatGroup]) -> None:
         self.process_group, self._groups = process_group, groups

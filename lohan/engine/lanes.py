@@ -1,4 +1,4 @@
-"""All threads and signals: in-order queues, and the caller's own thread as the compute lane."""
+"""The threads of the lanes: in-order queues, and the caller's own thread as the compute lane."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Queue:
             self._change.notify_all()
 
 
-# -- When a device did what it was given, on the host's clock --------------------------------------
+# -- When a device did what was launched, on the host's clock --------------------------------------
 
 
 class Begun(NamedTuple):
@@ -105,7 +105,7 @@ class DeviceClock:
         return possible_s
 
 
-# -- All threads and signals: in-order queues, and the caller's own thread as the compute lane -----
+# -- Threads and events: in-order queues, and the caller's own thread as the compute lane ----------
 #
 #     ssd        two threads: one submits in order, one completes in order, so that several reads
 #                and writes are in flight while both sides keep the order of the schedule
@@ -115,7 +115,7 @@ class DeviceClock:
 #     d2h        one for copies from it
 #     net        one for exchanges with other ranks, if there are any
 #
-# Note [compute that is given and not yet done] Such a device works through what it is given while
+# Note [compute that is launched and not yet done] Such a device works through its stream while
 # the caller goes on. An action of the compute lane is done when the device says so: a further
 # thread waits for its event. So the caller is ahead of the device by what the next block waits for
 # and no more, and every other lane sees what has happened, not what was asked for.
@@ -150,7 +150,7 @@ class Runner(Protocol):
 
 
 class Lanes:
-    """Owner of every thread. One caller thread drives it."""
+    """Owner of the lanes' threads. One caller thread drives it."""
 
     def __init__(
         self, runner: Runner, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
@@ -423,9 +423,9 @@ class Lanes:
     # -- the lanes' side --------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        bodies: dict[str, Callable[[Any], None]] = {
-            "ssd": self._submit, "optimizer": self._run_ready
-        }  # fmt: skip
+        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit}
+        if self._updates is None:
+            bodies["optimizer"] = self._run_ready
         if self._device.has_own_memory:
             bodies |= {lane: self._run_ready for lane in self._moving} | {"compute": self._computed}
         bodies["done"] = self._complete  # the last: others are joined before it

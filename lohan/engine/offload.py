@@ -87,7 +87,7 @@ class _Spilled:
 
 class ActivationSpill(ActivationHooks):
     """Owner of the buffers and of the space on SSD: a store of its own with scratch regions only,
-    made with the session and removed with it. `sizes`: bytes by site number."""
+    made with a plan's buffers and removed with them. `sizes`: bytes by site number."""
 
     def __init__(
         self, dirs: Sequence[Path], pool: HostPool, sizes: Mapping[int, int], *, buffers: int,

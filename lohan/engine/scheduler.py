@@ -74,7 +74,7 @@ class ActionScheduler:
 
     def enter_inference(self) -> None:
         """A forward without gradients begins: scheduled as a whole, in the order of the last one or
-        of training. If it takes another way, its blocks come on demand."""
+        of training. If it runs them in another order, they come on demand."""
         self._last_inference, self._inference_sites = (
             tuple(self._inference_sites) or self._last_inference,
             [],
@@ -170,9 +170,9 @@ class ActionScheduler:
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = f"B{site}"
         if self._whole_phase and self._lanes.expected() != name:
-            # It takes another way than in the step before: what follows from the blocks that it has
-            # reached is brought to its end, what was scheduled beyond is cancelled, and the rest
-            # goes on demand.
+            # It runs blocks in another order than in the step before: what follows from the blocks
+            # that it has reached is brought to its end, what was scheduled beyond is cancelled, and
+            # the rest goes on demand.
             if self._spec.net:  # ranks cannot cancel what others may have begun with them
                 raise RankError(
                     "backward takes another way through the model than in the step before, which "

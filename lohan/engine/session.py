@@ -388,9 +388,9 @@ class Session:
 
     def _commits_after(self, error: BaseException) -> bool:
         """An error of the user's own code does not cost the steps before it, which may not be
-        committed yet. Who interrupts the process does not wait for them, unless they are many, or
-        the store would be left in the middle of a step: with durability "checkpoint" it is, until
-        it is committed."""
+        committed yet. After Ctrl-C they are committed only where that is many steps, with commit
+        intervals, or where the store would be left in the middle of one, with durability
+        "checkpoint"."""
         if self.process_group.several or self._stopped or self._executor is None:
             return False
         if self.store.durability == "checkpoint":
@@ -435,18 +435,18 @@ def export_store(
         for tensor in group.tensors
     }
     read_flat = _with_progress(source, shapes, progress)
-    kind = dtype_of(STATE_FORMATS[dtype or held.state_format.name])
+    torch_dtype = dtype_of(STATE_FORMATS[dtype or held.state_format.name])
     if adapter is not None:
         return export_adapter(
-            adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
-            mark=mark,
+            adapter, out, shapes=shapes, read_flat=read_flat, dtype=torch_dtype,
+            overwrite=overwrite, mark=mark,
         )  # fmt: skip
     if buffers is None:
         buffers = {} if model is None else persistent_buffers(model)
     return _export_weights(
-        out, model=model, shapes=shapes, buffers=buffers, read_flat=read_flat, dtype=kind,
-        source_folder=source_folder, overwrite=overwrite, mark=mark, chat_template=chat_template,
-        max_shard_bytes=max_shard_bytes,
+        out, model=model, shapes=shapes, buffers=buffers, read_flat=read_flat,
+        dtype=torch_dtype, source_folder=source_folder, overwrite=overwrite, mark=mark,
+        chat_template=chat_template, max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
 
 

@@ -390,7 +390,7 @@ NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
-    """Which blocks are still to be checked; `sites` are the names of those that are."""
+    """`sites`: blocks whose first call is still to be compared with a plain one."""
 
     def __init__(self, sites: Collection[str] = ()) -> None:
         self._left = set(sites)

@@ -72,7 +72,7 @@ class Plan:
     head_alone: bool = False  # those of the first group of backward leave before others are made
     # Groups whose updates, where they wait, are made twice: for weights, then to be written.
     updated_twice: tuple[str, ...] = field(default=(), metadata=json_key("made_again"))
-    # Who drives the run can run a clipped step once more.
+    # The training loop can run a clipped step once more.
     can_rerun: bool = field(default=False, metadata=json_key("run_again"))
     most_clipped: float = MOST_CLIPPED  # speculation is off above this clip rate of the last steps
     commit: Interval = EVERY_STEP  # between two commits
@@ -286,7 +286,7 @@ class PlanOptions:
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
-    can_rerun: bool = False  # who drives the run can run a clipped step once more
+    can_rerun: bool = False  # the training loop can run a clipped step once more
     every_clipped: bool = False  # every step is expected to be clipped, as the run itself has seen
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     cache_groups: bool = False  # whole groups stay in memory first, not all weights and then state

@@ -9,10 +9,10 @@ without blanks.
     U5.1@0,2    optimizer  update that chunk; its weights lie in slot 2
     W5.1@0,2    ssd        write its state and weights
     H5          optimizer  sum the squares of the gradients of group 5, for a norm
-    P5.1@0      ssd        put chunk 1 of held gradients away through staging buffer 0
-    G5.1@1      ssd        get it back into staging buffer 1; its update is U5.1@0,2,1
-    O3@1        ssd        move the kept activations of site 3 out, from activation buffer 1
-    I3@0        ssd        bring them in again, into activation buffer 0
+    P5.1@0      ssd        spill chunk 1 of held gradients through staging buffer 0
+    G5.1@1      ssd        fetch it into staging buffer 1; its update is U5.1@0,2,1
+    O3@1        ssd        spill the kept activations of site 3 from activation buffer 1
+    I3@0        ssd        fetch them into activation buffer 0
     C           ssd        the step has ended (END_STEP): it is committed or, between two commits,
                            only counted
 

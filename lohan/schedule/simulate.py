@@ -4,7 +4,7 @@ clock, and the seconds of every action.
 The rules are those of engine/lanes.py: every lane keeps its order; an action starts when what it
 waits for has finished; ssd actions are submitted as soon as they may start and served one after the
 other. Where compute and updates share the cores (`caller_updates`), an update runs between two
-compute actions as soon as it is ready, as the executor's own thread does it.
+compute actions as soon as it is ready, as on the caller's thread.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ExecutionOrder:
     deferred: tuple[int, ...] = ()
     overlap: bool = True
     speculates: bool = False  # updates do not wait for the norm while steps are not clipped
-    commits: bool = True  # every step; if not, chunks that stay in memory are written by the others
+    commits: bool = True  # every step; if not, cached chunks are written by steps that do
 
     @property
     def deferred_to_forward(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Stores from the outside, for the command line: find, describe, remove."""
+"""Whole stores: find, describe, remove, verify, snapshot, restore."""
 
 from __future__ import annotations
 
