@@ -21,8 +21,8 @@ def option(dotted: str) -> Any:
     """A setting as an option; what is wrong with a path is found when it is opened."""
     info = field_of(dotted)
     names = f"{info.option}/--no-{info.option[2:]}" if info.kind.typed is bool else info.option
-    others = [f"--{new.replace('_', '-')}" for new, key in ALIASES.items() if key == info.key]
-    return typer.Option(*others, names, help=info.help, show_default=False, readable=False)
+    others = [f"--{old.replace('_', '-')}" for old, key in ALIASES.items() if key == info.key]
+    return typer.Option(names, *others, help=info.help, show_default=False, readable=False)
 
 
 def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

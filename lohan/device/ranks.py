@@ -68,12 +68,12 @@ def _synchronize(tensor: torch.Tensor) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-# -- A heartbeat of every rank, for those that vanish without closing their connections -------------
+# -- A heartbeat of every rank, for those that vanish without closing their connections ------------
 #
 # A process that ends closes its connections, and the others know at once. A machine that loses
 # power or its network does not. So every rank increments its heartbeat in the rendezvous store, and
-# looks at those of the others. Patience is counted in own beats: ranks that were all stopped and go on
-# together miss nothing.
+# looks at those of the others. Patience is counted in own beats: ranks that were all stopped and go
+# on together miss nothing.
 
 
 BEAT_S = 2.0
@@ -121,9 +121,7 @@ class Heartbeat:
             try:
                 counts = [count_of(value) for value in found]
             except ValueError as error:
-                self._end(
-                    f"the ranks' rendezvous store holds {error}; another program writes to it"
-                )
+                self._end(f"the rendezvous store holds {error}; another program writes to it")
                 return
             self._heard = number
             silent = [rank for rank in self._missed_beats.count(counts) if rank != self._ranks.rank]

@@ -146,8 +146,8 @@ class PendingGradients:
 
 
 class OffloadedGradients(Mapping[int, torch.Tensor]):
-    """Gradients in host memory that a copy from the device fills: a reader waits for it:
-    a lane or, for the norm at the end of backward, the caller. `squares`: their sum, made on the device and
+    """Gradients in host memory that a copy from the device fills: a reader waits for it, a lane or,
+    for the norm at the end of backward, the caller. `squares`: their sum, made on the device and
     copied with them."""
 
     def __init__(

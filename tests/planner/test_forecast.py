@@ -45,12 +45,12 @@ def test_compute_is_slower_for_as_long_as_drives_work():
     alone, with_io = (made(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
     more_s = with_io.timeline.step_s - alone.timeline.step_s
     # What is lost in each second of I/O, all of which goes on during compute or an update.
-    assert more_s == pytest.approx(0.4 * alone.lane_s["ssd"], rel=0.1)
+    assert more_s == pytest.approx(0.4 * alone.busy_s["ssd"], rel=0.1)
     assert (
-        with_io.lane_s["compute"] > alone.lane_s["compute"]
-        and with_io.lane_s["optimizer"] > alone.lane_s["optimizer"]
+        with_io.busy_s["compute"] > alone.busy_s["compute"]
+        and with_io.busy_s["optimizer"] > alone.busy_s["optimizer"]
     )
-    assert with_io.lane_s["ssd"] == alone.lane_s["ssd"]
+    assert with_io.busy_s["ssd"] == alone.busy_s["ssd"]
 
 
 def test_compute_loses_nothing_to_drives_that_are_done_at_once():
@@ -60,13 +60,13 @@ def test_compute_loses_nothing_to_drives_that_are_done_at_once():
 
 def test_drives_are_slower_beside_compute():
     alone, with_io = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
-    assert with_io.lane_s["ssd"] == pytest.approx(2 * alone.lane_s["ssd"], rel=0.1)
-    assert with_io.lane_s["compute"] == alone.lane_s["compute"]
+    assert with_io.busy_s["ssd"] == pytest.approx(2 * alone.busy_s["ssd"], rel=0.1)
+    assert with_io.busy_s["compute"] == alone.busy_s["compute"]
 
 
 def test_drives_lose_nothing_where_there_is_little_to_compute():
     alone, with_io = (made(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5))
-    assert with_io.lane_s["ssd"] == pytest.approx(alone.lane_s["ssd"], rel=0.05)
+    assert with_io.busy_s["ssd"] == pytest.approx(alone.busy_s["ssd"], rel=0.05)
 
 
 # -- main memory, which drives, links and updates share --------------------------------------------
@@ -92,8 +92,8 @@ def test_four_fast_drives_tie_with_main_memory():
     """With two the drives bind, with eight main memory does, with four they are about even."""
     two, four, eight = (on_device(drives=count, host_rate=7e10) for count in (2, 4, 8))
     assert two.binding == "ssd" and eight.binding == "bus"
-    assert eight.step_s >= eight.bus_s > eight.lane_s["ssd"]
-    assert four.bus_s == pytest.approx(four.lane_s["ssd"], rel=0.25)
+    assert eight.step_s >= eight.bus_s > eight.busy_s["ssd"]
+    assert four.bus_s == pytest.approx(four.busy_s["ssd"], rel=0.25)
     unknown = on_device(drives=8, host_rate=0.0)
     assert unknown.bus_s == 0.0 and unknown.step_s < eight.step_s
 

@@ -53,8 +53,8 @@ def test_wear_is_that_of_each_drive_at_its_own_price():
 
 def test_drives_of_a_run_have_the_life_that_their_log_tells(monkeypatch, tmp_path):
     facts = {
-        "a": DriveFacts("nvme0n1", "X", False, Health(20, 10**14, 100), 2 * 10**12),
-        "b": DriveFacts("nvme1n1", "X", False, Health(0, 10**12, 100), 2 * 10**12),
+        "a": DriveFacts("nvme0n1", "X", False, Health(20, 10**14), 2 * 10**12),
+        "b": DriveFacts("nvme1n1", "X", False, Health(0, 10**12), 2 * 10**12),
     }
     found = {tmp_path / name: [one] for name, one in facts.items()} | {tmp_path: [facts["a"]]}
     monkeypatch.setattr(wear, "drives_of", lambda place: found.get(place, []))

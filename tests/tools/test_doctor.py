@@ -165,12 +165,12 @@ def test_health_log():
     log = bytearray(512)
     log[3], log[5] = 97, 12
     log[48:64] = (2_000_000).to_bytes(16, "little")
-    assert read_health(bytes(log)) == Health(12, 1_024_000_000_000, 97)
+    assert read_health(bytes(log)) == Health(12, 1_024_000_000_000)
 
 
 @pytest.mark.parametrize(("used", "state"), [(3, OK), (85, WARNING), (104, PROBLEM)])
 def test_wear(used, state):
-    drive = DriveFacts("nvme0n1", "X", False, Health(used, 10**12, 100))
+    drive = DriveFacts("nvme0n1", "X", False, Health(used, 10**12))
     found = doctor.drive_finding("/x", drive)
     assert found.state == state and f"{used} % of its endurance" in found.text
 
