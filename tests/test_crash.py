@@ -515,7 +515,7 @@ def test_kill_around_a_plan_for_clipped_steps(share, forge, inputs, tmp_path):
     assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
     ended = forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace", **how)
     assert ended.code == 0, ended.err
-    assert "all of the last 2 steps clipped; a new plan should make such steps" in ended.out
+    assert "all of the last 2 steps clipped; a new plan should make steps" in ended.out
     expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
     assert result(run) == expected
     kill_at = int(share * len(names))

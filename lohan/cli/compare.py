@@ -60,12 +60,9 @@ def _auto(
             "--policy lohan"
         )
     options = PlanOptions(
-        dtype="bf16",
-        update_mode=update_mode or TrainConfig.update_mode,
-        clip=clip,
-        can_rerun=True,
-        commit=None,
-    )
+        dtype="bf16", update_mode=update_mode or TrainConfig.update_mode, clip=clip,
+        can_rerun=True, commit=None,
+    )  # fmt: skip
     request = PlanRequest(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )

@@ -565,14 +565,21 @@ class Replanner:
         now, then = (self._session.context.forecast(measured, each) for each in (plan, other))
         if now.step_s < WORTH * then.step_s or other == plan:
             return None
+        said, followed = self._follow(then, f"{now.step_s / then.step_s:.2f}x as fast")
+        if followed:
+            self._done, self._since, self._promised = False, 0, then
+            self._plans += 1
+        return said
+
+    def _follow(self, then: Forecast, faster: str) -> tuple[str, bool]:
+        """Goes on by the plan of a forecast; what it says, and whether it could."""
+        plan = self._session.plan
         try:
-            self._session.follow(other)
+            self._session.follow(then.plan)
         except LohanError as error:
-            return f"a new plan could not be followed, the old one goes on: {error}"
-        self._done, self._since, self._promised = False, 0, then
-        self._plans += 1
-        faster = f"{now.step_s / then.step_s:.2f}x as fast"
-        return f"a new plan should make steps {faster}: {_difference(plan, other)}"
+            return f"a new plan could not be followed, the old one goes on: {error}", False
+        what = f"a new plan should make steps {faster}: {_difference(plan, then.plan)}"
+        return what, True
 
     def _follow_norms(self) -> str | None:
         """Where the last steps were all clipped, or none of them, and the plan is for the others:
@@ -597,15 +604,11 @@ class Replanner:
         now, then = forecast(plan), forecast(other)
         if not pays(now, then, machine):
             return None
-        try:
-            self._session.follow(other)
-        except LohanError as error:
-            return f"a new plan could not be followed, the old one goes on: {error}"
-        self._every_clipped, self._refused = every, False
-        self._clipped.clear()
-        what = f"{'all' if every else 'none'} of the last {RECENT} steps clipped"
-        faster = f"{now.step_s / then.step_s:.2f}x as fast"
-        return f"{what}; a new plan should make such steps {faster}: {_difference(plan, other)}"
+        said, followed = self._follow(then, f"{now.step_s / then.step_s:.2f}x as fast")
+        if followed:
+            self._every_clipped, self._refused = every, False
+            self._clipped.clear()
+        return f"{'all' if every else 'none'} of the last {RECENT} steps clipped; {said}"
 
     def _better(self, measured: Profile, *, every_clipped: bool = False) -> Plan | None:
         context, plan = self._session.context, self._session.plan
@@ -719,14 +722,10 @@ def _shrunk(session: Session) -> str:
     options = replace(context.options, chunk_params=session.plan.chunk_params)
     session.follow(
         lambda: closed_form_plan(
-            context.blocks,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=profile,
-            device_bytes=room,
+            context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
+            profile=profile, device_bytes=room,
         )
-    )
+    )  # fmt: skip
     session.context = replace(context, device_bytes=room, profile=profile)
     tiles = f" in tiles of {session.plan.tiles} tokens" if session.plan.tiles else ""
     return f"{session.plan.micro_batch or 'all'}{tiles}"

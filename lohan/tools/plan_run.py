@@ -154,12 +154,9 @@ class Case:
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
         return plan_for_budget(
-            self.blocks,
-            self.options.fixed_by(self.plan),
-            host_bytes=host_bytes,
-            workload=self.workload,
-            profile=machine,
-        )
+            self.blocks, self.options.fixed_by(self.plan), host_bytes=host_bytes,
+            workload=self.workload, profile=machine,
+        )  # fmt: skip
 
 
 def case_of(

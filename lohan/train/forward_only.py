@@ -215,13 +215,9 @@ def needs_of(
     config: Any = model.config
     text, width = config.get_text_config(), STATE_FORMATS[dtype].weight_bytes
     found = measure(
-        model,
-        blocks,
-        batch_of(shape),
-        micro_batch=micro_batch,
-        torch_device=torch_device,
+        model, blocks, batch_of(shape), micro_batch=micro_batch, torch_device=torch_device,
         training=False,
-    )
+    )  # fmt: skip
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
     found.sites.pop(sites.get(last, ""), None)  # never has all tokens
