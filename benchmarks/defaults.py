@@ -1,11 +1,15 @@
 """What the default settings cost: clipping on, below and above the limit, against no clipping.
 
     python benchmarks/defaults.py [--models-there qwen3-8b ...] [--sides clipping | commits]
+        [--dtype bf16]
 
-A small model on an emulated device in the proportions of a desktop (emulated.py says how), main
-memory and the drives' life included: as large a share of the state fits into it as there. A limit
-that no norm reaches lets every update run in backward; one that every norm exceeds makes every step
-wait for its norm. Activations, commits and updates are as `lohan train` has them without options.
+A small and deep model on an emulated device in the proportions of a desktop (emulated.py says how),
+main memory and the drives' life included: as large a share of state and gradients fits into it as
+there. In fp32, gradients are twice as large as there: bf16 has the very proportions, where the CPU
+multiplies it quickly. A limit that no norm reaches lets every update run in backward; one that
+every norm exceeds makes every step wait for its norm. Commits and updates are as `lohan train` has
+them without options; blocks are recomputed, as there, since what they could keep is next to nothing
+here.
 The forecast is the simulator's, from a profile made through the same device; "there" is what
 `lohan plan` says of the large model on the desktop. With `--sides commits`: every step committed,
 and only some of them.
@@ -71,12 +75,15 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_options(parser)
-    parser.set_defaults(batch_there=64, warmup=4, steps=4, seconds=4.0)
+    parser.set_defaults(
+        batch_there=64, warmup=14, steps=4, seconds=4.0, hidden=256, layers=40, intermediate=640,
+        heads=4,
+    )  # fmt: skip
     parser.add_argument(
         "--models-there", nargs="+", default=MODELS, help="presets whose steps are copied"
     )
     parser.add_argument("--sides", choices=list(SIDES), default="clipping")
-    parser.add_argument("--activations", default="holistic", help="as in `lohan train`")
+    parser.add_argument("--activations", default="recompute", help="as in `lohan train`")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the memory that state and gradients have there"
     )

@@ -33,6 +33,7 @@ BETWEEN = (False, False, True, False)  # which of some steps commits, where not 
 FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
 ROUGHLY = 4  # times as many: then it saves more time than it blurs
 MANY_CHUNKS = 2048  # that are simulated of a plan that was chosen, if it has twice as many
+REMEMBERED = 8  # forecasts of plans that are compared
 ROUNDS = 3  # of simulation, where lanes take something from each other
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
@@ -93,10 +94,22 @@ class Simulator:
     blocks: Blocks
     workload: BatchWorkload
     two_generations: bool
+    _rough: dict[tuple[Plan, bool], Forecast] = field(  # the last ones: planning asks again
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def forecast(self, plan: Plan, *, clipped: bool = False, rough: bool = False) -> Forecast:
         """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
         chunks of a model with many, to compare plans; of one with very many always."""
+        if not rough:
+            return self._simulated(plan, clipped=clipped, rough=False)
+        if (plan, clipped) not in self._rough:
+            while len(self._rough) >= REMEMBERED:
+                del self._rough[next(iter(self._rough))]
+            self._rough[plan, clipped] = self._simulated(plan, clipped=clipped, rough=True)
+        return self._rough[plan, clipped]
+
+    def _simulated(self, plan: Plan, *, clipped: bool, rough: bool) -> Forecast:
         profile, blocks, workload = self.profile, self.blocks, self.workload
         work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
         spec = self.spec(plan)

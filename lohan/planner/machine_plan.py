@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TypeVar
 
 from lohan.errors import BudgetError, ConfigError
@@ -196,12 +196,12 @@ class PlanProblem:
     def rank_machine(self) -> Profile | None:
         return None if self.machine is None else self.machine.share(self.options.world)
 
-    @property
-    def simulator(self) -> Simulator:
-        assert self.rank_machine is not None
-        return Simulator(
-            self.rank_machine, self.blocks, self.workload, self.options.two_generations
-        )
+    @cached_property
+    def simulator(self) -> Simulator | None:
+        """Where the machine is known."""
+        if (machine := self.rank_machine) is None:
+            return None
+        return Simulator(machine, self.blocks, self.workload, self.options.two_generations)
 
     @property
     def traced(self) -> bool:
@@ -215,6 +215,9 @@ class PlanProblem:
             self.blocks, options, host_bytes=self.host_bytes, workload=self.workload,
             profile=self.rank_machine, device_bytes=self.device_bytes,
         )  # fmt: skip
+
+    def best_plan(self) -> tuple[Plan, Forecast | None]:
+        return self.sized(partial(plan_with_forecast, simulator=self.simulator))
 
     def check_drives(self, plan: Plan) -> None:
         needed = self.options.world * plan.tier_bytes("ssd")
@@ -293,8 +296,8 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
 def solve(problem: PlanProblem) -> MachinePlan:
     """The one way from a problem to its plan, of shapes and of a traced model."""
     plan, known, scarce = _within_drives(problem)
-    machine, made, clipped, faster_s = problem.rank_machine, None, None, 0.0
-    if machine is not None:
+    made, clipped, faster_s = None, None, 0.0
+    if problem.simulator is not None:
         plan, made, clipped = foreseen(problem.simulator, plan, known)
         tokens = problem.batch * problem.workload.seq
         made = replace(made, tokens=tokens)
@@ -324,6 +327,7 @@ def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
         return made
     options = replace(problem.options.fixed_by(plan), every_clipped=True)
     other, known, _ = _within_drives(replace(problem, options=options))
+    assert problem.simulator is not None
     if known is None or known.work.joined:
         known = problem.simulator.forecast(other, clipped=True)
     return known if made.step_s >= WORTH * known.step_s else made
@@ -342,6 +346,7 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
         def planned(options: PlanOptions, host: int) -> Forecast:
             other = replace(made, options=options, host_bytes=host // world)
             plan, known, _ = _within_drives(other)
+            assert other.simulator is not None
             return known or other.simulator.forecast(plan)
 
         found = alternatives(made.forecast, made.options, world * made.host_bytes, planned)
@@ -352,7 +357,7 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
 def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
     """The best plan or, where the drives have no room for its activations, the best without; what
     it does, where that was found on the way; and whether the drives are too small for the best."""
-    plan, known = problem.sized(plan_with_forecast)
+    plan, known = problem.best_plan()
     try:
         problem.check_drives(plan)
         return plan, known, False
@@ -360,7 +365,7 @@ def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
         if problem.options.activations != "holistic" or not plan.spilled_sites:
             raise
     least = replace(problem.options, activations="recompute")
-    plan, known = replace(problem, options=least).sized(plan_with_forecast)
+    plan, known = replace(problem, options=least).best_plan()
     problem.check_drives(plan)
     return plan, known, True
 

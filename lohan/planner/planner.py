@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
@@ -221,17 +220,18 @@ def plan_for_budget(
 ) -> Plan:  # fmt: skip
     """As `closed_form_plan`, with the same errors, with an interval of commits where the user
     leaves that open, and with the share of clipped steps up to which updates need not wait."""
+    simulator = None
+    if workload is not None and profile is not None:
+        simulator = Simulator(profile, blocks, workload, options.two_generations)
     plan, known = plan_with_forecast(
         blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
-        device_bytes=device_bytes,
+        device_bytes=device_bytes, simulator=simulator,
     )  # fmt: skip
-    two_generations = options.two_generations
-    speculates = plan.may_speculate(two_generations=two_generations)
-    if workload is None or profile is None or not speculates:
+    if simulator is None or not plan.may_speculate(two_generations=options.two_generations):
         return plan
     if options.every_clipped:  # what is known is of clipped steps
         known = None
-    return foreseen(Simulator(profile, blocks, workload, two_generations), plan, known)[0]
+    return foreseen(simulator, plan, known)[0]
 
 
 def foreseen(
@@ -253,94 +253,172 @@ def foreseen(
 
 
 def plan_with_forecast(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
-    profile: Profile | None = None, device_bytes: int | None = None,
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
+    profile: Profile | None, device_bytes: int | None, simulator: Simulator | None,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    """The plan of `plan_for_budget` and, where it was simulated at the end, what it does."""
-    how: dict[str, Any] = {
-        "host_bytes": host_bytes, "workload": workload, "profile": profile,
-        "device_bytes": device_bytes,
-    }  # fmt: skip
-    made = _planned(blocks, options, **how)
-    if options.minimise != "writes" or workload is None or profile is None:
+    """The plan of `plan_for_budget` and, where it was simulated at the end, what it does.
+    `simulator`: where batch and machine are known."""
+    search = _PlanSearch(
+        partial(
+            closed_form_plan, blocks, host_bytes=host_bytes, workload=workload, profile=profile,
+            device_bytes=device_bytes,
+        ),
+        simulator,
+    )  # fmt: skip
+    made = search.best(options)
+    if options.minimise != "writes" or simulator is None:
         return made
-    simulator = Simulator(profile, blocks, workload, options.two_generations)
 
     def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
         plan, found = made
         return (found or simulator.forecast(plan)).written_bytes
 
     # The fastest plan is chosen by simulation, and may keep more in memory.
-    fastest = _planned(blocks, replace(options, minimise="time"), **how)
-    return min(made, fastest, key=written_bytes)
+    return min(made, search.best(replace(options, minimise="time")), key=written_bytes)
 
 
-def _planned(
-    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
-    profile: Profile | None, **how: Any,
-) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    how |= {"workload": workload, "profile": profile}
-    options = _with_micro_batch(blocks, options, **how)
-    if options.commit is not None:
-        return _with_interval(blocks, options, **how)
-    if workload is None or profile is None or not options.two_generations:
-        return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
-    simulator = Simulator(profile, blocks, workload, two_generations=True)
-    return choose_commit_interval(
-        profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
-        partial(simulator.forecast, clipped=options.every_clipped, rough=True),
-    )  # fmt: skip
+class _PlanSearch:
+    """Plans of one run with different options: the closed form's, of which the fastest is found by
+    simulation, where batch and machine are known."""
 
+    def __init__(
+        self, closed_form: Callable[[PlanOptions], Plan], simulator: Simulator | None
+    ) -> None:
+        self._closed_form, self._simulator = closed_form, simulator
 
-def _with_micro_batch(
-    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
-    profile: Profile | None, **how: Any,
-) -> PlanOptions:  # fmt: skip
-    """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several have
-    sums of them in fp32: taken where that makes steps faster, or what else is to be minimised less;
-    and halves of it, where it leaves the device too little.
-    As many clipped steps count as others: a run keeps its slices, whatever its norms are."""
-    if workload is None or profile is None or not profile.has_link:
-        return options
-    if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
-        return options
-    how |= {"workload": workload, "profile": profile}
-    two_generations = options.two_generations
-    candidates = [whole := replace(options, micro_batch=workload.batch)]
-    if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
-        candidates.append(replace(whole, tiles=TILES[0]))
-    commit = options.commit or EVERY_STEP
+    def best(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
+        options, simulator = self._with_micro_batch(options), self._simulator
+        if options.commit is not None:
+            return self._with_interval(options)
+        if simulator is None or not options.two_generations:
+            return self._with_interval(replace(options, commit=EVERY_STEP))
+        return choose_commit_interval(
+            simulator.profile,
+            lambda commit: self._with_interval(replace(options, commit=commit)),
+            partial(simulator.forecast, clipped=options.every_clipped, rough=True),
+        )
 
-    def plan_of(asked: PlanOptions) -> Plan:
-        spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
-        asked = replace(asked, commit=commit, spill_all=spills)
-        return closed_form_plan(blocks, asked, **how)
+    def _with_micro_batch(self, options: PlanOptions) -> PlanOptions:
+        """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several
+        have sums of them in fp32: taken where that makes steps faster, or what else is to be
+        minimised less; and halves of it, where it leaves the device too little. As many clipped
+        steps count as others: a run keeps its slices, whatever its norms are."""
+        simulator = self._simulator
+        if simulator is None or not simulator.profile.has_link:
+            return options
+        if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
+            return options
+        blocks, workload = simulator.blocks, simulator.workload
+        candidates = [whole := replace(options, micro_batch=workload.batch)]
+        if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
+            candidates.append(replace(whole, tiles=TILES[0]))
+        commit = options.commit or EVERY_STEP
 
-    def bare(asked: PlanOptions) -> Plan:
-        """With block inputs alone: what else is kept is chosen with more care later."""
-        kept = "recompute" if options.activations == "holistic" else options.activations
-        return plan_of(replace(asked, activations=kept))
+        def plan_of(asked: PlanOptions) -> Plan:
+            spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
+            return self._closed_form(replace(asked, commit=commit, spill_all=spills))
 
-    best = plan_of(options)
-    every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
-    if options.commit is None and two_generations and 2 * sum(weights_too(best)) > every:
-        commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
+        def bare(asked: PlanOptions) -> Plan:
+            """With block inputs alone: what else is kept is chosen with more care later."""
+            kept = "recompute" if options.activations == "holistic" else options.activations
+            return plan_of(replace(asked, activations=kept))
+
         best = plan_of(options)
-    if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
-        candidates.append(replace(options, micro_batch=-(-workload.batch // 2)))
-    options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
-    simulator = Simulator(profile, blocks, workload, two_generations)
-    worth = partial(_to_minimise, simulator, options.minimise)
-    least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
-    for candidate in candidates:
-        with suppress(BudgetError):
-            plan = bare(candidate)
-            if (plan.micro_batch, plan.tiles) in seen:
-                continue
-            seen.add((plan.micro_batch, plan.tiles))
-            if (found := worth(plan, least)) < least:
-                options, least = candidate, found
-    return options
+        every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
+        most_cached = 2 * sum(weights_too(best)) > every
+        if options.commit is None and options.two_generations and most_cached:
+            commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
+            best = plan_of(options)
+        if best.micro_batch == workload.batch and not best.tiles:  # maybe little room is left
+            candidates.append(replace(options, micro_batch=-(-workload.batch // 2)))
+        options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
+        worth = partial(_to_minimise, simulator, options.minimise)
+        least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
+        for candidate in candidates:
+            with suppress(BudgetError):
+                plan = bare(candidate)
+                if (plan.micro_batch, plan.tiles) in seen:
+                    continue
+                seen.add((plan.micro_batch, plan.tiles))
+                if (found := worth(plan, least)) < least:
+                    options, least = candidate, found
+        return options
+
+    def _with_interval(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
+        """Where clipped steps can be run again, held gradients need no memory in the others: they
+        get it if that costs those less than it saves. Where all updates wait, between two commits,
+        state in that memory may be worth more."""
+        held, made = self._simulated_plan(options)
+        two_generations, every_clipped = options.two_generations, options.every_clipped
+        if held.commits_by_interval or every_clipped:
+            fixed = not held.always_waits(
+                two_generations=two_generations, every_clipped=every_clipped
+            )
+        else:
+            fixed = not (options.can_rerun and held.may_speculate(two_generations=two_generations))
+        if made is None or fixed or options.spill_all:
+            return held, made
+        simulator = self._simulator
+        assert simulator is not None
+        if len(held.spilled_gradients) <= FEW_HELD * len(simulator.blocks.trained):
+            spilling = replace(options, spill_all=True)
+            _, other = self._simulated_plan(spilling, near=[held.kept])
+            assert other is not None
+            clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
+            made = min(made, other, key=partial(_expected_s, simulator, clipped=clipped))
+            held = made.plan
+        return held, made
+
+    def _simulated_plan(
+        self, options: PlanOptions, *, near: Sequence[Kept] = ()
+    ) -> tuple[Plan, Forecast | None]:
+        """With a rough forecast, where the plan was simulated. `near`: what a plan that differs
+        little has kept."""
+        plan_of, simulator = self._closed_form, self._simulator
+        plan = plan_of(options)
+        if simulator is None:
+            return plan, None
+        blocks, workload = simulator.blocks, simulator.workload
+        simulated = partial(simulator.forecast, clipped=options.every_clipped, rough=True)
+        made = simulated(plan)
+        if options.minimise != "time" or not plan.overlap:
+            return plan, made
+        memory = MemoryModel.of(blocks, plan, workload, has_own_memory=simulator.profile.has_link)
+        chunks = sum(simulator.spec(plan).chunks)
+        quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
+        if quick:
+            options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
+        if quick and options.activations == "holistic":
+            known = list(levels(memory, workload.in_tiles(plan.tiles)))
+            made = _best_level(
+                made, known, lambda kept: simulated(plan_of(_keeping(options, kept))), near=near
+            )
+            options = _keeping(options, made.plan.kept)
+        update_mode = options.update_mode
+        if made.plan.deferred:
+            at_once = simulated(plan_of(replace(options, update_mode="optimized")))
+            if at_once.step_s < made.step_s:
+                made, options = at_once, replace(options, update_mode="optimized")
+
+        def updated_twice(made: Forecast) -> Forecast:
+            if not made.plan.always_waits(
+                two_generations=options.two_generations, every_clipped=options.every_clipped
+            ):
+                return made
+            return _with_updates_twice(simulator, made)
+
+        best, plan = made, made.plan
+        if (
+            0 < len(plan.host_cached_weights) < len(memory.moving)
+            or 0 < len(plan.host_cached_state) < chunks
+        ):
+            whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
+            if whole.host_cached_state != plan.host_cached_state:
+                best = updated_twice(simulated(whole))
+        if best.step_s >= BETTER * made.step_s:
+            best = updated_twice(made)
+        plan = replace(best.plan, update_mode=update_mode)
+        return plan, replace(best, plan=plan)
 
 
 def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float = math.inf) -> float:
@@ -365,33 +443,6 @@ def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> floa
         return made.step_s
     other = simulator.forecast(made.plan, clipped=True, rough=True)
     return made.step_s + clipped * (other.step_s - made.step_s)
-
-
-def _with_interval(
-    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
-    profile: Profile | None, **how: Any,
-) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    """Where clipped steps can be run again, held gradients need no memory in the others: they get
-    it if that costs those less than it saves. Where all updates wait, between two commits, state
-    in that memory may be worth more."""
-    how |= {"workload": workload, "profile": profile}
-    held, made = _simulated_plan(blocks, options, **how)
-    two_generations, every_clipped = options.two_generations, options.every_clipped
-    if held.commits_by_interval or every_clipped:
-        fixed = not held.always_waits(two_generations=two_generations, every_clipped=every_clipped)
-    else:
-        fixed = not (options.can_rerun and held.may_speculate(two_generations=two_generations))
-    few = len(held.spilled_gradients) > FEW_HELD * len(blocks.trained)
-    if made is not None and not (fixed or few or options.spill_all):
-        assert workload is not None and profile is not None
-        spilling = replace(options, spill_all=True)
-        _, other = _simulated_plan(blocks, spilling, near=[held.kept], **how)
-        assert other is not None
-        clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
-        simulator = Simulator(profile, blocks, workload, two_generations)
-        made = min(made, other, key=partial(_expected_s, simulator, clipped=clipped))
-        held = made.plan
-    return held, made
 
 
 def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
@@ -436,62 +487,6 @@ def _resting_s(made: Forecast) -> float:
     stop = timeline.step_ends[-1]
     start = stop - timeline.step_s + timeline.forward_s
     return stop - start - busy_s(timeline.spans, start, stop)["ssd"]
-
-
-def _simulated_plan(
-    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
-    profile: Profile | None, near: Sequence[Kept] = (), **how: Any,
-) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    """With a rough forecast, where the plan was simulated. `near`: what a plan that differs little
-    has kept."""
-
-    def plan_of(asked: PlanOptions) -> Plan:
-        return closed_form_plan(blocks, asked, workload=workload, profile=profile, **how)
-
-    plan = plan_of(options)
-    if workload is None or profile is None:
-        return plan, None
-    simulator = Simulator(profile, blocks, workload, options.two_generations)
-    simulated = partial(simulator.forecast, clipped=options.every_clipped, rough=True)
-    made = simulated(plan)
-    if options.minimise != "time" or not plan.overlap:
-        return plan, made
-    memory = MemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
-    chunks = sum(simulator.spec(plan).chunks)
-    quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
-    if quick:
-        options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
-    if quick and options.activations == "holistic":
-        known = list(levels(memory, workload.in_tiles(plan.tiles)))
-        made = _best_level(
-            made, known, lambda kept: simulated(plan_of(_keeping(options, kept))), near=near
-        )
-        options = _keeping(options, made.plan.kept)
-    update_mode = options.update_mode
-    if made.plan.deferred:
-        at_once = simulated(plan_of(replace(options, update_mode="optimized")))
-        if at_once.step_s < made.step_s:
-            made, options = at_once, replace(options, update_mode="optimized")
-
-    def updated_twice(made: Forecast) -> Forecast:
-        if not made.plan.always_waits(
-            two_generations=options.two_generations, every_clipped=options.every_clipped
-        ):
-            return made
-        return _with_updates_twice(simulator, made)
-
-    best, plan = made, made.plan
-    if (
-        0 < len(plan.host_cached_weights) < len(memory.moving)
-        or 0 < len(plan.host_cached_state) < chunks
-    ):
-        whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
-        if whole.host_cached_state != plan.host_cached_state:
-            best = updated_twice(simulated(whole))
-    if best.step_s >= BETTER * made.step_s:
-        best = updated_twice(made)
-    plan = replace(best.plan, update_mode=update_mode)
-    return plan, replace(best, plan=plan)
 
 
 def _best_level(
