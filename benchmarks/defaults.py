@@ -167,7 +167,7 @@ def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict
                 "there / last": there.get(name),
                 "written MiB": children[0]["ssd_written_bytes"] / 2**20,
                 "speculated": children[0]["speculated"],
-                "redone": children[0]["redone"],
+                "rolled_back": children[0]["rolled_back"],
                 **reference.first_steps(children[0]),
                 "loss": reference.loss_text(children[0]["losses"]),
             }

@@ -506,7 +506,7 @@ def log_kinds(work: Path) -> list[Kind]:
     run.config_file.write_text(RUN_TOML)
     step = {"step": 1, "loss": 2.0, "lr": 1e-5, "tokens_per_s": 10.0, "step_s": 0.5,
             "rss_bytes": 10**9, "ssd_read_bytes": 10, "ssd_written_bytes": 10,
-            "busy": {"gpu": 0.5}, "binding": "gpu", "grad_norm": 1.0}  # fmt: skip
+            "busy": {"compute": 0.5}, "binding": "compute", "grad_norm": 1.0}  # fmt: skip
     run.metrics_file.write_text(json.dumps(step) + "\n")
     start = {"event": "start", "step": 0, "total": 3, "shape": {"batch": 2, "seq": 8},
              "versions": {"lohan": "1"}, "machine": {"node": "n", "memory_bytes": 9}}  # fmt: skip
@@ -682,7 +682,7 @@ def adapter_kinds(work: Path) -> list[Kind]:
     base.mkdir()
     (base / "config.json").write_text(json.dumps(CONFIG))
     config = load_config(base)
-    model = build_from_config(config, dtype=torch.float32).to_empty(device="cpu")
+    model = build_from_config(config, dtype=torch.float32).to_empty(device="optimizer")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(model, lora).save_pretrained(folder)
     settings = json.loads((folder / "adapter_config.json").read_text())

@@ -106,7 +106,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
         result["forecasts"] = forecasts(spec, context, plan)
     return {
         **result, "peak_bytes": peak_bytes(), **done.report(len(result["step_s"])),
-        "speculated": counts["speculated"], "redone": counts["redone"],
+        "speculated": counts["speculated"], "rolled_back": counts["rolled_back"],
         "clipped": counts["clipped"],
         "plans": plans, "changes": changes,
     }  # fmt: skip

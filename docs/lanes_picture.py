@@ -18,8 +18,8 @@ from pathlib import Path
 Span = tuple[str, str, float, float]  # lane, kind, start and end in seconds
 
 LANES = {
-    "ssd": "drives", "h2d": "link to the device", "gpu": "compute", "d2h": "link to main memory",
-    "cpu": "optimizer",
+    "ssd": "drives", "h2d": "link to the device", "compute": "compute",
+    "d2h": "link to main memory", "optimizer": "optimizer",
 }  # fmt: skip
 KINDS = {  # tokens of schedules, docs/design.md; what they are; colour
     "F": ("forward", "#4c8bf5"),
@@ -44,7 +44,7 @@ def read(path: Path) -> list[Span]:
 
 def last_step(spans: list[Span]) -> tuple[float, float]:
     """Start of the last forward that has a backward, and the end of that backward."""
-    compute = [span for span in spans if span[0] == "gpu" and span[1] in "FB"]
+    compute = [span for span in spans if span[0] == "compute" and span[1] in "FB"]
     phases = [list(run) for _, run in groupby(compute, key=lambda span: span[1])]
     last = max(n for n, phase in enumerate(phases) if phase[0][1] == "B")
     return phases[last - 1][0][2], max(span[3] for span in phases[last])

@@ -149,13 +149,13 @@ class Tuning:
         weights, state = some(keys, self.cached), some(chunks, self.cached)
         passing = set(keys) - {*weights, *(key for key, _ in state)}
         twice = some([key for key in keys if key in passing], self.twice)
-        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.defers_all
+        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.needs_all_gradients
         return replace(
             plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
             ring=self.ring, grad_groups=self.grads, host_cached_weights=weights,
             host_cached_state=state,
-            updated_twice=twice if plan.defers_all and plan.overlap else (),
-            spilled_gradients=some(keys, self.spilled) if plan.defers_all else (),
+            updated_twice=twice if plan.needs_all_gradients and plan.overlap else (),
+            spilled_gradients=some(keys, self.spilled) if plan.needs_all_gradients else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,

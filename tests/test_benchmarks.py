@@ -220,7 +220,7 @@ def test_defaults_against_no_clipping(tmp_path: Path) -> None:
         "--clip 0",
     ]
     assert rows[0]["loss"] == rows[2]["loss"] != rows[1]["loss"]  # a limit that is never reached
-    assert not rows[0]["redone"] and not rows[1]["speculated"]
+    assert not rows[0]["rolled_back"] and not rows[1]["speculated"]
     assert rows[1]["there / last"] <= rows[0]["there / last"]
 
 

@@ -128,7 +128,7 @@ def test_bf16_equals_torch(kind, side, tmp_path, monkeypatch):
 def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning())
     with attached(net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
-        assert not session.plan.defers_all
+        assert not session.plan.needs_all_gradients
         assert not any(region.scratch for region in session.store.regions)
         seen = []
         original = session.executor.runner.run_optimizer

@@ -13,8 +13,8 @@ from lohan.util.display import BarDisplay, LineDisplay, clock, describe_step, op
 
 ROW: dict[str, Any] = {
     "step": 3, "loss": 12.34567, "lr": 1e-5, "tokens_per_s": 12345.6, "step_s": 1.234,
-    "rss_bytes": 745 * 2**20, "grad_norm": 123.456, "binding": "gpu",
-    "busy": {"gpu": 0.987, "ssd": 0.43, "cpu": 0.12}, "ssd_written_bytes": 3 * 2**30,
+    "rss_bytes": 745 * 2**20, "grad_norm": 123.456, "binding": "compute",
+    "busy": {"compute": 0.987, "ssd": 0.43, "optimizer": 0.12}, "ssd_written_bytes": 3 * 2**30,
 }  # fmt: skip
 
 

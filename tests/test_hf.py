@@ -132,7 +132,7 @@ class Speculated(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         found = self.trainer.session.executor.clipping.counts
-        self.counts.append((found.get("speculated", 0), found.get("redone", 0)))
+        self.counts.append((found.get("speculated", 0), found.get("rolled_back", 0)))
 
 
 class Counting(lohan.hf.Trainer):

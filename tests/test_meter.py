@@ -45,11 +45,11 @@ def test_rows_follow_each_other(clock):
     first = meter.row(tokens=8)
     assert (first["step_s"], first["tokens_per_s"]) == (2.0, 4.0)
     assert (first["ssd_read_bytes"], first["ssd_written_bytes"]) == (10, 4)
-    assert (first["busy"], first["binding"]) == ({"gpu": 0.75}, "gpu")
+    assert (first["busy"], first["binding"]) == ({"compute": 0.75}, "compute")
     trace.add(Span("optimizer", "U0.0", 102.0, 105.0))  # an update after the row
     clock[0], drive.counters = 106.0, Counters(10, 20)
     second = meter.row(tokens=8)
-    assert (second["step_s"], second["busy"]) == (4.0, {"cpu": 0.75})
+    assert (second["step_s"], second["busy"]) == (4.0, {"optimizer": 0.75})
     assert (second["ssd_read_bytes"], second["ssd_written_bytes"]) == (0, 16)
 
 
@@ -106,5 +106,5 @@ def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch
     step_late_s = late[0] // STEPS * LATE_S
     for row in rows[1:]:
         assert row["step_s"] >= step_late_s
-        assert row["busy"]["cpu"] * row["step_s"] >= step_late_s * 0.99
+        assert row["busy"]["optimizer"] * row["step_s"] >= step_late_s * 0.99
     assert sum(row["step_s"] for row in rows) <= whole_s

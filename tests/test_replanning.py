@@ -26,7 +26,7 @@ BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
 HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)
 WORK = StepWork(
     sites=(BLOCK, BLOCK, HEAD), groups=(50, 50, 5), chunk_params=32,
-    layout=BytesPerParameter(weight=4, state=8, gradient=4),
+    per_parameter=BytesPerParameter(weight=4, state=8, gradient=4),
 )  # fmt: skip
 
 

@@ -100,7 +100,9 @@ def check(
             losses.append(loss.item())
             norms.append(executor.grad_norm)
             found = executor.clipping.counts
-            counts.append(tuple(found[key] for key in ("speculated", "redone") if key in found))
+            counts.append(
+                tuple(found[key] for key in ("speculated", "rolled_back") if key in found)
+            )
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
         assert not executor.runner.pending.ready_for_update
@@ -211,7 +213,9 @@ def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
         assert [one.code for one in ended] == [0] * world, ranked.said(ended)
         made[way] = ranked.rows(out), exported(out)
     rows, weights = made["--overlap"]
-    assert sum(row["redone"] for row in rows) == 2 and sum(row["speculated"] for row in rows) > 4
+    assert (
+        sum(row["rolled_back"] for row in rows) == 2 and sum(row["speculated"] for row in rows) > 4
+    )
     assert sum(row["clipped"] for row in rows) >= 2
     plain, expected = made["--no-overlap"]
     assert weights == expected

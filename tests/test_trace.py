@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares, public_key
+from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
@@ -112,9 +112,9 @@ def test_chrome_trace():
     made = chrome_trace(spans)
     found = rows(made["traceEvents"])
     assert {row: [e["name"] for e in events] for row, events in found.items()} == {
-        "gpu": ["F0"], "ssd": ["R0", "R2"], "ssd +1": ["R1"],
+        "compute": ["F0"], "ssd": ["R0", "R2"], "ssd +1": ["R1"],
     }  # fmt: skip
-    first = found["gpu"][0]
+    first = found["compute"][0]
     assert (first["ts"], first["dur"]) == (1e6, 0.25e6)  # microseconds from the first span on
     assert {e["pid"] for e in made["traceEvents"]} == {0}
     assert chrome_trace([])["traceEvents"] == []
@@ -144,23 +144,23 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noq
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     found = rows(events)
     assert (
-        {"gpu", "ssd", "cpu"}
+        {"compute", "ssd", "optimizer"}
         <= found.keys()
-        <= {"gpu", "ssd", "cpu"} | {f"ssd +{n}" for n in range(1, 40)}
+        <= {"compute", "ssd", "optimizer"} | {f"ssd +{n}" for n in range(1, 40)}
     )
-    kinds = {lane: [] for lane in ("gpu", "ssd", "cpu")}
+    kinds = {lane: [] for lane in ("compute", "ssd", "optimizer")}
     for row, spans in found.items():
         kinds[row.split(" ")[0]] += [span["name"][0] for span in spans]
-    assert set(kinds["gpu"]) == {"F", "B", "E"} and kinds["gpu"].count("E") == 4
+    assert set(kinds["compute"]) == {"F", "B", "E"} and kinds["compute"].count("E") == 4
     assert {"S", "W", "C"} <= set(kinds["ssd"]) and kinds["ssd"].count("C") == 4
-    assert kinds["cpu"].count("U") == kinds["ssd"].count("W") > 0
+    assert kinds["optimizer"].count("U") == kinds["ssd"].count("W") > 0
     if more == ("--no-overlap",):  # one after the other: no two spans at the same time
         rows([{**event, "tid": 0} for event in events if event["ph"] == "X"] + [
             {"ph": "M", "tid": 0, "args": {"name": "all"}}
         ])  # fmt: skip
     for number, row in enumerate(metrics):
-        assert row["busy"].keys() <= set(map(public_key, LANES))
-        assert {"gpu", "cpu"} <= row["busy"].keys()
+        assert row["busy"].keys() <= set(LANES)
+        assert {"compute", "optimizer"} <= row["busy"].keys()
         # With clipping the first step's updates come in the second, and nothing else need move.
         assert "ssd" in row["busy"] or number == 0 or more == ("--no-overlap",)
         assert all(0 < share <= 1.0001 for share in row["busy"].values())

@@ -335,7 +335,7 @@ _NOTHING = torch.empty(0)
 @dataclass
 class SavedOps:
     """Results of one slice of one call. `tensors` are flat and contiguous; what is taken with
-    `export`, to another tier say, must come back with `adopt` before backward."""
+    `hand_over`, to another tier say, must come back with `adopt` before backward."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     lost: str = ""  # why the slice has to be recomputed in full
@@ -346,17 +346,17 @@ class SavedOps:
 
     @property
     def count(self) -> int:
-        """Of the tensors that `export` gives and `adopt` takes."""
+        """Of the tensors that `hand_over` gives and `adopt` takes."""
         return 0 if self.lost else len(self._sizes)
 
-    def export(self) -> list[torch.Tensor]:
+    def hand_over(self) -> list[torch.Tensor]:
         """Hands the tensors over; none, if there is nothing that backward can use."""
         self.check()
         taken, self.tensors, self._versions = self.tensors, [], []
         return taken
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes tensors of the values that `export` gave."""
+        """Takes tensors of the values that `hand_over` gave."""
         found = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         if found != self._sizes and not (self.lost and not tensors):
             raise LohanError(

@@ -91,11 +91,11 @@ class TrainState:
         scale, clean = self.loss_scale, self.clean_updates + 1
         if scaled and clean == GROWTH_INTERVAL:
             scale, clean = min(scale * 2, LARGEST_SCALE), 0
-        skipped = dict(self.missed_updates)
-        skipped |= {name: skipped.get(name, 0) + 1 for name in absent}
+        missed = dict(self.missed_updates)
+        missed |= {name: missed.get(name, 0) + 1 for name in absent}
         return replace(
             self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
-            clean_updates=clean, missed_updates=skipped,
+            clean_updates=clean, missed_updates=missed,
         )  # fmt: skip
 
     def overflowed(self) -> TrainState:
@@ -445,7 +445,10 @@ def create_store(
     ranks = process_group.ranks
     own = ranks.shards(blocks).groups
     layout = regions(
-        own, state_format=state_format, chunk_params=plan.chunk_params, gradients=plan.defers_all
+        own,
+        state_format=state_format,
+        chunk_params=plan.chunk_params,
+        gradients=plan.needs_all_gradients,
     )
     barrier = process_group.barrier if ranks.several else None
     store = Store.create(dirs, layout, durability=durability, engine=engine, barrier=barrier)

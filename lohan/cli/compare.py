@@ -22,7 +22,7 @@ from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, PolicyResult, policy, run, with_choices
 from lohan.util.display import echo
 from lohan.util.files import OutputFile
-from lohan.util.trace import LANES, public_key, trace_output
+from lohan.util.trace import LANES, trace_output
 from lohan.util.units import format_bytes
 
 # -- One question for every policy by name, `auto` included: what does it do on this machine? ------
@@ -133,7 +133,7 @@ def describe_simulation(made: dict[str, Any]) -> list[str]:
         return [*lines, "does not fit", made["reason"]]
     lines += [f"step      {made['step_s']:.2f} s", f"tokens/s  {made['tokens_per_s']:,.1f}", ""]
     for lane in LANES:
-        share = made["lane_busy_s"].get(public_key(lane), 0.0) / made["step_s"]
+        share = made["lane_busy_s"].get(lane, 0.0) / made["step_s"]
         if lane == "net" and not share:
             continue
         lines.append(

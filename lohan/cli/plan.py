@@ -34,7 +34,7 @@ from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.display import echo
 from lohan.util.files import json_object
-from lohan.util.trace import LANE_NAMES, LANES, by_public_key, public_key
+from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
 
 WIDTH = 100
@@ -126,7 +126,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     """What the planner decided, by name."""
     plan, rows = made.plan, made.workload.batch
     trained = len(made.blocks.trained)
-    held = trained if plan.defers_all else len(plan.deferred)
+    held = trained if plan.needs_all_gradients else len(plan.deferred)
     moving = [group for group in made.blocks.groups if not group.resident]
     width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
@@ -215,7 +215,7 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
-    if plan.update_mode == "serial" or (plan.defers_all and not plan.overlap):
+    if plan.update_mode == "serial" or (plan.needs_all_gradients and not plan.overlap):
         return f"{plan.update_mode}: all {groups} groups after backward"
     if plan.may_speculate(two_generations=two_generations) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled_gradients else "updated again"
@@ -227,7 +227,7 @@ def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
         )
     if plan.may_speculate(two_generations=two_generations):
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
-    if plan.defers_all:
+    if plan.needs_all_gradients:
         scaled = plan.block_clip or not plan.clip
         why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
         return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
@@ -330,8 +330,8 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "step_s_clipped": None if clipped is None else clipped.step_s,
             "tokens_per_s_clipped": None if clipped is None else clipped.tokens_per_s,
             "total_s": None if steps is None else steps * foreseen.step_s,
-            "lane_busy_s": by_public_key(foreseen.busy_s),
-            "binding_lane": public_key(foreseen.binding),
+            "lane_busy_s": foreseen.busy_s,
+            "binding_lane": foreseen.binding,
             "step_s_without_binding_lane": made.without_binding_s,
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,

@@ -27,7 +27,7 @@ Forward
    reads `.logits`.
 
 Backward
- 6 [caller] loss.backward(): the first backward of ours calls Executor.enter_backward, which queues
+ 6 [caller] loss.backward(): every block's calls Executor.enter_backward, of which the first queues
    on_backward_done as autograd's callback and enqueues all of backward if its order is known.
  7 [ssd R, I; h2d L, V; net A] Weights that were evicted, and activations, come back.
  8 [caller B] BlockRunner.backward: SlicedCompute recomputes what was not saved and runs autograd.
@@ -47,18 +47,20 @@ A gradient
    that. Squares of resident parameters, and of groups that backward did not reach, the caller sums.
 
 The optimizer
- 9 [ssd S] A chunk of state into the state ring: moments; the master weights where weights are fp16,
-   what bf16 rounds off of them, nothing more where they are fp32; a moving average if asked for.
+ 9 [ssd S] A chunk of state into the state ring: moments; also master weights (fp16) or the bits
+   that bf16 rounds off (bf16); also the moving average, if there is one.
 10 [optimizer U] update_chunk: state in place, new weights into the host slot; the gradient is
    freed, or held until the step is accepted.
-   In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
-   some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
-   waiting for the norm if every step is committed, while few steps are clipped (`Clipping` has
-   all conditions; the first step of a start or of a new plan always waits); else gradients are
-   held until it is known, and updates run in the next forward, each before its block. Where reads
-   are cheap some updates are made twice: in forward for the weights alone, and in the backward
-   after it once more, from the same state, for what is written.
-   `serial` updates before backward returns.
+   When updates run:
+     without clipping      in backward, as soon as a gradient is there; `balanced` defers some
+     with it, or fp16      all in backward, speculatively, if every step is committed and few are
+                           clipped (`Clipping` has all conditions; the first step of a start or of
+                           a new plan waits)
+     otherwise             gradients are held until the norm is known, and updates run in the next
+                           forward, each before its block. Where reads are cheap some are made
+                           twice: there for the weights alone, and in the backward after it once
+                           more, from the same state, for what is written
+     `serial`              before backward returns
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step

@@ -388,7 +388,7 @@ def _device_parts(
     offload = DeviceActivationOffload(
         device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
     )
-    gradient_offload = GradientOffload(device, waiting, norms=len(context.blocks.groups))
+    gradient_offload = GradientOffload(device, waiting, groups=len(context.blocks.groups))
     return DeviceParts(slots, gradient_offload, offload)
 
 

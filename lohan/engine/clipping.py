@@ -71,12 +71,12 @@ class Clipping:
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
-        # Of the last step: clipped, speculated and redone, or clipped_blocks.
+        # Of the last step: clipped, speculated and rolled_back, or clipped_blocks.
         self.counts: dict[str, int] = {}
 
     @property
-    def clipped(self) -> bool:
-        """Whether the last step was."""
+    def over_limit(self) -> bool:
+        """Whether the norm of the last step was, or has left the range of fp16."""
         return bool(self._clipped) and self._clipped[-1]
 
     @property
@@ -89,7 +89,7 @@ class Clipping:
         """Of updates that do not wait for the norm: 1, but for a step that is rerun."""
         return 1.0 if self._known is None else self._known.clip_factor
 
-    def speculates(self, *, repeatable: bool) -> bool:
+    def updates_in_backward(self, *, repeatable: bool) -> bool:
         """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
         a step that is rerun finds what it found."""
         able = self._possible and (self.all_held_in_memory or repeatable)
@@ -101,14 +101,16 @@ class Clipping:
         """Backward has ended. `divisor`: what unscales gradients (loss scale, ranks that they are
         the mean over). `unsummed`: groups without the sum of their squares.
         Returns the factor of updates that have waited, or None if a gradient has left the range of
-        fp16, so that the step must be skipped. Updates that did not wait for the norm count if the
-        factor is 1; else they are rolled back, and with their gradients gone the step must be
+        fp16, so that the step must be skipped. Updates that ran early are accepted if the factor is
+        1. Otherwise they are rolled back and, if their gradients were not kept, the step must be
         rerun."""
         if not self._plan.needs_norm:
             return 1.0
-        speculated, known = self._scheduler.speculated, self._known
+        speculated, known = self._scheduler.updates_in_backward, self._known
         norm = self._norm(divisor, unsummed)
-        if not self._plan.defers_all:  # no update waits for more than the norm of its own group
+        if (
+            not self._plan.needs_all_gradients
+        ):  # no update waits for more than the norm of its own group
             self.norm = norm
             return 1.0
         if known is not None:
@@ -124,8 +126,8 @@ class Clipping:
         if self._plan.clip > self._plan.block_clip:
             self.counts["clipped"] = int(clipped and factor is not None)
         if self._possible:
-            redone = int(speculated and clipped)
-            self.counts |= {"speculated": int(speculated), "redone": redone}
+            rolled_back = int(speculated and clipped)
+            self.counts |= {"speculated": int(speculated), "rolled_back": rolled_back}
         if speculated and not clipped:
             self._runner.accept_updates()
         elif speculated:

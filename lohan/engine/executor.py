@@ -319,9 +319,9 @@ class Executor:
             self.runner.pending.squares = {}
             self.scheduler.schedule_backward(
                 self._scalars(self.clipping.known_factor), whole=whole,
-                speculate=self.clipping.speculates(repeatable=self.buffers.unchanged),
+                speculate=self.clipping.updates_in_backward(repeatable=self.buffers.unchanged),
             )  # fmt: skip
-            if self.scheduler.speculated and self.clipping.all_held_in_memory:
+            if self.scheduler.updates_in_backward and self.clipping.all_held_in_memory:
                 self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
@@ -414,7 +414,7 @@ class Executor:
             next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
                 self.runner.steps_to_end.append((meta, commits))
-            self.scheduler.schedule_next_forward(scalars)
+            self.scheduler.close_step(scalars)
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
             self.scheduler.commits = next_commits

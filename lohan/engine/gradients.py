@@ -184,12 +184,12 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
 
 class GradientOffload:
     """Gradients from the device to host memory: into buffers that are used again. `limit`: in
-    bytes, what they may take before unused ones are freed for new ones. `norms`: so many groups
+    bytes, what they may take before unused ones are freed for new ones. `groups`: so many
     come with the sum of their squares."""
 
-    def __init__(self, device: Device, limit: int, *, norms: int = 0) -> None:
+    def __init__(self, device: Device, limit: int, *, groups: int = 0) -> None:
         self._device, self._limit = device, limit
-        memory = device.host_memory(max(1, norms) * DOUBLE)
+        memory = device.host_memory(max(1, groups) * DOUBLE)
         self._squares = torch.from_numpy(memory).view(torch.float64)
         self._resting: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}  # by number of group
@@ -390,31 +390,30 @@ class GradientCollector:
             self._leaves[id(weight)] = weight, leaf
         return leaf
 
-    def finish(self, number: int) -> None:
+    def finish(self, site: int) -> None:
         """A site's backward is over: hands over the groups for which it was the last. What waits
         for an earlier block leaves the device meanwhile, unless ranks are to reduce it there."""
-        keys = self._blocks.sites[number].groups
+        keys = self._blocks.sites[site].groups
         over = [key for key in keys if self.sink.end_use(key)]
         if self._offload is not None and not self._collectives.process_group.several:
             for key in keys:
                 if key not in over:
-                    group = self._numbers[key]
-                    own = self._blocks.groups[group]
-                    self._offload.set_aside(group, own, self.sink.take(key))
+                    group = self._blocks.by_key[key]
+                    self._offload.set_aside(self._numbers[key], group, self.sink.take(key))
         finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
         if self.accumulated is not None:
-            for group in finished:
-                self.accumulated.add(group, self.sink.take(self._blocks.groups[group].key))
-            self._scheduler.end_backward(number, ())
+            for number in finished:
+                self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
+            self._scheduler.end_backward(site, ())
             return
         scheduled = self._scheduler.last_use_groups()
         handed = finished if scheduled is None else scheduled
         there = self._pending.ready_for_update if self._offload is None else self._pending.on_device
-        for group in handed:
-            grads = there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
-            self._seen[group] = frozenset(grads)
-            self._pending.squares_on_device[group] = self._sum_squares(grads)
-        self._scheduler.end_backward(number, handed)
+        for number in handed:
+            grads = there[number] = self._rounded(self.sink.take(self._blocks.groups[number].key))
+            self._seen[number] = frozenset(grads)
+            self._pending.squares_on_device[number] = self._sum_squares(grads)
+        self._scheduler.end_backward(site, handed)
 
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """On the device, where something needs the norm; ranks take it of what they have summed."""
@@ -680,10 +679,10 @@ class StepCollectives:
 
     def all_reduce_squares(self, own: float, torch_device: torch.device) -> float:
         """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
-        group = self.process_group
-        every = torch.zeros(group.world, dtype=torch.float64, device=torch_device)
-        every[group.rank] = own
-        group.all_gather_into(every, every[group.rank : group.rank + 1])
+        process_group, rank = self.process_group, self.process_group.rank
+        every = torch.zeros(process_group.world, dtype=torch.float64, device=torch_device)
+        every[rank] = own
+        process_group.all_gather_into(every, every[rank : rank + 1])
         return math.fsum(every.tolist())
 
     def reduce_scatter_host(

@@ -503,7 +503,7 @@ class _HeadFunction(torch.autograd.Function):
             d_hidden, ctx.d_hidden = ctx.d_hidden, None
             scale_(d_hidden, factor)
             if head.wrapped is not None:
-                ctx.uses.consume(executor, "the head")
+                ctx.uses.claim(executor, "the head")
                 executor.collector.fetch_aside(ctx.grads)
                 for key, grads in ctx.grads.items():
                     executor.collector.sink.add_scaled(key, grads, factor=factor)

@@ -172,7 +172,7 @@ class ActivationSpill(ActivationHooks):
             call.evict_inputs()
             for saved in call.saved_ops:
                 if saved is not None:
-                    saved.export()
+                    saved.hand_over()
 
     def read(self, site: int, buffer: int) -> Iterator[Ticket]:
         """I: submits the reads of what `write` wrote, unless nothing needs it any more."""
@@ -292,7 +292,7 @@ class DeviceActivationOffload(ActivationHooks):
         if own is None:
             return
         saved, number, buffer = call.saved_ops[-1], len(own.slices), len(own.slices) % BUFFERS
-        tensors = saved.export() if saved is not None else []
+        tensors = saved.hand_over() if saved is not None else []
         pack = self._pack(site, number, tensors, own.used)
         if not tensors or not self._fits(site, own, pack):
             if tensors:

@@ -587,7 +587,7 @@ class Replanner:
         plan, machine = self._session.plan, self._machine
         if machine is None or not plan.norm_gates_updates or not plan.clip:
             return None
-        self._clipped.append(self._session.executor.clipping.clipped)
+        self._clipped.append(self._session.executor.clipping.over_limit)
         every = all(self._clipped)
         if len(self._clipped) < RECENT or any(self._clipped) is not every:
             return None

@@ -173,7 +173,7 @@ class Uses:
         for key in site.groups:
             executor.collector.sink.expect(key)
 
-    def consume(self, executor: Executor, name: str) -> None:
+    def claim(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
@@ -216,7 +216,7 @@ class _BlockFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         wrapped, call = ctx.wrapped, ctx.call
-        ctx.uses.consume(wrapped.executor, wrapped.site.name)
+        ctx.uses.claim(wrapped.executor, wrapped.site.name)
         with wrapped.executor.guarded():
             wrapped.executor.enter_backward()
             inputs = wrapped.executor.block_runner.backward(wrapped, call, grads)

@@ -81,8 +81,9 @@ class Plan:
     ledger: tuple[LedgerEntry, ...] = ()
 
     @property
-    def defers_all(self) -> bool:
-        """No update may run before all gradients are known, or before backward has ended."""
+    def needs_all_gradients(self) -> bool:
+        """An update counts only when all gradients are known, or backward has ended. It may run
+        earlier where the plan `may_speculate`."""
         return self.clip > self.block_clip or self.dtype == "fp16" or self.update_mode == "serial"
 
     @property
@@ -93,7 +94,7 @@ class Plan:
     @property
     def needs_norm(self) -> bool:
         """Of all gradients, or of each group's."""
-        return self.defers_all or self.block_clip > 0
+        return self.needs_all_gradients or self.block_clip > 0
 
     def may_speculate(self, *, two_generations: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are rolled back if it is, with
@@ -106,7 +107,7 @@ class Plan:
     @property
     def norm_gates_updates(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
-        return self.defers_all and self.overlap and self.update_mode != "serial"
+        return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
 
     def always_waits(self, *, two_generations: bool, every_clipped: bool = False) -> bool:
         """All updates of every step run in the next forward: between two commits, or if every step

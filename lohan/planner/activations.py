@@ -65,7 +65,7 @@ def choose(
     times: fewer bytes kept."""
     pricer = _Pricer(profile, memory, workload, plan, limit, two_generations, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
-    if plan.defers_all:
+    if plan.needs_all_gradients:
         shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
@@ -137,14 +137,14 @@ class _Pricer:
         fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
-        spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
+        spilled = max(0.0, waiting - free) if plan.needs_all_gradients else 0.0
         in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
         if in_memory.may_speculate(
             two_generations=self.two_generations
         ):  # steps that are not clipped count
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
-        if not plan.defers_all and waiting > free:
+        if not plan.needs_all_gradients and waiting > free:
             share, waiting = free / (trained * width), free
         free = max(0.0, free - waiting)
         weights = min(free, n * fmt.weight_bytes)

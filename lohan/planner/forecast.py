@@ -201,7 +201,7 @@ def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
     """What a commit writes that steps between two of them do not."""
     cached = set(spec.host_cached_weights)
     params = sum(work.chunk(*key) for key in spec.host_cached_state if key[0] in cached)
-    return params * (work.layout.state + work.layout.weight)
+    return params * (work.per_parameter.state + work.per_parameter.weight)
 
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
@@ -270,7 +270,7 @@ def step_work(
     return StepWork(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
         chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
-        layout=BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes,
+        per_parameter=BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes,
                       gradient=memory.gradient_width, update=fmt.update_cost,
                       rounding_s=fmt.rounding_s),
     )  # fmt: skip
@@ -291,7 +291,7 @@ def profile_of_step(
     rates. `device_bytes`: of a device with a memory of its own, whose link is measured too."""
     seconds: dict[str, float] = {}
     linked = {"L": 0.0, "D": 0.0}  # bytes of weights and gradients over the link
-    per_parameter = {"L": work.layout.weight, "D": work.layout.gradient}
+    per_parameter = {"L": work.per_parameter.weight, "D": work.per_parameter.gradient}
     updated = 0.0  # parameters, as if by AdamW
     for span in spans:
         kind, rest = span.name[0], span.name[1:]
@@ -299,7 +299,7 @@ def profile_of_step(
         seconds[site] = seconds.get(site, 0.0) + span.stop_s - span.start_s
         if kind == "U":
             group, chunk = rest.split(".")
-            updated += work.chunk(int(group), int(chunk)) * work.layout.update
+            updated += work.chunk(int(group), int(chunk)) * work.per_parameter.update
         elif kind in linked:
             linked[kind] += work.groups[int(rest)] * per_parameter[kind]
     blocks = [site for site in work.sites if not site.head]

@@ -650,7 +650,7 @@ class MemoryModel:
             once = frozen * self.state_format.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
         # A store is made with room for all of them if they are held: a later plan may spill more.
-        room = plan.defers_all if self._held_on_ssd is None else self._held_on_ssd
+        room = plan.needs_all_gradients if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
         if plan.spilled_sites:
@@ -698,7 +698,7 @@ class MemoryModel:
 
     def _held(self, plan: Plan) -> set[str]:
         """Groups whose gradients wait in memory for the next forward."""
-        if plan.defers_all:
+        if plan.needs_all_gradients:
             return {group.key for group in self.trained} - set(plan.spilled_gradients)
         return set(plan.deferred)
 

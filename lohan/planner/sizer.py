@@ -140,7 +140,7 @@ class GreedyFill:
 def _spreads(plan: Plan) -> bool:
     """All updates wait for the next forward, in every step: if what stays in memory is spread over
     the model, forward never waits for many chunks in a row."""
-    return plan.commits_by_interval and plan.defers_all
+    return plan.commits_by_interval and plan.needs_all_gradients
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Sizer:
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying, world=options.world,
         )  # fmt: skip
-        if plan.defers_all:
+        if plan.needs_all_gradients:
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
             )
@@ -300,7 +300,7 @@ class Sizer:
         if kept is None:
             kept = choice.kept if choice else ()
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
-        if plan.defers_all:
+        if plan.needs_all_gradients:
             plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.update_mode == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)

@@ -32,7 +32,6 @@ from lohan.schedule.simulate import (
     simulate,
 )
 from lohan.schedule.steps import ExecutionOrder, steps
-from lohan.util.trace import by_public_key
 from lohan.util.units import format_bytes
 
 # -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
@@ -589,7 +588,7 @@ class PolicyCosts(ActionCosts):
         return size / self._profile.device_rate if self._profile.device_rate else 0.0
 
     def _moving_s(self, action: Action) -> float:
-        work, layout, profile = self._work, self._work.layout, self._profile
+        work, layout, profile = self._work, self._work.per_parameter, self._profile
         if action.chunk >= 0:
             numel = work.chunk(action.index, action.chunk)
             if action.kind == Op.UPDATE:
@@ -625,7 +624,7 @@ class PolicyResult:
         made: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
         numbers: dict[str, Any] = {
             "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
-            "lane_busy_s": by_public_key(self.lane_busy_s), "kept_bytes": self.kept_bytes,
+            "lane_busy_s": self.lane_busy_s, "kept_bytes": self.kept_bytes,
         }  # fmt: skip
         made |= {name: value if self.feasible else None for name, value in numbers.items()}
         return {**made, "peak_bytes": self.peak_bytes}
@@ -722,7 +721,7 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)
     spec = spec_of(policy, model, chunk_sizes, sites, gpus=profile.gpus, spill_gradients=on_ssd)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, layout=policy.layout,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, per_parameter=policy.layout,
         chunk_sizes=chunk_sizes,
     )  # fmt: skip
     phases: list[Schedule] = []

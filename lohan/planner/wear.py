@@ -70,7 +70,7 @@ def choose_commit_interval(
 def adds_much(plan: Plan, made: Forecast) -> bool:
     """Whether writing what stays in memory takes more than little of the bytes of a step, and so of
     its time; `made`: what a plan does that writes it in every step."""
-    layout, stays = made.work.layout, sum(weights_too(plan))
+    layout, stays = made.work.per_parameter, sum(weights_too(plan))
     added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
     return added > SLOWER * made.written_bytes
 
@@ -204,7 +204,7 @@ def _candidates(
     if plan.spilled_sites and options.activations == "holistic":
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
-    state = sum(work.groups) * (work.layout.state + work.layout.weight) * plan.world
+    state = sum(work.groups) * (work.per_parameter.state + work.per_parameter.weight) * plan.world
     if plan.spilled_sites or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
         size = format_bytes(2 * host_bytes).replace(" ", "")
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"

@@ -221,7 +221,7 @@ class _Check:
             if match is None or match[1] not in LANE_OF or not self._exists(
                 match[1], int(match[2] or -1), int(match[3] or -1)
             ):  # fmt: skip
-                self.fail(action, f"waits for {wait}, which no schedule of this shape has")
+                self.fail(action, f"waits for {wait}, which no schedule of this spec has")
         sizes = self._sizes(action)
         least = len(sizes)
         if action.kind == Op.FORWARD:  # without training nothing is kept

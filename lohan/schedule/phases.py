@@ -107,7 +107,7 @@ class Builder:
         self.behind = deque(buffers.behind)
         if not defer_writes:
             assert not self.second_updates
-            self.write(len(self.behind))
+            self.emit_left_writes(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
@@ -125,7 +125,7 @@ class Builder:
         self.out.append(action)
         return action.name
 
-    def write(self, count: int) -> None:
+    def emit_left_writes(self, count: int) -> None:
         """So many of the writes that the phase before left."""
         for _ in range(min(count, len(self.behind))):
             self.out.append(self.behind.popleft())
@@ -233,7 +233,7 @@ class Builder:
             else:
                 self.hold_slot(group, (name,))
 
-    def gradients(self, group: int, after: str, waits: Sequence[str] = ()) -> str:
+    def offload_gradients(self, group: int, after: str, waits: Sequence[str] = ()) -> str:
         """After what the gradients of a group are in host memory."""
         if not self.spec.device_slots:
             return after
@@ -408,9 +408,8 @@ def forward(
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `deferred` groups are left over from the step
     before, and each runs before its group is used; behind the last, with `end_step`, that step
-    ends. Where
-    all groups are deferred, forward waits for the drives and backward does not: chunks that stay in
-    memory are written during the backward that follows, and the step ends there. Updates of
+    ends. Where all groups are deferred, drives are the bottleneck of forward and idle in backward:
+    cached chunks are written during the backward that follows, and the step ends there. Updates of
     `updated_twice` groups only make weights here, and are made a second time and written there.
     Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
@@ -455,7 +454,7 @@ def forward(
         b.behind.append(b.end_step_action())
     b.forget({group for group, _ in b.second_updates})  # these take the weights of before
     if not (order and training):
-        b.write(len(b.behind))
+        b.emit_left_writes(len(b.behind))
     return b.result()
 
 
@@ -501,10 +500,10 @@ def backward(
         b.used(groups, name)
         reached.passed(groups)
         for group in last_use_groups[position]:
-            there = b.gradients(group, name, [*gradients.waits_to_copy, *written])
+            there = b.offload_gradients(group, name, [*gradients.waits_to_copy, *written])
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
             gradients.made(there, gone)
-        b.write(share)
+        b.emit_left_writes(share)
     second.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
@@ -526,7 +525,7 @@ def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, Bu
     b = Builder(spec, buffers, held_before=True, defer_writes=True)
     groups = {group for group, _ in b.second_updates}
     second = _SecondUpdates(b, ())
-    b.write(len(b.behind))
+    b.emit_left_writes(len(b.behind))
     second.finish()
     b.forget(groups)  # what uses them next waits for reads, not for updates
     return b.result()
@@ -699,7 +698,7 @@ def updates(
     if end:
         b.emit(Op.BACKWARD_DONE)
     for group in _trained(spec, groups):
-        there = after if end else b.gradients(group, after)
+        there = after if end else b.offload_gradients(group, after)
         if group in deferred:
             _hold(b, group, there)
             continue

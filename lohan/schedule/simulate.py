@@ -293,7 +293,7 @@ class StepWork:
     sites: tuple[SiteWork, ...]
     groups: tuple[int, ...]  # parameters
     chunk_params: int
-    layout: BytesPerParameter
+    per_parameter: BytesPerParameter
     chunk_sizes: tuple[tuple[int, ...], ...] = ()  # in parameters, where they are not equal
     joined: bool = False  # an entry is several chunks, each of which costs what an action does
     slices: int = 1  # micro-batches
@@ -327,7 +327,7 @@ class StepWork:
 
     def bus_bytes(self, phases: Iterable[Schedule]) -> float:
         """Of all these, through main memory, where the device has a memory of its own."""
-        each, moved = bus_bytes(self.layout), 0.0
+        each, moved = bus_bytes(self.per_parameter), 0.0
         parameters = dict.fromkeys(each, 0)
         for phase in phases:
             for kind, index, chunk, _, _, _ in phase:
@@ -343,10 +343,10 @@ class StepWork:
     def written(self, action: Action) -> float:
         """Bytes that an action writes to SSD."""
         if action.kind == Op.WRITE:
-            layout = self.layout
+            layout = self.per_parameter
             return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
         if action.kind == Op.SPILL_GRADIENTS:
-            return self.chunk(action.index, action.chunk) * self.layout.gradient
+            return self.chunk(action.index, action.chunk) * self.per_parameter.gradient
         return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
 
 
@@ -363,7 +363,7 @@ class ActionCosts:
         self._profile, self._work, self._lost = profile, work, lost or {}
         self.known: dict[str, float] = {}  # a name takes as long in every step
         self._alike: dict[tuple[Op, int], float] = {}  # as all chunks of a size
-        layout, others = work.layout, work.world - 1
+        layout, others = work.per_parameter, work.world - 1
         read, write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed
         mixed_read, mixed_write = mixed or read, mixed or write

@@ -62,7 +62,7 @@ def deferred_groups(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
     return tuple(
         number
         for number, group in enumerate(blocks.groups)
-        if not group.frozen and (plan.defers_all or group.key in plan.deferred)
+        if not group.frozen and (plan.needs_all_gradients or group.key in plan.deferred)
     )
 
 
@@ -153,12 +153,12 @@ def chain_of(
         if order.overlap:
             phases, buffers = _overlapped(spec, buffers, now, before)
         else:
-            phases, buffers = _plain(without_commit(spec, now.commits), buffers, now)
+            phases, buffers = _plain(spec_for_step(spec, now.commits), buffers, now)
         before = now
         yield phases
 
 
-def without_commit(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
+def spec_for_step(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
     """For a step that may not commit: then what stays in memory is not written."""
     return spec if commits else replace(spec, write_through=False)
 
@@ -169,9 +169,9 @@ def _overlapped(
     """A step, and what the one `before` it left to its forward."""
     left = before.deferred_to_forward if before is not None else ()
     ends = bool(left) or (before is not None and before.speculates)
-    earlier = without_commit(spec, before is None or before.commits)
+    earlier = spec_for_step(spec, before is None or before.commits)
     forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, end_step=ends)
-    spec = without_commit(spec, order.commits)
+    spec = spec_for_step(spec, order.commits)
     late: Schedule = ()
     if buffers.second_updates and order.speculates:  # its updates are of the step itself
         late, buffers = sched.write_behind(spec, buffers)

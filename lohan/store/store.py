@@ -586,8 +586,8 @@ class Store:
         (None keeps the present one). `advance=False` commits new meta only.
 
         durability "step": durable when it returns. durability "checkpoint": a step counts in
-        memory only; `clean=True` makes the state durable and whole on disk. There a chunk that the
-        step did not write keeps its bytes: the caller holds its new ones and writes them in time.
+        memory only; `clean=True` makes the state durable and whole on disk. There chunks
+        that were not written keep their old bytes; the caller writes its newer ones before that.
         """
         with self._lock:
             self._check_usable()

@@ -48,7 +48,7 @@ from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
 from lohan.store.io_engine import aligned_buffer, open_engine
-from lohan.util.trace import Span, busy_s, by_public_key, public_key
+from lohan.util.trace import Span, busy_s
 from lohan.util.units import GiB, KiB, MiB, format_bytes
 
 NO_CARDS = ("software", "trial")  # how the name of a device begins that is none
@@ -509,11 +509,11 @@ def training(bench: Bench) -> CheckResult:
     return CheckResult(figures, {
         "parameters": parameters, "tokens": batches[0]["input_ids"].numel(), "seq": seq,
         "losses": losses, "plain_losses": wanted, "steps_s": steps_s,
-        "forecast_s": made.step_s, "forecast_lanes_s": by_public_key(made.busy_s),
-        "binding": public_key(made.binding),
+        "forecast_s": made.step_s, "forecast_lanes_s": made.busy_s,
+        "binding": made.binding,
         "device_busy": share, "profile": asdict(rates),
         "last_step": [
-            (public_key(s.lane), s.name, s.start_s - start, s.stop_s - start) for s in spans[:4000]
+            (s.lane, s.name, s.start_s - start, s.stop_s - start) for s in spans[:4000]
         ],
     })  # fmt: skip
 

@@ -34,7 +34,7 @@ from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered
 from lohan.util.files import WrongType, checked, load_json
 from lohan.util.system import drives_of
-from lohan.util.trace import LANE_NAMES, LANES, public_key, trace_object, trace_output
+from lohan.util.trace import LANE_NAMES, LANES, by_lane, trace_object, trace_output
 from lohan.util.units import GiB, counted, format_bytes, format_seconds
 
 # -- HTML in small pieces. What comes from a run is escaped here and nowhere else ------------------
@@ -166,7 +166,7 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
         named = {"name": f"rank {rank}"}
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": named})
         for lane, row in sorted({(span.lane, span.row) for span in spans}):
-            title = public_key(LANES[lane]) + (f" +{row}" if row else "")
+            title = LANES[lane] + (f" +{row}" if row else "")
             events.append(
                 {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane * ROWS + row,
                  "args": {"name": title}}
@@ -317,8 +317,7 @@ def measured_lanes(run: RunRecord) -> dict[str, float]:
     rows = run.steady
     found = {}
     for lane in LANES:
-        key = public_key(lane)
-        seconds = [row.get("busy", {}).get(key, 0.0) * row["step_s"] for row in rows]
+        seconds = [by_lane(row.get("busy", {})).get(lane, 0.0) * row["step_s"] for row in rows]
         if any(seconds):
             found[lane] = statistics.median(seconds)
     return found
@@ -497,7 +496,7 @@ def lanes_card(run: RunRecord, advice: Advice) -> str:
     lines = [_advice(advice, measured, step_s)]
     rows = []
     for lane in LANES:
-        wanted = promise.get("lane_s", {}).get(public_key(lane), 0.0)
+        wanted = by_lane(promise.get("lane_s", {})).get(lane, 0.0)
         if lane in measured or wanted:
             rows.append(_lane_row(lane, wanted if promise else None, measured.get(lane, 0.0),
                                   max(step_s, promise.get("step_s", 0.0))))  # fmt: skip

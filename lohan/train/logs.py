@@ -23,7 +23,7 @@ from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
 from lohan.util.system import rss_bytes, total_memory_bytes
-from lohan.util.trace import Span, Trace, busy_s, by_public_key, public_key
+from lohan.util.trace import Span, Trace, busy_s
 
 # -- What a run writes down about itself for `lohan report`, in RUN/journal.jsonl ------------------
 #
@@ -118,7 +118,7 @@ class NullJournal:
 
 def figures(made: Forecast) -> dict[str, Any]:
     return {
-        "step_s": made.step_s, "lane_s": by_public_key(made.busy_s), "tokens": made.tokens,
+        "step_s": made.step_s, "lane_s": made.busy_s, "tokens": made.tokens,
         "written_bytes": made.written_bytes,
     }  # fmt: skip
 
@@ -238,9 +238,9 @@ class HasCounters(Protocol):
 class Meter:
     """Runs from the moment it is made."""
 
-    def __init__(self, store: HasCounters, trace: Trace) -> None:
-        self._store, self._trace = store, trace
-        self._start_s, self._before = time.perf_counter(), store.counters
+    def __init__(self, moved: HasCounters, trace: Trace) -> None:
+        self._moved, self._trace = moved, trace
+        self._start_s, self._before = time.perf_counter(), moved.counters
         self._aside_s, self._aside_read = 0.0, 0
         self.spans: list[Span] = []  # of the last row
         self._spans: list[Span] = []  # of the row to come, from before what was put aside
@@ -248,7 +248,7 @@ class Meter:
 
     def row(self, *, tokens: int) -> dict[str, Any]:
         """What was measured since the last row."""
-        stop, after = time.perf_counter(), self._store.counters
+        stop, after = time.perf_counter(), self._moved.counters
         self.spans, self._spans = [*self._spans, *self._trace.take_step()], []
         busy = busy_s(self.spans, self._start_s, stop)
         step_s = stop - self._start_s - self._aside_s
@@ -258,8 +258,8 @@ class Meter:
             "rss_bytes": rss_bytes(),
             "ssd_read_bytes": after.bytes_read - self._before.bytes_read - self._aside_read,
             "ssd_written_bytes": after.bytes_written - self._before.bytes_written,
-            "busy": {public_key(lane): round(s / step_s, 4) for lane, s in busy.items() if s},
-            "binding": public_key(max(busy, key=lambda lane: busy[lane])),
+            "busy": {lane: round(s / step_s, 4) for lane, s in busy.items() if s},
+            "binding": max(busy, key=lambda lane: busy[lane]),
         }
         self._start_s, self._before = stop, after
         self._aside_s, self._aside_read = 0.0, 0
@@ -269,9 +269,9 @@ class Meter:
     def aside(self) -> Iterator[None]:
         """For what is no part of a step, from idle lanes to idle lanes: copying a snapshot,
         an evaluation."""
-        start, before = time.perf_counter(), self._store.counters.bytes_read
+        start, before = time.perf_counter(), self._moved.counters.bytes_read
         self._spans += self._trace.take_step()
         yield
         self._trace.take_step()
         self._aside_s += time.perf_counter() - start
-        self._aside_read += self._store.counters.bytes_read - before
+        self._aside_read += self._moved.counters.bytes_read - before

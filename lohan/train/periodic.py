@@ -144,7 +144,8 @@ LARGEST = 1e15  # far beyond any loss or norm that could still be trained with
 
 
 def check_loss(loss: float, state: TrainState) -> None:
-    """Before backward. A loss of exactly zero may come of data learnt by heart, but not at once."""
+    """Of a step that is not committed. A loss of exactly zero may come of data learnt by heart, but
+    not at once."""
     if not math.isfinite(loss) or abs(loss) > LARGEST:
         raise _stopped("loss", loss, state.step)
     if loss == 0.0 and state.step == 0:

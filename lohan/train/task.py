@@ -250,7 +250,7 @@ class Share:
         executor = self.session.executor
         return (
             not self.session.process_group.several and executor.device.torch_device.type != "cpu"
-            and executor.spec.write_through and not executor.plan.commits_by_interval
+            and executor.store.durability == "step" and not executor.plan.commits_by_interval
         )  # fmt: skip
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lohan.util.trace import lane_of_key
 from lohan.util.units import clock, format_bytes
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ def fitted(parts: Sequence[str], width: int) -> list[str]:
 
 def busy_bars(busy: Mapping[str, float]) -> list[str]:
     """A bar for each lane that did anything: its share of the step."""
-    return [f"{lane_of_key(key)} {bar(share)} {100 * share:.0f} %" for key, share in busy.items()]
+    return [f"{lane} {bar(share)} {100 * share:.0f} %" for lane, share in busy.items()]
 
 
 def memory_bars(
@@ -246,7 +245,7 @@ def step_parts(row: dict[str, Any], *, lr: bool = False, memory: bool = True) ->
     if memory:
         parts.append(format_bytes(row["rss_bytes"]))
     if lane and lane in row.get("busy", {}):
-        parts.append(f"{lane_of_key(lane)} {100 * row['busy'][lane]:.0f} %")
+        parts.append(f"{lane} {100 * row['busy'][lane]:.0f} %")
     if row.get("skipped"):
         parts.append("skipped: overflow")
     return parts

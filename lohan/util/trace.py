@@ -19,23 +19,12 @@ LANES = tuple(LANE_NAMES)
 _WRITER = {"writer": "lohan"}  # by which a trace of ours is known
 
 
-# Two lanes have other keys in metrics, traces and what commands print, whatever device they are on.
-_PUBLIC_KEYS = {"compute": "gpu", "optimizer": "cpu"}
-_LANE_OF_KEY = {key: lane for lane, key in _PUBLIC_KEYS.items()}
+_FIRST_NAMES = {"gpu": "compute", "cpu": "optimizer"}  # in files of earlier runs
 
 
-def public_key(lane: str) -> str:
-    """By which a lane is known in files and in what commands print."""
-    return _PUBLIC_KEYS.get(lane, lane)
-
-
-def by_public_key(values: Mapping[str, float]) -> dict[str, float]:
-    return {public_key(lane): value for lane, value in values.items()}
-
-
-def lane_of_key(key: str) -> str:
-    """The lane that `public_key` made this of."""
-    return _LANE_OF_KEY.get(key, key)
+def by_lane(values: Mapping[str, float]) -> dict[str, float]:
+    """Values of lanes in a file, which may have the first names of two of them."""
+    return {_FIRST_NAMES.get(key, key): value for key, value in values.items()}
 
 
 class Span(NamedTuple):
@@ -142,8 +131,7 @@ def chrome_trace(spans: list[Span]) -> dict[str, Any]:
         )
     for lane, rows in ends.items():
         for row in range(len(rows)):
-            key = public_key(lane)
-            name = key if row == 0 else f"{key} +{row}"
+            name = lane if row == 0 else f"{lane} +{row}"
             tid = LANES.index(lane) * 100 + row
             events.append(
                 {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}

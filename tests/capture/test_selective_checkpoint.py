@@ -74,7 +74,9 @@ def keeping(kind, choose, micro_batch=BATCH, **options):
 
 def moved(kept: SavedOps) -> None:
     """Through another tier and back, over whatever was there."""
-    kept.adopt([torch.cat([torch.ones_like(flat), flat])[flat.numel() :] for flat in kept.export()])
+    kept.adopt(
+        [torch.cat([torch.ones_like(flat), flat])[flat.numel() :] for flat in kept.hand_over()]
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
@@ -273,7 +275,7 @@ def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
     ):
         with torch.no_grad():
             _, kept = run_and_save(lambda it=other: it(x), save_plan)
-        assert kept.export() == []
+        assert kept.hand_over() == []
         kept.adopt([])
         with pytest.warns(RuntimeWarning, match=message):
             (out,) = recompute_with(lambda it=other: it(x), kept)
@@ -331,7 +333,7 @@ def test_tensors_must_come_back():
     save_plan = SavePlan(frozenset({("aten.mm.default", 0)}))
     with torch.no_grad():
         _, kept = run_and_save(lambda: block(torch.ones(4, 8)), save_plan)
-    taken = kept.export()
+    taken = kept.hand_over()
     assert [tensor.shape for tensor in taken] == [(32,)]
     with pytest.raises(LohanError, match="needs 1 saved results and has 0"):
         recompute_with(lambda: block(torch.ones(4, 8)), kept)

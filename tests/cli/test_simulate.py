@@ -25,7 +25,7 @@ def test_an_answer_for_programs(tmp_path):
     made = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, trace=file)
     assert json.loads(json.dumps(made)) == made
     assert made["feasible"] and made["tokens_per_s"] == pytest.approx(16384 / made["step_s"])
-    assert set(made["lane_busy_s"]) == {"gpu", "h2d", "d2h", "ssd", "cpu", "net"}
+    assert set(made["lane_busy_s"]) == {"compute", "h2d", "d2h", "ssd", "optimizer", "net"}
     assert set(made["peak_bytes"]) == {"device", "host", "ssd"}
     assert made["peak_bytes"]["ssd"] == 14 * GPT.parameters
     assert len(json.loads(file.read_text())["traceEvents"]) > 100

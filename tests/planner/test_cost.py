@@ -33,7 +33,7 @@ SITE = SiteWork(
 )
 WORK = StepWork(
     sites=(SITE,), groups=(10**9,), chunk_params=4 * 10**8,
-    layout=BytesPerParameter(weight=2.0, state=10.0, gradient=4.0),
+    per_parameter=BytesPerParameter(weight=2.0, state=10.0, gradient=4.0),
 )  # fmt: skip
 
 

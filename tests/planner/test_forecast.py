@@ -139,7 +139,7 @@ def test_bytes_through_main_memory_are_those_of_the_document():
 def test_the_forecast_counts_what_the_document_says():
     """Of parameters that lie on SSD."""
     found = on_device(drives=4, host_rate=7e10)
-    parts = step_bus_bytes(found.work.layout)
+    parts = step_bus_bytes(found.work.per_parameter)
     trained = sum(found.work.groups)
     moved = found.bus_s * 7e10 / trained
     assert moved == pytest.approx(sum(parts.values()), rel=0.2)

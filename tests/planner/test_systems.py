@@ -87,7 +87,7 @@ def test_ssd_bytes_of_a_step_are_those_of_the_paper():
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, layout=LOHAN.layout,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, per_parameter=LOHAN.layout,
         chunk_sizes=chunk_sizes,
     )  # fmt: skip
     *_, last = steps(spec, order_of(spec, "optimized"), 3)
@@ -132,7 +132,7 @@ def test_the_clock_adds_what_software_costs():
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, layout=LOHAN.layout,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, per_parameter=LOHAN.layout,
         chunk_sizes=chunk_sizes,
     )  # fmt: skip
     by_kind = {a.kind: a for p in steps(spec, order_of(spec, "optimized"), 1) for s in p.values()
