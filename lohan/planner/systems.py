@@ -721,8 +721,8 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)
     spec = spec_of(policy, model, chunk_sizes, sites, gpus=profile.gpus, spill_gradients=on_ssd)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, per_parameter=policy.layout,
-        chunk_sizes=chunk_sizes,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1,
+        per_parameter=policy.layout, chunk_sizes=chunk_sizes,
     )  # fmt: skip
     phases: list[Schedule] = []
     for phase_of in steps(spec, order_of(spec, policy.update_mode), STEPS):

@@ -87,8 +87,8 @@ def test_ssd_bytes_of_a_step_are_those_of_the_paper():
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, per_parameter=LOHAN.layout,
-        chunk_sizes=chunk_sizes,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1,
+        per_parameter=LOHAN.layout, chunk_sizes=chunk_sizes,
     )  # fmt: skip
     *_, last = steps(spec, order_of(spec, "optimized"), 3)
     count = {kind: 0.0 for kind in "RSW"}
@@ -132,8 +132,8 @@ def test_the_clock_adds_what_software_costs():
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, per_parameter=LOHAN.layout,
-        chunk_sizes=chunk_sizes,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1,
+        per_parameter=LOHAN.layout, chunk_sizes=chunk_sizes,
     )  # fmt: skip
     by_kind = {a.kind: a for p in steps(spec, order_of(spec, "optimized"), 1) for s in p.values()
                for a in s}  # fmt: skip
