@@ -682,7 +682,7 @@ def adapter_kinds(work: Path) -> list[Kind]:
     base.mkdir()
     (base / "config.json").write_text(json.dumps(CONFIG))
     config = load_config(base)
-    model = build_from_config(config, dtype=torch.float32).to_empty(device="optimizer")
+    model = build_from_config(config, dtype=torch.float32).to_empty(device="cpu")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(model, lora).save_pretrained(folder)
     settings = json.loads((folder / "adapter_config.json").read_text())

@@ -512,7 +512,7 @@ def test_a_call_without_that_submodule_is_recomputed_in_full():
 def test_a_run_leaves_the_last_projection_out(tmp_path):
     model = small_model("llama")
     with attached(model, tmp_path, activations="recompute") as session:
-        known = session.executor.block_runner.compute._early_stop._known
+        known = session.executor.block_runner.compute._skip_unneeded._known
         for batch in batches(3, batch=2, seq=8):
             loss_of(model, batch).backward()
         blocks = [n for n, s in enumerate(session.executor.blocks.sites) if "layers" in s.name]

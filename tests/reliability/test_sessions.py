@@ -211,7 +211,7 @@ def test_a_plan_that_cannot_be_followed(
     session = opened(tmp_path)
     go_on(session, until=2)
     with monkeypatch.context() as patch:
-        real, tries = session._run, 0
+        real, tries = session._make_executor, 0
 
         def run(plan: Any) -> Any:
             nonlocal tries
@@ -220,7 +220,7 @@ def test_a_plan_that_cannot_be_followed(
                 raise error
             return real(plan)
 
-        patch.setattr(session, "_run", run)
+        patch.setattr(session, "_make_executor", run)
         with pytest.raises(type(error)):
             session.follow(session.plan)
     if not for_good:

@@ -70,7 +70,7 @@ def test_the_trace_has_a_row_per_lane():
     timeline = simulate([from_text("R0@0 F0@0(R0) K0(F0)")], seconds)
     events = timeline.trace()["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert rows == {"ssd", "gpu", "d2h"}
+    assert rows == {"ssd", "compute", "d2h"}
     assert {event["name"] for event in events if event["ph"] == "X"} == {"R0", "F0", "K0"}
 
 

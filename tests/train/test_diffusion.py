@@ -198,7 +198,7 @@ def test_the_folder_of_a_transformer_alone(place, tmp_path):
 
 def examples(place: Path, kind: str, tmp_path: Path, **more: Any) -> diffusion.Noised:
     config = given(place, kind, tmp_path / "run", **more)
-    return open_inputs(RunFolder(tmp_path / "run"), config, Watch()).train
+    return open_inputs(RunFolder(tmp_path / "run"), config, Watch()).train_examples
 
 
 def latents(place: Path, kind: str) -> dict[str, np.ndarray]:

@@ -91,7 +91,7 @@ def test_the_ranks_of_a_run_share_the_batches_of_one(tmp_path: Path, world: int)
 
     alone, shared = opened(1), opened(world)
     for step in range(STEPS):
-        whole, batch = alone.train.batch(step, 7), shared.train.batch(step, 7)
+        whole, batch = alone.train_examples.batch(step, 7), shared.train_examples.batch(step, 7)
         spans = [ranks.rows(7) for ranks in RankInfo(0, world).all()]
         parts = [shared.task.part(batch, *span) for span in spans]
         assert [len(part["input_ids"]) for part in parts] == [b - a for a, b in spans]

@@ -182,10 +182,10 @@ def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
     config = settings(place / "masked", data, tmp_path / "run", train__seq=32)
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
     again = open_inputs(RunFolder(tmp_path / "run"), config, Watch(), resume=True)
-    assert len(inputs.train) == 24 + sum(-(-(50 + n) // 30) - 1 for n in range(24))
+    assert len(inputs.train_examples) == 24 + sum(-(-(50 + n) // 30) - 1 for n in range(24))
     chosen = masked = kept = other = seen = 0
     for step in range(40):
-        batch, same = inputs.train_examples.batch(step, 8), again.train.batch(step, 8)
+        batch, same = inputs.train_examples.batch(step, 8), again.train_examples.batch(step, 8)
         assert all(torch.equal(batch[name], same[name]) for name in batch)
         ids, labels = batch["input_ids"], batch["labels"]
         picked = labels != IGNORE
@@ -199,12 +199,14 @@ def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
         other += int(((ids[picked] != labels[picked]) & (ids[picked] != MASK)).sum())
     assert 0.12 < chosen / seen < 0.18
     assert 0.74 < masked / chosen < 0.86 and kept > 0 and other > 0
-    epoch = len(inputs.train)  # a batch of one: the same example, an epoch later, is masked anew
+    epoch = len(
+        inputs.train_examples
+    )  # a batch of one: the same example, an epoch later, is masked anew
     order = [inputs.train_examples.batch(step, 1)["labels"] for step in range(epoch)]
     later = [inputs.train_examples.batch(epoch + step, 1)["labels"] for step in range(epoch)]
     assert not any(torch.equal(a, b) for a in order[:5] for b in later if a.shape == b.shape)
     assert [b["input_ids"].tolist() for b in inputs.train_examples.passes(5)] == [
-        b["input_ids"].tolist() for b in again.train.passes(5)
+        b["input_ids"].tolist() for b in again.train_examples.passes(5)
     ]
 
 

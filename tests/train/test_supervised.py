@@ -131,7 +131,7 @@ def test_files_are_mixed_by_weight_and_tokenised_in_parallel(place, tmp_path, mo
 
     def opened(name: str) -> Any:
         config = settings(place / "sequence", files, tmp_path / name)
-        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train
+        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train_examples
 
     alone = opened("alone")
     assert alone.sources == (7, 3) and alone.about["cut"] == 3

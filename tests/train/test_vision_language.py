@@ -216,7 +216,7 @@ def test_processes_make_the_same_examples(place, tmp_path, monkeypatch):
 
     def opened(name: str) -> Any:
         config = settings(place / "llava", place / "data.jsonl", tmp_path / name, train__seq=128)
-        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train
+        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train_examples
 
     alone = opened("alone")
     monkeypatch.setattr("lohan.data.reading.TOGETHER", 2)
