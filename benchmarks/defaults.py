@@ -27,7 +27,7 @@ from typing import Any
 import reference
 from children import alternate
 from common import Report, median, note, parser_of, work_folder
-from emulated import SEQ, add_options, measure, measured_text, rates_text, slowed
+from emulated import SEQ, add_dtype, add_options, measure, measured_text, rates_text, slowed
 
 SERVER = "rtx4090"
 MODELS = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3-70b")
@@ -75,6 +75,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_options(parser)
+    add_dtype(parser)
     parser.set_defaults(
         batch_there=64, warmup=14, steps=4, seconds=4.0, hidden=256, layers=40, intermediate=640,
         heads=4,

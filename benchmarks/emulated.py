@@ -51,6 +51,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_options(parser)
+    add_dtype(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--rounds", type=int, default=1)
     return parser.parse_args()
@@ -64,14 +65,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         warmup=3, threads=1,
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32",
-        help="of weights and gradients; bf16, as there, where this CPU multiplies it quickly",
-    )  # fmt: skip
     parser.add_argument("--host", default="80MiB", help="main memory")
     parser.add_argument("--device-memory", type=int, default=512, help="MiB of the device")
     parser.add_argument("--batch-there", type=int, default=16, help="of the step that is copied")
     parser.add_argument("--seconds", type=float, default=8.0, help="about, of a step")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32",
+        help="of weights and gradients; bf16, as there, where this CPU multiplies it quickly",
+    )  # fmt: skip
 
 
 def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
@@ -96,7 +100,9 @@ def slowed(
     tokens = options.tokens / (options.batch_there * SEQ)
     return {
         "flops": flops * factor * tokens,
-        "link": machine.h2d * factor * (2 if options.dtype == "fp32" else 1),  # 16 bit there
+        "link": machine.h2d
+        * factor
+        * (1 if getattr(options, "dtype", "") == "bf16" else 2),  # 16 bit there
         "read": machine.ssd_read * factor,
         "write": machine.ssd_write * factor,
         "adam": machine.adam * factor,

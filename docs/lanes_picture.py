@@ -17,6 +17,7 @@ from pathlib import Path
 
 Span = tuple[str, str, float, float]  # lane, kind, start and end in seconds
 
+FIRST_NAMES = {"gpu": "compute", "cpu": "optimizer"}  # in traces of earlier runs
 LANES = {
     "ssd": "drives", "h2d": "link to the device", "compute": "compute",
     "d2h": "link to main memory", "optimizer": "optimizer",
@@ -33,7 +34,8 @@ LEFT, WIDTH, ROW, BAR, TOP = 150, 700, 34, 22, 34
 
 def read(path: Path) -> list[Span]:
     events = json.loads(path.read_text())["traceEvents"]
-    rows = {e["tid"]: e["args"]["name"].split()[0] for e in events if e["ph"] == "M"}
+    named = ((e["tid"], e["args"]["name"].split()[0]) for e in events if e["ph"] == "M")
+    rows = {tid: FIRST_NAMES.get(name, name) for tid, name in named}
     spans = [
         (rows[e["tid"]], e["name"][0], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
         for e in events

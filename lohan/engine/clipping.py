@@ -108,9 +108,7 @@ class Clipping:
             return 1.0
         speculated, known = self._scheduler.updates_in_backward, self._known
         norm = self._norm(divisor, unsummed)
-        if (
-            not self._plan.needs_all_gradients
-        ):  # no update waits for more than the norm of its own group
+        if not self._plan.needs_all_gradients:  # an update waits for the norm of its group at most
             self.norm = norm
             return 1.0
         if known is not None:

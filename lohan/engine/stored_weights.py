@@ -150,9 +150,10 @@ def redirect_to_store(session: Session, dtype: torch.dtype) -> None:
         setattr(model, name, method)
 
 
-def all_stored_weights_of(model: nn.Module) -> set[StoredWeights]:
-    found = {getattr(parameter, "stored_weights", None) for parameter in model.parameters()}
-    return {stored for stored in found if stored is not None}
+def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
+    """In the order of the model's parameters."""
+    found = [getattr(parameter, "stored_weights", None) for parameter in model.parameters()]
+    return [stored for stored in dict.fromkeys(found) if stored is not None]
 
 
 def taking_over(

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -319,27 +320,27 @@ ALIASES = {"grad_offload": "update_mode"}
 
 def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
     """By the names that settings have now."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = ALIASES.get(name, name)
-        if own in found:
-            raise ConfigError(f"{name} and {own} are two names of one setting; give one of them")
-        found[own] = value
-    return found
+    for old, name in ALIASES.items():
+        if old in given and name in given:
+            raise ConfigError(f"{old} and {name} are two names of one setting; give one of them")
+    return {ALIASES.get(name, name): value for name, value in given.items()}
 
 
 T = TypeVar("T")
 
 
 def with_aliases(cls: type[T]) -> type[T]:
-    """A class of keyword fields that takes their first names too."""
+    """A class of keyword fields that has their first names too; `dataclasses.replace` gives both."""
     own: Callable[..., None] = cls.__init__
 
     @wraps(own)
     def __init__(self: T, **given: Any) -> None:
-        own(self, **without_aliases(given))
+        first = {name: given.pop(old) for old, name in ALIASES.items() if old in given}
+        own(self, **given | first)
 
     setattr(cls, "__init__", __init__)  # noqa: B010
+    for old, name in ALIASES.items():
+        setattr(cls, old, property(attrgetter(name)))
     return cls
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import lohan
 from lohan.errors import ConfigError
+from lohan.hf.arguments import LohanArguments
 from tests.models import attached, batches, small_model
 
 
@@ -49,3 +52,12 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match="no keyword 'micro_batches'; it takes micro_batch"):
         attached(small_model("llama"), tmp_path, micro_batches=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_name_of_a_field():
+    """Of the policies and of the Trainer's arguments: given, read and replaced."""
+    for kind in (lohan.OffloadPolicy, LohanArguments):
+        made = kind(grad_offload="naive")
+        assert made == kind(update_mode="naive") and made.grad_offload == "naive"
+        assert replace(made, grad_offload="serial").update_mode == "serial"
+        assert replace(made, update_mode="serial").grad_offload == "serial"

@@ -79,7 +79,7 @@ def test_a_card_keeps_some_of_its_memory_for_itself():
     assert ledger["libraries and kernels"] == 512 * MiB
     assert ledger["page tables of pinned memory"] == 64 * GiB // 4096 * 8 == 128 * MiB
     assert sum(ledger.values()) <= 24 * GiB
-    desk = replace(asked.machine, device="optimizer", device_bytes=0, h2d=0.0, d2h=0.0)
+    desk = replace(asked.machine, device="cpu", device_bytes=0, h2d=0.0, d2h=0.0)
     here = plan_for_machine(replace(asked, machine=desk, batch=1))
     assert not {e.owner for e in here.plan.ledger} & set(CARD_OWNERS)
 
@@ -226,7 +226,7 @@ def with_room(asked, count, each):
 
 def test_activations_that_drives_have_no_room_for_are_not_kept():
     slow = Profile(
-        name="desk", device="optimizer", compute=((1.0, 1e11),), host_bytes=16 * GB, adam=1.5e9,
+        name="desk", device="cpu", compute=((1.0, 1e11),), host_bytes=16 * GB, adam=1.5e9,
         drives=(Drive(name="d", read=5e9, write=5e9),),
     )  # fmt: skip
     asked = replace(request("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
