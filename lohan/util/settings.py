@@ -330,7 +330,7 @@ T = TypeVar("T")
 
 
 def with_aliases(cls: type[T]) -> type[T]:
-    """A class of keyword fields that has their first names too; `dataclasses.replace` gives both."""
+    """A class of keyword fields that has their first names too (`replace` gives both)."""
     own: Callable[..., None] = cls.__init__
 
     @wraps(own)
