@@ -113,13 +113,13 @@ class OffloadPolicy:
     """What leaves memory, and what overlaps with compute. All of it changes speed only, but for
     the rounding of other micro-batches, of `grad_dtype` ("bf16" rounds sums of slices while they
     wait for their update: not PyTorch's result) and of `tiles`: so many tokens at a time in those
-    parts of a block that do not mix tokens, "auto" where a plan needs it to fit, or "off".
-    `activations` says
-    what blocks keep for backward: "holistic", what pays on a machine of this `profile`; "recompute"
-    (nothing but their inputs), "all", exact classes, or what another policy would keep ("static",
-    "capuchin", "checkmate", "g10"). `run_again`: the loop asks `session.must_run_again` after every
-    backward and, if so, runs the same batch again from the random state before it: then updates
-    need not wait for the norm where memory has no room for all gradients."""
+    parts of a block that do not mix tokens, "auto" where a plan needs it to fit or a GPU is
+    faster with it, or "off". `activations` says what blocks keep for backward: "holistic", what
+    pays on a machine of this `profile`; "recompute" (nothing but their inputs), "all", exact
+    classes, or what another policy would keep ("static", "capuchin", "checkmate", "g10").
+    `run_again`: the loop asks `session.must_run_again` after every backward and, if so, runs the
+    same batch again from the random state before it: then updates need not wait for the norm where
+    memory has no room for all gradients."""
 
     activations: str | Kept = "holistic"
     update_mode: str = "balanced"

@@ -221,7 +221,7 @@ class Dequantised:
 #
 # An update in backward finds its weights in the slot where backward used them; a later one may have
 # to read them again. A tensor that got no gradient this step keeps weights and state as they are,
-# as in PyTorch.
+# as in PyTorch; a moving average of it still moves.
 
 
 AVERAGED = 2**16  # parameters at a time, whose average moves

@@ -89,7 +89,7 @@ class Clipping:
         """Of updates that do not wait for the norm: 1, but for a step that is rerun."""
         return 1.0 if self._known is None else self._known.clip_factor
 
-    def updates_in_backward(self, *, repeatable: bool) -> bool:
+    def skips_norm_wait(self, *, repeatable: bool) -> bool:
         """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
         a step that is rerun finds what it found."""
         able = self._possible and (self.all_held_in_memory or repeatable)
@@ -106,7 +106,7 @@ class Clipping:
         rerun."""
         if not self._plan.needs_norm:
             return 1.0
-        speculated, known = self._scheduler.updates_in_backward, self._known
+        speculated, known = self._scheduler.skips_norm_wait, self._known
         norm = self._norm(divisor, unsummed)
         if not self._plan.needs_all_gradients:  # an update waits for the norm of its group at most
             self.norm = norm

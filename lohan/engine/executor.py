@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 #
 # Norms and loose vectors. Their groups have cached weight slots. The one that is trained is
 # updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
-# ones are views of their slot. Of several ranks each has a shard in its slot, and the caller
-# gathers them.
+# ones are views of their slot, or copies on a device. Of several ranks each has a shard in its
+# slot, and the caller gathers them.
 
 
 class Resident:
@@ -319,9 +319,9 @@ class Executor:
             self.runner.pending.squares = {}
             self.scheduler.schedule_backward(
                 self._scalars(self.clipping.known_factor), whole=whole,
-                speculate=self.clipping.updates_in_backward(repeatable=self.buffers.unchanged),
+                speculate=self.clipping.skips_norm_wait(repeatable=self.buffers.unchanged),
             )  # fmt: skip
-            if self.scheduler.updates_in_backward and self.clipping.all_held_in_memory:
+            if self.scheduler.skips_norm_wait and self.clipping.all_held_in_memory:
                 self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:

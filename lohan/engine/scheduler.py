@@ -43,9 +43,9 @@ class ActionScheduler:
     ) -> None:  # fmt: skip
         self._groups, self._spec, self._slots = groups, spec, slots
         self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
-        self._deferred = tuple(deferred)  # groups whose updates wait for the next forward
+        self._deferred = tuple(deferred)  # groups whose updates wait until backward has ended
         self._speculates = speculates
-        self.updates_in_backward = False  # in this step none of them waits
+        self.skips_norm_wait = False  # in this step, where there is a norm to wait for
         self._by_interval = by_interval  # commits
         self.commits = True  # this step does
         self._buffers = empty_buffers(spec)
@@ -134,7 +134,7 @@ class ActionScheduler:
     ) -> None:
         """Forward is over. A known order lets the whole backward be scheduled now, unless it is not
         the `whole` of its step, and updates in it, if it is to `speculate`."""
-        self._scalars, self.updates_in_backward = scalars, False
+        self._scalars, self.skips_norm_wait = scalars, False
         if self._lanes.expected() is not None:
             self.drain()  # sites that did not come this time
         known = self._known
@@ -143,7 +143,7 @@ class ActionScheduler:
         # group in its order is the last use in any order that begins like it.
         sure = known is not None and Counter(self._reached) == Counter(known.backward)
         if known is not None and sure and whole and known.forward == tuple(self._forward):
-            self._whole_phase, self.updates_in_backward = True, speculate
+            self._whole_phase, self.skips_norm_wait = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
             self._unreached = [group for group in range(len(self._groups)) if group not in used]
@@ -155,7 +155,7 @@ class ActionScheduler:
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
                 deferred=self._deferred_now, unreached=self._unreached,
-                speculate=self.updates_in_backward,
+                speculate=self.skips_norm_wait,
             )  # fmt: skip
             if self._second_updates:  # no update is of this step
                 self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
@@ -206,7 +206,7 @@ class ActionScheduler:
         if not self._whole_phase and finished:
             made, self._buffers = sched.updates(
                 self._writing, self._buffers, finished, after=f"B{site}",
-                deferred=self._deferred_now, speculate=self.updates_in_backward,
+                deferred=self._deferred_now, speculate=self.skips_norm_wait,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
@@ -218,7 +218,7 @@ class ActionScheduler:
             self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
             made, self._buffers = sched.updates(
                 self._writing, self._buffers, self._unreached, after=Op.BACKWARD_DONE,
-                end=True, deferred=self._deferred_now, speculate=self.updates_in_backward,
+                end=True, deferred=self._deferred_now, speculate=self.skips_norm_wait,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
@@ -254,7 +254,7 @@ class ActionScheduler:
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
-        ends = bool(deferred) or self.updates_in_backward
+        ends = bool(deferred) or self.skips_norm_wait
         if self._update_mode == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(
                 self._writing, self._buffers, (), deferred=deferred, end_step=ends
@@ -269,7 +269,7 @@ class ActionScheduler:
         before left is committed first."""
         self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
-        self._buffers, self.updates_in_backward = empty_buffers(self._spec), False
+        self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
 
     @property
     def _writing(self) -> ScheduleSpec:
@@ -278,8 +278,8 @@ class ActionScheduler:
 
     @property
     def _deferred_now(self) -> tuple[int, ...]:
-        """Groups whose updates wait for the next forward, in this step."""
-        return () if self.updates_in_backward else self._deferred
+        """Groups whose updates wait until backward has ended, in this step."""
+        return () if self.skips_norm_wait else self._deferred
 
     def _schedule_forward(
         self, deferred: Sequence[int], scalars: StepScalars | None = None, *, end_step: bool = False
@@ -322,7 +322,7 @@ class ActionScheduler:
     def reset(self) -> None:
         """After an error: the lanes are idle, and the slots hold nothing that is known."""
         self._lanes.reset()
-        self._buffers, self.updates_in_backward = empty_buffers(self._spec), False
+        self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
         self._reset_step()
         self._paused = False
 

@@ -277,7 +277,7 @@ class PlanOptions:
 
     dtype: str
     micro_batch: int | None = None
-    tiles: int | str = "auto"  # tokens of a tile; auto: tiles only where it does not fit without
+    tiles: int | str = "auto"  # tokens of a tile; auto: where it does not fit without, or is faster
     overlap: bool = True
     update_mode: str = "balanced"
     clip: float = 0.0

@@ -94,7 +94,7 @@ class ChunkTracker:
         self._written = np.zeros(len(layout.durable), dtype=bool)
         self._scratch_bytes = np.zeros(len(layout.scratch), dtype=np.int64)  # that are written
         self.checksums = np.zeros(len(layout.durable), dtype=np.uint32)
-        self.touched = False  # the step has submitted a write
+        self.touched = False  # a write was submitted since the last commit
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
 
     def mark_fixed(self, checksums: npt.NDArray[np.uint32]) -> None:
@@ -143,7 +143,7 @@ class ChunkTracker:
         return claimed
 
     def is_written(self, extent: Extent) -> bool:
-        """Written and waited for: in the step in flight, or for scratch in this process."""
+        """Written and waited for: since the last commit, or for scratch in this process."""
         if extent.scratch:
             return self.scratch_bytes(extent) > 0
         return bool(self._written[extent.index])
@@ -160,7 +160,7 @@ class ChunkTracker:
             self._written[ticket.extent.index] = True
 
     def begin_generation(self) -> None:
-        """The next step starts: nothing is written but what is fixed."""
+        """After a commit: nothing is written but what is fixed."""
         self._written[: self._per_generation] = False
         self.touched = False
         self.attempt += 1
@@ -403,8 +403,8 @@ class Store:
     def read(
         self, key: str, chunk: int, buffer: Buffer, *, uncommitted: bool | None = False
     ) -> Ticket:
-        """Submits a read of the committed generation, or with `uncommitted` of what the step in
-        flight has written and waited for; None: of the newest of the two. Of a scratch chunk the
+        """Submits a read of the committed generation, or with `uncommitted` of what was
+        written since and waited for; None: of the newest of the two. Of a scratch chunk the
         first bytes may be written and read, where the buffer has fewer."""
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
@@ -539,7 +539,7 @@ class Store:
             self._tracker.add(ticket)
 
     def discard(self) -> None:
-        """Forgets what the step in flight has written; the committed generation stays. Outstanding
+        """Forgets what was written since the last commit; that generation stays. Outstanding
         I/O, reads too, is waited for: its buffers will be used again. If it does not come
         back, the store is failed. A slot written in place has nothing to go back to: then too."""
         with self._lock:
