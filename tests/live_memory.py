@@ -76,7 +76,7 @@ class LiveMemory(TorchDispatchMode):
         calls = list(self._calls)
         kept = [kept for call in calls for kept in call.saved_ops if kept is not None]
         held = self._session.executor.collector.sink._grads
-        gradients = [*held.values(), *work.pending.ready_for_update.values()]
+        gradients = [*held.values(), *work.pending.on_host.values()]
         found, seen = {}, set[int]()
         for owner, tensors in (
             (INPUTS, (t for call in calls for t in call.tensors)),

@@ -139,7 +139,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
             session.model(**batch).backward()
         session.flush()
         assert set(seen) == {"U"}
-        assert session.executor.runner.pending.ready_for_update == {}
+        assert session.executor.runner.pending.on_host == {}
         assert session.executor.grad_norm is None
 
 
@@ -149,9 +149,9 @@ def test_held_gradients_are_let_go(tmp_path, monkeypatch):
     with attached(net("tied"), tmp_path, clip=0.1) as session:
         for batch in data(3):
             session.model(**batch).backward()
-        assert session.executor.runner.pending.ready_for_update
+        assert session.executor.runner.pending.on_host
         session.flush()
-        assert session.executor.runner.pending.ready_for_update == {}
+        assert session.executor.runner.pending.on_host == {}
 
 
 # -- the kernel -----------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def check(
             )
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
-        assert not executor.runner.pending.ready_for_update
+        assert not executor.runner.pending.on_host
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ A gradient
                        (GradientOffload.set_aside)
    pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                        [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
-   pending.ready_for_update
+   pending.on_host
                        where updates find it; on the CPU right after the sink
    GradientSpill       a held gradient without room: [ssd P] written, [ssd G] read for its update
    Resident parameters have theirs in `.grad` until on_backward_done. [optimizer H] takes the

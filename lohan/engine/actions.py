@@ -198,9 +198,7 @@ class ActionRunner:
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
             assert self._gradient_spill is not None
-            grads = self.pending.ready_for_update.get(
-                number, {}
-            )  # none: no use of it got a gradient
+            grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
             yield self._gradient_spill.write(number, chunk, action.at[0], grads)
         elif action.kind == Op.FETCH_GRADIENTS:
             assert self._gradient_spill is not None
@@ -254,7 +252,7 @@ class ActionRunner:
             if grads is not None:  # held here until they have arrived
                 squares = self.pending.squares_on_device.pop(number, None)
                 gradient_offload, group = self.device_parts.gradient_offload, self._groups[number]
-                self.pending.ready_for_update[number] = gradient_offload.offload(
+                self.pending.on_host[number] = gradient_offload.offload(
                     number, group, grads, squares=squares
                 )
                 del self.pending.on_device[number]
@@ -291,7 +289,7 @@ class ActionRunner:
         self._drop_gradients_of(number)
 
     def _drop_gradients_of(self, number: int) -> None:
-        self.pending.ready_for_update.pop(number, None)
+        self.pending.on_host.pop(number, None)
         if self.device_parts is not None:
             self.device_parts.gradient_offload.release(number)
 
@@ -300,7 +298,7 @@ class ActionRunner:
     def run_optimizer(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of an action of the optimizer lane."""
         number, group = action.index, self._groups[action.index]
-        grads = self.pending.ready_for_update.get(number, {})
+        grads = self.pending.on_host.get(number, {})
         if action.kind == Op.SUM_SQUARES:
             if number not in self.pending.squares:  # over ranks, others have taken them
                 self.pending.squares[number] = sum_of_squares(grads)

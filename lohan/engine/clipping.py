@@ -144,7 +144,7 @@ class Clipping:
     def _norm(self, divisor: float, unsummed: Sequence[int]) -> float:
         """Of the gradients of the whole model; where groups are clipped one by one, how many of
         them are is counted."""
-        grads, squares = self._runner.pending.ready_for_update, self._runner.pending.squares
+        grads, squares = self._runner.pending.on_host, self._runner.pending.squares
         for number in unsummed:
             squares.setdefault(number, sum_of_squares(grads.get(number, {})))
         limit, summed = self._plan.block_clip, math.fsum(squares.values())

@@ -464,7 +464,7 @@ class Executor:
             raise
 
     @property
-    def between_steps(self) -> bool:
+    def outside_backward(self) -> bool:
         """Weights and state are those of the last finished step, or will be when it is flushed."""
         return not self._lost and not self._in_backward
 

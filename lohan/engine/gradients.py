@@ -10,13 +10,13 @@ memory or, without room, on SSD. A gradient is, in this order,
                         earlier block will add to it: tied weights of head and embedding, say
     pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
                         reduced over the ranks by X, offloaded to host memory by D
-    pending.ready_for_update
+    pending.on_host
                         where its update U finds it; on the CPU at once
     in GradientSpill    held without room in host memory: written by P, read by G for U
 
 `pending` is PendingGradients. Inside `session.accumulate()` sums of several backward calls are in
-Accumulated, and the step takes all of them from there to `ready_for_update`. Gradients of resident
-parameters are in `.grad` until the step ends, then in `ready_for_update`.
+Accumulated, and the step takes all of them from there to `on_host`. Gradients of resident
+parameters are in `.grad` until the step ends, then in `on_host`.
 """
 
 from __future__ import annotations
@@ -132,14 +132,14 @@ class GradientSink:
 class PendingGradients:
     """Gradients of groups whose last use is over, until their updates are done and accepted."""
 
-    ready_for_update: dict[int, GroupGrads] = field(default_factory=dict)
+    on_host: dict[int, GroupGrads] = field(default_factory=dict)
     on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
     # Sums of the squares of those, where the device makes them.
     squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
 
     def clear(self) -> None:
-        self.ready_for_update.clear()
+        self.on_host.clear()
         self.on_device.clear()
         self.squares_on_device.clear()
         self.squares = {}  # updates that are queued may still look at those of the step before
@@ -408,7 +408,7 @@ class GradientCollector:
             return
         scheduled = self._scheduler.last_use_groups()
         handed = finished if scheduled is None else scheduled
-        there = self._pending.ready_for_update if self._offload is None else self._pending.on_device
+        there = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:
             grads = there[number] = self._rounded(self.sink.take(self._blocks.groups[number].key))
             self._seen[number] = frozenset(grads)
@@ -481,7 +481,7 @@ class GradientCollector:
             if self._block_clip:
                 squares = self._collectives.all_reduce_sum(sum_of_squares(grads))
                 self._pending.squares[number] = squares
-        self._pending.ready_for_update[number] = grads
+        self._pending.on_host[number] = grads
 
     def _hand_over_resident(self, number: int, grads: GroupGrads) -> None:
         """Those of parameters in memory, when backward has ended. From a device they are on their
@@ -491,7 +491,7 @@ class GradientCollector:
             return
         self._seen[number] = frozenset(grads)
         group, squares = self._blocks.groups[number], self._sum_squares(grads)
-        self._pending.ready_for_update[number] = (
+        self._pending.on_host[number] = (
             self._offload.offload_async(number, group, grads, squares=squares) if grads else {}
         )
 

@@ -394,7 +394,7 @@ class Session:
         if self.process_group.several or self._stopped or self._executor is None:
             return False
         if self.store.durability == "checkpoint":
-            return self._executor.between_steps
+            return self._executor.outside_backward
         return isinstance(error, Exception) or self.plan.commits_by_interval
 
 
@@ -585,7 +585,7 @@ class Replanner:
         """Where the last steps were all clipped, or none of them, and the plan is for the others:
         goes on by one for such steps, if that soon saves more than it takes; says so."""
         plan, machine = self._session.plan, self._machine
-        if machine is None or not plan.norm_gates_updates or not plan.clip:
+        if machine is None or not plan.updates_in_next_forward or not plan.clip:
             return None
         self._clipped.append(self._session.executor.clipping.over_limit)
         every = all(self._clipped)

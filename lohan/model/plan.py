@@ -101,11 +101,11 @@ class Plan:
         the gradients, where those are all in memory, or by running the step again.
         `two_generations`: there is a committed one to go back to. It is that of the step before if
         every step is committed; otherwise updates wait."""
-        every_step = self.norm_gates_updates and not self.commits_by_interval
+        every_step = self.updates_in_next_forward and not self.commits_by_interval
         return every_step and two_generations and (self.can_rerun or not self.spilled_gradients)
 
     @property
-    def norm_gates_updates(self) -> bool:
+    def updates_in_next_forward(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
         return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
 
@@ -113,7 +113,7 @@ class Plan:
         """All updates of every step run in the next forward: between two commits, or if every step
         is clipped."""
         return (
-            self.norm_gates_updates
+            self.updates_in_next_forward
             and two_generations
             and (self.commits_by_interval or every_clipped)
         )
