@@ -15,9 +15,10 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from lohan.util.trace import FIRST_NAMES
+
 Span = tuple[str, str, float, float]  # lane, kind, start and end in seconds
 
-FIRST_NAMES = {"gpu": "compute", "cpu": "optimizer"}  # in traces of earlier runs
 LANES = {
     "ssd": "drives", "h2d": "link to the device", "compute": "compute",
     "d2h": "link to main memory", "optimizer": "optimizer",

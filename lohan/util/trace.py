@@ -19,12 +19,12 @@ LANES = tuple(LANE_NAMES)
 _WRITER = {"writer": "lohan"}  # by which a trace of ours is known
 
 
-_FIRST_NAMES = {"gpu": "compute", "cpu": "optimizer"}  # in files of earlier runs
+FIRST_NAMES = {"gpu": "compute", "cpu": "optimizer"}  # in files of earlier runs
 
 
 def by_lane(values: Mapping[str, float]) -> dict[str, float]:
     """Values of lanes in a file, which may have the first names of two of them."""
-    return {_FIRST_NAMES.get(key, key): value for key, value in values.items()}
+    return {FIRST_NAMES.get(key, key): value for key, value in values.items()}
 
 
 class Span(NamedTuple):
