@@ -691,7 +691,7 @@ class SlicedCompute:
         """What a slice returns and what it keeps. Note [what is compiled]."""
         _, args, kwargs = call.restore(part, grad=backward_follows)
         save_plan = self.save_plans.of(block, call, part)
-        fast = self.compiled.of(block.number) if save_plan is None else None
+        fast = self.compiled.forward(block.number) if save_plan is None else None
         if fast is not None:
             with torch.no_grad():
                 return call.context.run(fast, *args, **kwargs), None
@@ -736,7 +736,7 @@ class SlicedCompute:
         """Forward and backward of one slice, of which nothing is left but gradients."""
         saved = call.saved_ops[number]
         tensors = call.inputs(part, grad=True)
-        fast = self.compiled.of(block.number) if saved is None else None
+        fast = self.compiled.recompute(block.number) if saved is None else None
 
         def run() -> Any:
             args, kwargs = call.arguments(tensors)  # it may run twice, and fill what it is given

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from lohan.device.accelerator import AcceleratorDevice, found_type
 from lohan.device.base import CpuDevice, Device
@@ -78,6 +79,12 @@ def has_accelerator() -> bool:
 # inside a block, its operations run one by one as without the option. So do those of a block that
 # draws random numbers: a compiled one may draw others in recomputation than in forward. A block's
 # first call runs as it is and shows whether it draws any. Blocks in tiles are not compiled.
+#
+# Note [compiled recomputation] Forward runs without a graph, recomputation with one: torch compiles
+# the two apart in any case. Backward needs what recomputation saves, not what the block returns. So
+# the form for recomputation returns tensors without values, through which gradients flow: what
+# only the block's output needs, its last projection above all, is dead code to the compiler. Where
+# dynamo takes a block in several parts, that is true of the part that the output is made in.
 
 
 Backend = str | Callable[..., Any]  # as torch.compile takes it
@@ -103,7 +110,8 @@ class Compiled:
 
     def __init__(self, backend: Backend | None, *, sites: int) -> None:
         self._backend = backend
-        self._made: dict[int, Forward | None] = {}  # None: it runs as it is
+        # Forward and recomputation; None: it runs as it is.
+        self._made: dict[int, tuple[Forward, Forward] | None] = {}
         if backend is None:
             return
         from torch import _dynamo
@@ -114,8 +122,15 @@ class Compiled:
                 setattr(_dynamo.config, name, forms)
                 return
 
-    def of(self, site: int) -> Forward | None:
-        return self._made.get(site)
+    def forward(self, site: int) -> Forward | None:
+        made = self._made.get(site)
+        return None if made is None else made[0]
+
+    def recompute(self, site: int) -> Forward | None:
+        """For backward alone: what it returns has a graph and no values. Note [compiled
+        recomputation]."""
+        made = self._made.get(site)
+        return None if made is None else made[1]
 
     def undecided(self, site: int) -> bool:
         """Whether a call of this site has something to tell."""
@@ -125,8 +140,36 @@ class Compiled:
         """A call ran as it is, between these states of the random numbers."""
         made = None
         if self._backend is not None and _same(before, after):
-            made = torch.compile(forward, backend=self._backend)
+            made = (
+                torch.compile(forward, backend=self._backend),
+                torch.compile(_without_values(forward), backend=self._backend),
+            )
         self._made[site] = made
+
+
+def _without_values(forward: Forward) -> Forward:
+    """What a forward returns, for its graph alone."""
+
+    def dropped(leaf: Any) -> Any:
+        learns = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        return _DropValue.apply(leaf) if learns else leaf
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map(dropped, forward(*args, **kwargs))
+
+    return run
+
+
+class _DropValue(torch.autograd.Function):
+    """A tensor of the same shape that has not been filled; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def _same(one: Any, other: Any) -> bool:

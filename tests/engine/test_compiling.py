@@ -6,6 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lohan.device.emulated import EmulatedDevice
@@ -48,7 +50,7 @@ def run(model, made, place, **options):
             session.executor.block_runner.compute.compiled,
             session.executor.blocks.sites,
         )
-        return losses, [site.name for n, site in enumerate(sites) if compiled.of(n) is not None]
+        return losses, [site.name for n, site in enumerate(sites) if compiled.forward(n)]
 
 
 def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
@@ -61,6 +63,41 @@ def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
     assert losses == pytest.approx(expected, rel=1e-4)
     assert backend.frame_count > 1  # forward and recomputation, at the least
     assert {"model.layers.0", "model.layers.1"} <= set(compiled)
+
+
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 24, 20)], ids=["one length", "lengths"])
+def test_recomputation_ends_where_backward_begins(lengths, tmp_path):
+    """The last projection of a block, whose result only the next block needs, is not run again;
+    gradients are those of plain torch all the same."""
+    torch._dynamo.reset()
+    products: list[int] = []  # of each compiled forward
+    backwards: list[int] = []
+
+    def counting(found):
+        def compiler(graph, _):
+            count = sum("mm.default" in str(node.target) for node in graph.graph.nodes)
+            found.extend([count] if count else [])  # the embedding has none
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=counting(products), bw_compiler=counting(backwards),
+        inference_compiler=counting([]),
+    )  # fmt: skip
+    model, made = small_model("llama"), batches(len(lengths), batch=2, seq=max(lengths))
+    made = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(made, lengths, strict=True)]
+    expected, _ = plain_run(model, made)
+    losses, compiled = run(
+        model, made, tmp_path, device=Compiling(), compile=backend, activations="recompute",
+        micro_batch=1,
+    )  # fmt: skip
+    torch._dynamo.reset()
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert "model.layers.1" in compiled
+    projections = sum(isinstance(m, torch.nn.Linear) for m in model.model.layers[0].modules())
+    assert projections == 7 and set(products) == {projections - 1}, products
+    assert set(backwards) == {2 * projections}, backwards
 
 
 def test_other_lengths_are_compiled_once_more_and_not_one_by_one(tmp_path, backend):
