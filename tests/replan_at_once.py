@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lohan.engine import session as replan
+from lohan.errors import StoreError
 from lohan.model.plan import Plan
 
 
@@ -31,3 +32,16 @@ def by_norm() -> None:
     replan.plan_for_budget = other  # type: ignore[assignment]
     replan.RECENT, replan.pays = 2, lambda *_: True  # type: ignore[misc]
     replan.WORTH = 1e9  # no other new plan
+
+
+def fails() -> None:
+    """As `always`, and this process cannot follow the new plan."""
+    always()
+    start = replan.Session._start
+
+    def started(session: Any, plan: Plan) -> None:
+        if session._planless:  # a change of plan, not the start
+            raise StoreError("no space left for kept activations")
+        start(session, plan)
+
+    replan.Session._start = started  # type: ignore[method-assign]

@@ -48,6 +48,18 @@ def test_rates_come_from_the_spans():
     assert found.ssd_read == found.ssd_mixed == pytest.approx(400 / 4)
 
 
+def test_what_goes_between_ranks_has_a_rate():
+    """Of two ranks each hears the other's shard: 50 parameters, 4 bytes each way."""
+    spans = [
+        Span("compute", "F0", 0.0, 1.0), Span("compute", "B0", 1.0, 3.0),
+        Span("optimizer", "U0.0", 3.0, 4.0), Span("net", "A0", 0.0, 1.0), Span("net", "X0", 2.0, 5.0),
+    ]  # fmt: skip
+    alone = profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1)
+    found = profile_of_step(spans, replace(WORK, world=2), moved_bytes=0, host_bytes=1)
+    assert found is not None and alone is not None
+    assert found.net == pytest.approx(2 * 50 * 4 / 4) and alone.net == 0.0
+
+
 def test_a_step_without_updates_says_nothing():
     spans = [Span("compute", "F0", 0.0, 1.0), Span("compute", "B0", 1.0, 2.0)]
     assert profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1) is None

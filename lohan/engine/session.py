@@ -92,14 +92,16 @@ class PlanContext:
         ).forecast(plan, clipped=clipped)
 
     def measured(self, spans: Sequence[Span], plan: Plan, *, moved_bytes: int) -> Profile | None:
-        """The machine as a step by this plan found it."""
+        """The machine as a step by this plan found it on this rank. `moved_bytes`: of all ranks,
+        each of which has the same share."""
         assert self.workload is not None
         work = step_work(
             self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
         )
         return profile_of_step(
-            spans, work, moved_bytes=moved_bytes, host_bytes=self.host_bytes,
-            device=self.device.name, device_bytes=self.device_bytes or 0,
+            spans, work, moved_bytes=moved_bytes // self.process_group.world,
+            host_bytes=self.host_bytes, device=self.device.name,
+            device_bytes=self.device_bytes or 0,
         )  # fmt: skip
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:
@@ -326,6 +328,8 @@ class Session:
         try:
             self._start(plan() if callable(plan) else plan)
         except BaseException as error:  # memory may have run out, or Ctrl-C come
+            if self.process_group.several:  # Note [an error on one rank]: others may have begun
+                raise
             clear_frames(error.__traceback__)  # they hold what the new plan had allocated
             gc.collect()
             self.context.device.release_cached_memory()
@@ -517,75 +521,76 @@ PAYS_WITHIN = 4 * RECENT  # steps: what a plan for clipped steps, or for others,
 
 class Replanner:
     """Watches every step, until the lanes do what the plan was made for; then its norm: a run whose
-    every step is clipped goes on by a plan for such steps, until none of the last is."""
+    every step is clipped goes on by a plan for such steps, until none of the last is. Of several
+    ranks all call it after the same steps: the first measures, plans and decides, and all follow
+    its plan."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._since = 0  # steps with the current plan
         self._plans = 1
-        chosen = session.context.options.activations != "holistic"  # by the user
-        self._done = chosen or session.context.workload is None or not session.plan.overlap
-        self._done |= session.process_group.several  # ranks would have to find the same
-        self._alone = session.context.workload is not None and not session.process_group.several
+        context = session.context
+        self._able = context.workload is not None
+        chosen = context.options.activations != "holistic"  # by the user
+        self._done = chosen or not self._able or not session.plan.overlap
         self._clipped: deque[bool] = deque(maxlen=RECENT)  # of the last steps
         self._every_clipped = self._refused = (
             False  # the plan is for such steps; it is not worth it
         )
-        self._machine = known = session.context.profile  # as measured, once it is
+        # What only the first rank knows.
+        self._machine = known = context.profile  # as measured, once it is
         self._promised: Forecast | None = None  # on a machine that is not known
-        if known is not None and not self._done:
-            self._promised = session.context.forecast(known, session.plan)
+        if known is not None and not self._done and session.process_group.ranks.first:
+            self._promised = context.forecast(known, session.plan)
 
     def after_step(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> str | None:
-        """What was found and what was changed, in words, or None."""
+        """What was found and what was changed, in words, or None. `moved_bytes`: of all ranks."""
         self._since += 1
         if self._done or self._since > FIRST_LOOK:
-            return self._follow_norms() if self._alone else None
+            return self._follow_norms() if self._able else None
         if self._since < FIRST_LOOK:
             return None
+        look = partial(self._look, spans, moved_bytes=moved_bytes, step_s=step_s)
+        why, plan, faster = self._decided(look)
+        self._done = True  # unless another plan is followed
+        if plan is None:
+            return why
+        said, followed = self._follow(plan, faster)
+        if followed:
+            self._done, self._since = False, 0
+            self._plans += 1
+        return f"{why}; {said}"
+
+    def _look(
+        self, spans: list[Span], *, moved_bytes: int, step_s: float
+    ) -> tuple[str | None, Forecast | None, str]:
+        """What a step has shown of the machine and, if there is a plan for it that is worth it,
+        what that promises."""
         why = "measured the first steps"
+        stays: str | None = None
         if self._promised is not None:
             measured = busy_s(spans, float("-inf"), float("inf"))
             why = surprises(self._promised.busy_s, measured, step_s=step_s)
+            stays = f"{why}; the plan stays as it is" if why else None
         context, plan = self._session.context, self._session.plan
         found = context.measured(spans, plan, moved_bytes=moved_bytes) if why else None
-        self._done = found is None or self._plans >= MOST_PLANS
-        changed = None if found is None or self._done else self._consider(found)
-        if changed is not None:
-            return f"{why}; {changed}"
-        return f"{why}; the plan stays as it is" if why and self._promised is not None else None
-
-    def _consider(self, measured: Profile) -> str | None:
-        """Goes on by a plan for the machine as measured, if that is worth it; says so."""
-        self._machine = measured
-        plan, other = self._session.plan, self._better(measured)
-        self._done = True
+        if found is None or self._plans >= MOST_PLANS:
+            return stays, None, ""
+        self._machine = found
+        other = self._better(found)
         if other is None:
-            return None
-        now, then = (self._session.context.forecast(measured, each) for each in (plan, other))
+            return stays, None, ""
+        now, then = (context.forecast(found, each) for each in (plan, other))
         if now.step_s < WORTH * then.step_s or other == plan:
-            return None
-        said, followed = self._follow(then, f"{now.step_s / then.step_s:.2f}x as fast")
-        if followed:
-            self._done, self._since, self._promised = False, 0, then
-            self._plans += 1
-        return said
-
-    def _follow(self, then: Forecast, faster: str) -> tuple[str, bool]:
-        """Goes on by the plan of a forecast; what it says, and whether it could."""
-        plan = self._session.plan
-        try:
-            self._session.follow(then.plan)
-        except LohanError as error:
-            return f"a new plan could not be followed, the old one goes on: {error}", False
-        what = f"a new plan should make steps {faster}: {_difference(plan, then.plan)}"
-        return what, True
+            return stays, None, ""
+        self._promised = then
+        return why, then, _faster(now, then)
 
     def _follow_norms(self) -> str | None:
         """Where the last steps were all clipped, or none of them, and the plan is for the others:
         goes on by one for such steps, if that soon saves more than it takes; says so."""
-        plan, machine = self._session.plan, self._machine
-        if machine is None or not plan.updates_in_next_forward or not plan.clip:
+        plan = self._session.plan
+        if not plan.updates_in_next_forward or not plan.clip:
             return None
         self._clipped.append(self._session.executor.clipping.over_limit)
         every = all(self._clipped)
@@ -596,30 +601,64 @@ class Replanner:
             return None
         if self._refused:
             return None
-        other = self._better(machine, every_clipped=every)
         self._refused = True  # unless it is followed
-        if other is None or other == plan:
+        _, other, faster = self._decided(partial(self._for_norms, every_clipped=every))
+        if other is None:
             return None
-        forecast = partial(self._session.context.forecast, machine, clipped=every)
-        now, then = forecast(plan), forecast(other)
-        if not pays(now, then, machine):
-            return None
-        said, followed = self._follow(then, f"{now.step_s / then.step_s:.2f}x as fast")
+        said, followed = self._follow(other, faster)
         if followed:
             self._every_clipped, self._refused = every, False
             self._clipped.clear()
         return f"{'all' if every else 'none'} of the last {RECENT} steps clipped; {said}"
 
+    def _for_norms(self, *, every_clipped: bool) -> tuple[str | None, Forecast | None, str]:
+        """A plan for clipped steps, or for others, if it pays."""
+        plan, machine = self._session.plan, self._machine
+        other = None if machine is None else self._better(machine, every_clipped=every_clipped)
+        if machine is None or other is None or other == plan:
+            return None, None, ""
+        forecast = partial(self._session.context.forecast, machine, clipped=every_clipped)
+        now, then = forecast(plan), forecast(other)
+        return None, then if pays(now, then, machine) else None, _faster(now, then)
+
+    def _decided(
+        self, decide: Callable[[], tuple[str | None, Forecast | None, str]]
+    ) -> tuple[str | None, Plan | None, str]:
+        """What the first rank decides: what it saw, the plan to follow and its gain."""
+
+        def make() -> list[Any]:
+            why, then, faster = decide()
+            return [why, None if then is None else then.plan.to_json(), faster]
+
+        why, plan, faster = self._session.process_group.broadcast_made(make)
+        return why, None if plan is None else Plan.from_json(plan), faster
+
+    def _follow(self, plan: Plan, faster: str) -> tuple[str, bool]:
+        """Goes on by a plan; what it says, and whether it could."""
+        old = self._session.plan
+        try:
+            self._session.follow(plan)
+        except LohanError as error:
+            if self._session.process_group.several:  # Note [an error on one rank]
+                raise
+            return f"a new plan could not be followed, the old one goes on: {error}", False
+        return f"a new plan should make steps {faster}: {_difference(old, plan)}", True
+
     def _better(self, measured: Profile, *, every_clipped: bool = False) -> Plan | None:
         context, plan = self._session.context, self._session.plan
-        options = replace(context.options.fixed_by(plan), every_clipped=every_clipped)
+        options = context.options.fixed_by(plan)
+        options = replace(options, every_clipped=every_clipped, world=plan.world)
         try:
             return plan_for_budget(
-                context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
+                context.shards, options, host_bytes=context.host_bytes, workload=context.workload,
                 profile=measured, device_bytes=context.device_bytes,
             )  # fmt: skip
         except BudgetError:
             return None
+
+
+def _faster(now: Forecast, then: Forecast) -> str:
+    return f"{now.step_s / then.step_s:.2f}x as fast"
 
 
 def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:

@@ -290,8 +290,13 @@ def profile_of_step(
     """None if the step did not do all of it. What concurrent I/O costs compute is in its
     rates. `device_bytes`: of a device with a memory of its own, whose link is measured too."""
     seconds: dict[str, float] = {}
-    linked = {"L": 0.0, "D": 0.0}  # bytes of weights and gradients over the link
-    per_parameter = {"L": work.per_parameter.weight, "D": work.per_parameter.gradient}
+    layout, others = work.per_parameter, work.world - 1
+    # Of weights and gradients over the link, and between this rank and the others.
+    per_parameter = {
+        "L": layout.weight, "D": layout.gradient,
+        "A": others * layout.weight, "X": others * layout.gradient,
+    }  # fmt: skip
+    linked = dict.fromkeys(per_parameter, 0.0)  # bytes
     updated = 0.0  # parameters, as if by AdamW
     for span in spans:
         kind, rest = span.name[0], span.name[1:]
@@ -321,9 +326,15 @@ def profile_of_step(
         head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
         h2d=linked["L"] / seconds["L"] if device_bytes else 0.0,
         d2h=linked["D"] / seconds["D"] if device_bytes else 0.0,
+        net=_rate(linked["A"] + linked["X"], seconds.get("A", 0.0) + seconds.get("X", 0.0)),
         host_bytes=host_bytes, adam=updated / seconds["U"],
         drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),
     )  # fmt: skip
+
+
+def _rate(moved_bytes: float, seconds: float) -> float:
+    """0: not known."""
+    return moved_bytes / seconds if seconds else 0.0
 
 
 def _site(kind: str, rest: str, work: StepWork) -> str:

@@ -281,10 +281,7 @@ def kill_and_go_on(forge, inputs, whole, out: Path, *, rank: int, boundary: int)
     if f"lohan resume {out}" in ended[0].err:
         ended = ranked.run(forge, 2, "resume", out)
     assert [e.code for e in ended] == [0, 0], f"{where}\n{ranked.said(ended)}"
-    losses = [[(row["step"], row["loss"]) for row in ranked.rows(o)] for o in (out, expected)]
-    assert losses[0] == losses[1], where
-    ours, theirs = weights(out), weights(expected)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), where
+    same_bits(out, expected, where)
 
 
 def instants(names: list[list[str]], count: int, *, seed: int) -> list[tuple[int, int]]:
@@ -350,3 +347,62 @@ def test_a_rank_that_hangs_is_given_up(forge, inputs, tmp_path):
         os.kill(processes[1].pid, signal.SIGKILL)
         processes[1].wait()
     assert [e.code for e in ranked.run(forge, 2, "resume", out)] == [0, 0]
+
+
+# -- a new plan -----------------------------------------------------------------------------------
+
+REPLANNED = (
+    ("always", CLIPPED, "after step 3: measured the first steps; a new plan should make steps"),
+    ("by_norm", ("--clip", 0.001), "all of the last 2 steps clipped; a new plan should make steps"),
+)  # how, the limit of the norm, what is said
+
+
+def replanning(inputs: Path, out: Path, *more: object) -> list[object]:
+    return arguments(inputs, out, "--activations", "holistic", *more, model="dropping", steps=8)
+
+
+@pytest.mark.parametrize(("how", "clip", "said"), REPLANNED, ids=["measured", "by norm"])
+def test_all_ranks_follow_a_new_plan(how, clip, said, forge, inputs, tmp_path):
+    """The first rank measures and decides. Bits are those of no overlap and no new plan; also of a
+    run in which a rank dies around the change."""
+    before = {"before": dict.fromkeys(range(2), f"replan_at_once:{how}")}
+    plain, out, killed = (tmp_path / name for name in ("plain", "run", "killed"))
+    ended = ranked.run(forge, 2, *replanning(inputs, plain, *clip, "--no-overlap"))
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    traces = {rank: tmp_path / f"trace-{rank}" for rank in range(2)}
+    ended = ranked.run(forge, 2, *replanning(inputs, out, *clip), trace=traces, **before)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    assert said in ended[0].out and ended[1].out == ""
+    same_bits(out, plain)
+    boundary = int(0.6 * len(json.loads(traces[1].read_text())))
+    ended = ranked.run(
+        forge, 2, *replanning(inputs, killed, *clip), kill_at={1: boundary}, **before
+    )
+    assert [e.code for e in ended] == [2, -signal.SIGKILL], ranked.said(ended)
+    ended = ranked.run(forge, 2, "resume", killed, **before)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    same_bits(killed, plain)
+
+
+def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, tmp_path):
+    """None goes on without the others; the steps before are committed, and the run resumes."""
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    ended = ranked.run(forge, 2, *replanning(inputs, plain, *CLIPPED, "--no-overlap"))
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    before = {0: "replan_at_once:always", 1: "replan_at_once:fails"}
+    ended = ranked.run(forge, 2, *replanning(inputs, out, *CLIPPED), before=before)
+    assert [e.code for e in ended] == [2, 2], ranked.said(ended)
+    assert "no space left for kept activations" in ended[1].err
+    assert "rank 1 (process" in ended[0].err and "resume the run with all" in ended[0].err
+    assert "Traceback" not in ended[0].err + ended[1].err
+    ended = ranked.run(forge, 2, "resume", out)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    assert [row["step"] for row in ranked.rows(out)] == list(range(1, 9))
+    same_bits(out, plain)
+
+
+def same_bits(out: Path, other: Path, where: str = "") -> None:
+    found, wanted = ([(row["step"], row["loss"]) for row in ranked.rows(o)] for o in (out, other))
+    assert found == wanted, where
+    ours, theirs = weights(out), weights(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), where
