@@ -52,7 +52,8 @@ def test_what_goes_between_ranks_has_a_rate():
     """Of two ranks each hears the other's shard: 50 parameters, 4 bytes each way."""
     spans = [
         Span("compute", "F0", 0.0, 1.0), Span("compute", "B0", 1.0, 3.0),
-        Span("optimizer", "U0.0", 3.0, 4.0), Span("net", "A0", 0.0, 1.0), Span("net", "X0", 2.0, 5.0),
+        Span("optimizer", "U0.0", 3.0, 4.0),
+        Span("net", "A0", 0.0, 1.0), Span("net", "X0", 2.0, 5.0),
     ]  # fmt: skip
     alone = profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1)
     found = profile_of_step(spans, replace(WORK, world=2), moved_bytes=0, host_bytes=1)
