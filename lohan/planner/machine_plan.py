@@ -150,6 +150,7 @@ T = TypeVar("T")
 Overhead = tuple[tuple[str, int], ...]  # bytes by owner
 FASTER = 1e3  # a lane that is out of the way
 LARGEST_BATCH = 2**16
+MOST_DRIVES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,10 +445,20 @@ def _changes(request: PlanRequest) -> Iterator[str]:
             if fits(replace(request, machine=bigger)):
                 yield f"a GPU of {gib} GiB"
                 break
-    for count in range(len(request.machine.drives) + 1, 25):
-        if fits(replace(request, machine=request.machine.with_drives(count))):
-            yield f"{count} drives like the first"
-            break
+    if count := _enough_drives(request):
+        yield f"{count} drives like the first"
+
+
+def _enough_drives(request: PlanRequest) -> int:
+    """0 if there is no such number: more drives are no more memory."""
+    with suppress(BudgetError):
+        plan = problem_of(request).sized(check_fits)
+        for count in range(len(request.machine.drives) + 1, MOST_DRIVES + 1):
+            more = replace(request, machine=request.machine.with_drives(count))
+            with suppress(SpaceError):
+                problem_of(more).check_drives(plan)
+                return count
+    return 0
 
 
 def largest(possible: Callable[[int], bool], limit: int) -> int:

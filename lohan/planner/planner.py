@@ -85,8 +85,11 @@ def check_fits(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The smallest plan, or a BudgetError: whether a run is possible, not how it would go."""
-    return next(_fitting(blocks, options, host_bytes, workload, profile, device_bytes))[1]
+    """The smallest plan, or a BudgetError: whether a run is possible, not how it would go. A
+    smaller micro-batch takes less, but for the whole batch in one slice, whose gradients may have
+    fewer bits: of all sizes, these two are tried."""
+    fitting = _fitting(blocks, options, host_bytes, workload, profile, device_bytes, ends=True)
+    return next(fitting)[1]
 
 
 def _fitting(
@@ -96,14 +99,18 @@ def _fitting(
     workload: BatchWorkload | None,
     profile: Profile | None,
     device_bytes: int | None = None,
+    *,
+    ends: bool = False,
 ) -> Iterator[tuple[Sizer, Plan]]:
-    """The smallest plan of every micro-batch that fits, the largest first."""
+    """The smallest plan of every micro-batch that fits, the largest first. `ends`: only of the
+    largest and the smallest."""
     device = device_bytes
     if device is None:
         device = profile.device_bytes if profile is not None else 0
     candidates: Sequence[int | None] = [options.micro_batch]
     if workload is not None and options.micro_batch is None:
         candidates = _micro_batches(workload, profile if device else None)
+        candidates = [candidates[0], candidates[-1]] if ends else candidates
     refused: Plan | None = None
     found = 0
 
