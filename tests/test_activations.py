@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 import lohan
+from lohan.capture import recompute
 from lohan.capture.blocks import cut
 from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError
@@ -23,6 +24,7 @@ from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Action
 from tests.grids import pairwise
+from tests.models import attached, batches, small_model
 from tests.tiny_models import save_model
 
 SEQ = 48
@@ -203,6 +205,34 @@ def test_no_policy_changes_a_bit(policy, tier, micro_batch, folder, tmp_path):
 @pytest.mark.parametrize(("policy", "tier", "micro_batch"), CASES)
 def test_no_policy_changes_a_bit_long_form(policy, tier, micro_batch, seed, folder, tmp_path):
     same_by(policy, tier, micro_batch, seed, folder, tmp_path)
+
+
+def test_a_batch_longer_than_planned_keeps_nothing(tmp_path, monkeypatch):
+    """The plan has no room for its activations; the numbers are the same."""
+    kept: list[int] = []  # slices in each step
+    run_and_save = recompute.run_and_save
+
+    def counted(*given):
+        kept[-1] += 1
+        return run_and_save(*given)
+
+    monkeypatch.setattr(recompute, "run_and_save", counted)
+    data, found = batches(4, batch=2, seq=24), []
+    data = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(data, (16, 24, 16, 8), strict=True)]
+    for activations in ("all", "recompute"):
+        model = small_model("llama")
+        with attached(
+            model, tmp_path / activations, batch=data[0], activations=activations
+        ) as session:
+            for batch in data:
+                kept.append(0)
+                loss = model(**batch).loss
+                loss.backward()
+                found.append(loss.item())
+            session.flush()
+    assert found[:4] == found[4:]
+    blocks = kept[0]
+    assert blocks > 0 and kept == [blocks, 0, blocks, blocks, 0, 0, 0, 0]
 
 
 def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):

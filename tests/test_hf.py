@@ -19,8 +19,10 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
+from lohan.engine import session as session_module
 from lohan.hf.arguments import REFUSED
 from lohan.hf.mixin import merged, shapes_for
+from tests import replan_at_once
 from tests.models import small_model
 from tests.overlapping import Tuning, tuned
 from tests.tiny_models import CONFIGS, VOCAB, save_model
@@ -116,6 +118,31 @@ def test_the_same_losses_with_another_import(changes, tmp_path):
     expected, found = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
     assert expected.keys() == found.keys()
     assert max((expected[n] - found[n]).abs().max().item() for n in expected) < 2e-5
+
+
+@pytest.mark.parametrize("how", ["always", "by_norm"])
+def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog):
+    """After its third step, or when its last steps were clipped; bits are those of no overlap and
+    no new plan. Batches longer than the first, for which it was planned, keep nothing."""
+    limit = {"max_grad_norm": 0.01 if how == "by_norm" else 1.0, "max_steps": 8}
+    plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
+    plain = script(plainly, tmp_path / "plain", **limit)
+    for name in ("plan_for_budget", "RECENT", "pays", "WORTH"):  # put back at the end
+        monkeypatch.setattr(session_module, name, getattr(session_module, name))
+    getattr(replan_at_once, how)()
+    transformers.logging.set_verbosity_info()
+    transformers.logging.enable_propagation()
+    try:
+        ours = script(lohan.hf.Trainer, tmp_path / "ours", eval_strategy="steps", eval_steps=2,
+                      **limit)  # fmt: skip
+    finally:
+        transformers.logging.disable_propagation()
+        transformers.logging.set_verbosity_warning()
+    said = {"always": "after step 3: measured the first", "by_norm": "last 2 steps clipped; a new"}
+    assert said[how] in caplog.text
+    assert ours.session.plan.kept and not plain.session.plan.kept
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == logged(plain, name)
 
 
 class Speculated(TrainerCallback):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from lohan.config import load_config
@@ -19,7 +21,9 @@ from lohan.planner.forecast import profile_of_step
 from lohan.schedule.simulate import BytesPerParameter, SiteWork, StepWork
 from lohan.train import trainer
 from lohan.util.trace import Span
+from tests import replan_at_once
 from tests.displays import Watch
+from tests.models import attached, batches, small_model
 from tests.tiny_models import save_model
 
 BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
@@ -125,6 +129,40 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
     assert "activations kept instead of recomputed" in notes[0]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
+    """With `Session.replan` after each step. A step with an evaluation behind it says nothing of
+    the machine, the next one does; steps of several calls never do."""
+    data, losses, said = batches(6, batch=2, seq=16), {}, []
+    for overlap in (False, True):
+        if overlap:
+            for name in ("plan_for_budget", "WORTH"):  # put back at the end
+                monkeypatch.setattr(replan, name, getattr(replan, name))
+            replan_at_once.always()
+        model, own = small_model("llama"), losses.setdefault(overlap, [])
+        with attached(
+            model, tmp_path / str(overlap), batch=data[0], activations="holistic", overlap=overlap
+        ) as session:
+            for number, batch in enumerate(data):
+                with session.accumulate() if accumulated > 1 else nullcontext():
+                    for _ in range(accumulated):
+                        loss = model(**batch).loss
+                        loss.backward()
+                own.append(loss.item())
+                del loss
+                if number == 2:
+                    with torch.no_grad():
+                        model(**batch)
+                if overlap:
+                    said.append(session.replan())
+            assert bool(session.plan.kept) is (overlap and accumulated == 1)
+    assert losses[True] == losses[False]
+    told = [number for number, words in enumerate(said, 1) if words]
+    assert told == ([4] if accumulated == 1 else []), said
+    if told:
+        assert said[3].startswith("measured the first steps; a new plan should make steps")
 
 
 def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):

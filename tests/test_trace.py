@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lohan.engine.actions import MOST_ENDED
 from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
+from tests.models import attached, batches, small_model
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
@@ -84,6 +86,31 @@ def test_spans_are_forgotten_unless_kept(tmp_path):
         trace.write(tmp_path / "trace.json")
         made = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert [event["name"] for event in made if event["ph"] == "X"] == ["F0"] * keep
+
+
+def test_spans_that_nobody_takes_do_not_pile_up():
+    trace = Trace()
+    for number in range(100):
+        trace.add(Span("compute", f"F{number}", number, number + 1))
+        trace.end_step()
+    assert [span.name for span in trace.take_step()] == ["F99"]
+    trace.add(Span("compute", "F100", 100, 101))
+    trace.end_step()
+    trace.add(Span("ssd", "W0.0", 101, 102))  # what the step leaves to the next
+    assert [span.name for span in trace.take_step()] == ["F100", "W0.0"]
+
+
+def test_a_loop_of_its_own_leaves_nothing_behind(tmp_path):
+    """It takes neither spans nor what the steps' manifests carry, for as many steps as it likes."""
+    model, data = small_model("llama"), batches(40, batch=2, seq=8)
+    with attached(model, tmp_path, batch=data[0]) as session:
+        for batch in data:
+            model(**batch).loss.backward()
+        session.flush()
+        names = [span.name for span in session.executor.trace.take_step()]
+        assert 1 <= names.count("F0") <= 2
+        finished = [meta["progress"]["step"] for meta in session.take_finished()]
+        assert finished == list(range(40 - MOST_ENDED + 1, 41))
 
 
 # -- the Chrome trace -----------------------------------------------------------------------------

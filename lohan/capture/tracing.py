@@ -538,17 +538,21 @@ class _Block:
 
 
 class SavePlans:
-    """`saved_classes`: classes by number of site."""
+    """`saved_classes`: classes by number of site. `input_bytes`: those of the inputs that take a
+    gradient, in the call that was planned for."""
 
-    def __init__(self, saved_classes: Mapping[int, frozenset[str]]) -> None:
-        self._saved_classes = saved_classes
+    def __init__(
+        self, saved_classes: Mapping[int, frozenset[str]], input_bytes: Mapping[int, int]
+    ) -> None:
+        self._saved_classes, self._input_bytes = saved_classes, input_bytes
         self._inventories = Inventories()
         self._made: dict[tuple[Any, ...], SavePlan | None] = {}
 
     def of(self, block: Block, call: SavedCall, part: slice) -> SavePlan | None:
-        """For one slice of a call; None: nothing is kept."""
+        """For one slice of a call; None: nothing is kept, as of a call that is larger than planned:
+        there is no room for it."""
         classes = self._saved_classes.get(block.number)
-        if not classes:
+        if not classes or self._is_larger(block, call):
             return None
         key = (block.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
         if key not in self._made:
@@ -559,3 +563,7 @@ class SavePlans:
                 names = classes & found.keys.keys()
                 self._made[key] = found.save_plan(names) if names else None
         return self._made[key]
+
+    def _is_larger(self, block: Block, call: SavedCall) -> bool:
+        planned = self._input_bytes.get(block.number)
+        return planned is not None and sum(t.nbytes for t in call.grad_inputs) > planned

@@ -56,6 +56,9 @@ class DeviceParts:
     activation_offload: DeviceActivationOffload
 
 
+MOST_ENDED = 16  # steps whose meta is kept until it is taken: a loop need not take any
+
+
 class ActionRunner:
     """Owner of the buffers that a plan asks for; called by the lanes."""
 
@@ -88,7 +91,7 @@ class ActionRunner:
         self.pending = PendingGradients()
         # The meta of each step whose end is to come, and whether that is a commit.
         self.steps_to_end: deque[tuple[dict[str, Any], bool]] = deque()
-        self.ended_metas: deque[dict[str, Any]] = deque()
+        self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known

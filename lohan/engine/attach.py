@@ -27,7 +27,7 @@ from torch import nn
 from lohan.capture.blocks import DTYPE_NAMES, check_trainable, cut_for, default_decay, dtype_of
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
-from lohan.capture.tracing import shapes_together
+from lohan.capture.tracing import SavePlans, shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
 from lohan.checkpoint.hf_folder import (
     build_diffusers,
@@ -442,7 +442,7 @@ def make_executor(
     compared = _fit_twice(context, plan) if context.check else None
     executor = Executor(
         model, context, plan, store=store, optimizer=optimizer, trace=trace,
-        saved_classes=saved_classes(context.blocks, plan, context.workload),
+        save_plans=save_plans(context.blocks, plan, context.workload),
     )  # fmt: skip
     try:
         allocated = executor.pool.ledger()
@@ -609,20 +609,19 @@ def _workload(
     )  # fmt: skip
 
 
-def saved_classes(
-    blocks: Blocks, plan: Plan, workload: BatchWorkload | None
-) -> dict[int, frozenset[str]]:
-    """Classes of activations that each site keeps, by its number."""
+def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> SavePlans:
+    """What each site keeps of its activations."""
     if workload is None or not plan.kept:
-        return {}
+        return SavePlans({}, {})
     workload = workload.in_tiles(plan.tiles)
     memory = MemoryModel.of(blocks, plan, workload)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
-    classes = {}
+    classes, input_bytes = dict[int, frozenset[str]](), dict[int, int]()
     for name in memory.block_sites:
-        own = {part.name for part in workload.shapes[name].activations}
-        classes[numbers[name]] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
-    return classes
+        own, number = {part.name for part in workload.shapes[name].activations}, numbers[name]
+        classes[number] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
+        input_bytes[number] = memory.sizes.footprint(name).offload_bytes
+    return SavePlans(classes, input_bytes)
 
 
 def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

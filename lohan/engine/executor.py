@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +173,7 @@ class Executor:
 
     def __init__(
         self, model: nn.Module, context: PlanContext, plan: Plan, *, store: Store,
-        optimizer: Optimizer, trace: Trace, saved_classes: Mapping[int, frozenset[str]],
+        optimizer: Optimizer, trace: Trace, save_plans: SavePlans,
     ) -> None:  # fmt: skip
         blocks, device = context.blocks, context.device
         self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
@@ -210,7 +210,7 @@ class Executor:
             blocks, plan, scheduler=self.scheduler, pending=self.runner.pending,
             gradient_offload=self.runner.gradient_offload, collectives=self.collectives,
         )  # fmt: skip
-        self.block_runner = self._make_block_runner(context, saved_classes)
+        self.block_runner = self._make_block_runner(context, save_plans)
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
@@ -226,13 +226,11 @@ class Executor:
             raise
         self.buffers = ChangedBuffers(model, store.meta)  # as they are where compute is
 
-    def _make_block_runner(
-        self, context: PlanContext, saved_classes: Mapping[int, frozenset[str]]
-    ) -> BlockRunner:
+    def _make_block_runner(self, context: PlanContext, save_plans: SavePlans) -> BlockRunner:
         blocks, plan, device = self.blocks, self.plan, self.device
         compute = SlicedCompute(
             device, micro_batch=plan.micro_batch, activations=self.runner.activations,
-            save_plans=SavePlans(saved_classes),
+            save_plans=save_plans,
             compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
         )  # fmt: skip
         return BlockRunner(
@@ -418,6 +416,7 @@ class Executor:
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
             self.scheduler.commits = next_commits
+            self.trace.end_step()
             self._reset_step()
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,7 @@ from lohan.checkpoint.store_io import folder_of, gathering_reader, store_reader
 from lohan.device.base import CpuDevice, Device
 from lohan.device.choose import Backend
 from lohan.device.ranks import ALONE, ProcessGroup
+from lohan.engine.actions import MOST_ENDED
 from lohan.engine.clipping import RECENT
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
@@ -134,6 +136,7 @@ class Session:
         self._head: SlicedHead | None = None
         self._finished: list[dict[str, Any]] = []  # under earlier plans, not yet taken
         self._closed = self._stopped = self._planless = False
+        self._replanner: Replanner | None = None  # of `replan`
         self._mean_over: int | None = None  # of the executor before, as the head's settings
         self._of_head: dict[str, Any] = {}
         self._start(plan)
@@ -277,7 +280,8 @@ class Session:
 
     def take_finished(self) -> list[dict[str, Any]]:
         """What the manifests of steps carry that have ended, oldest first: committed ones or, where
-        not every step is, also those between two commits."""
+        not every step is, also those between two commits. Of those that nobody takes, the last few
+        stay."""
         before, self._finished = self._finished, []
         if self._executor is None:
             return before
@@ -319,7 +323,7 @@ class Session:
         self._before = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
-        self._finished = self.take_finished()
+        self._finished = self.take_finished()[-MOST_ENDED:]
         self._planless = True
         self._stop()
         self._executor = self._head = None
@@ -335,6 +339,16 @@ class Session:
             self.context.device.release_cached_memory()
             self._start(old)
             raise
+
+    def replan(self) -> str | None:
+        """For a loop of one's own, after each of its steps and when their losses are let go: after
+        the third, the session goes on by a plan for the machine as it was measured, if that is
+        faster; later, where every step is clipped, by one for such steps. The numbers stay the
+        same, bit for bit. What was found and changed, in words, or None. Of several ranks all call
+        it."""
+        if self._replanner is None:
+            self._replanner = Replanner(self)
+        return self._replanner.after_own_step()
 
     def rewind(self, target: str | os.PathLike[str]) -> None:
         """Weights, optimizer state and step are again those of a snapshot of this session's store.
@@ -519,6 +533,25 @@ MOST_PLANS = 3
 PAYS_WITHIN = 4 * RECENT  # steps: what a plan for clipped steps, or for others, must save by then
 
 
+@dataclass(frozen=True)
+class Decision:
+    """After a step: why, the plan to follow, if any, and its gain in words; or look `again`."""
+
+    why: str | None = None
+    plan: Plan | None = None
+    faster: str = ""
+    again: bool = False
+
+    def to_json(self) -> list[Any]:
+        plan = None if self.plan is None else self.plan.to_json()
+        return [self.why, plan, self.faster, self.again]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Decision:
+        why, plan, faster, again = data
+        return cls(why, None if plan is None else Plan.from_json(plan), faster, again)
+
+
 class Replanner:
     """Watches every step, until the lanes do what the plan was made for; then its norm: a run whose
     every step is clipped goes on by a plan for such steps, until none of the last is. Of several
@@ -537,6 +570,7 @@ class Replanner:
         self._every_clipped = self._refused = (
             False  # the plan is for such steps; it is not worth it
         )
+        self._last = time.perf_counter(), session.counters  # by `after_own_step`
         # What only the first rank knows.
         self._machine = known = context.profile  # as measured, once it is
         self._promised: Forecast | None = None  # on a machine that is not known
@@ -551,40 +585,56 @@ class Replanner:
         if self._since < FIRST_LOOK:
             return None
         look = partial(self._look, spans, moved_bytes=moved_bytes, step_s=step_s)
-        why, plan, faster = self._decided(look)
+        found = self._decided(look)
+        if found.again:
+            self._since -= 1
+            return None
         self._done = True  # unless another plan is followed
-        if plan is None:
-            return why
-        said, followed = self._follow(plan, faster)
+        if found.plan is None:
+            return found.why
+        said, followed = self._follow(found.plan, found.faster)
         if followed:
             self._done, self._since = False, 0
             self._plans += 1
-        return f"{why}; {said}"
+        return f"{found.why}; {said}"
 
-    def _look(
-        self, spans: list[Span], *, moved_bytes: int, step_s: float
-    ) -> tuple[str | None, Forecast | None, str]:
+    def after_own_step(self) -> str | None:
+        """As `after_step`, of what happened since the last call."""
+        session, (then_s, before) = self._session, self._last
+        now_s, now = time.perf_counter(), session.counters
+        self._last = now_s, now
+        moved = now.bytes_read + now.bytes_written - before.bytes_read - before.bytes_written
+        return self.after_step(
+            session.executor.trace.take_step(), moved_bytes=session.process_group.world * moved,
+            step_s=now_s - then_s,
+        )  # fmt: skip
+
+    def _look(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> Decision:
         """What a step has shown of the machine and, if there is a plan for it that is worth it,
-        what that promises."""
+        what that promises. Not if blocks ran more than once: in an evaluation, in a step that was
+        run again, or in calls that were added up."""
+        forwards = sum(span.name[0] == "F" for span in spans)
+        if forwards > self._session.executor.scheduler.forward_calls:
+            return Decision(again=True)
         why = "measured the first steps"
-        stays: str | None = None
+        stays = Decision()
         if self._promised is not None:
             measured = busy_s(spans, float("-inf"), float("inf"))
             why = surprises(self._promised.busy_s, measured, step_s=step_s)
-            stays = f"{why}; the plan stays as it is" if why else None
+            stays = Decision(why=f"{why}; the plan stays as it is" if why else None)
         context, plan = self._session.context, self._session.plan
         found = context.measured(spans, plan, moved_bytes=moved_bytes) if why else None
         if found is None or self._plans >= MOST_PLANS:
-            return stays, None, ""
+            return stays
         self._machine = found
         other = self._better(found)
         if other is None:
-            return stays, None, ""
+            return stays
         now, then = (context.forecast(found, each) for each in (plan, other))
         if now.step_s < WORTH * then.step_s or other == plan:
-            return stays, None, ""
+            return stays
         self._promised = then
-        return why, then, _faster(now, then)
+        return Decision(why, other, _faster(now, then))
 
     def _follow_norms(self) -> str | None:
         """Where the last steps were all clipped, or none of them, and the plan is for the others:
@@ -602,36 +652,30 @@ class Replanner:
         if self._refused:
             return None
         self._refused = True  # unless it is followed
-        _, other, faster = self._decided(partial(self._for_norms, every_clipped=every))
-        if other is None:
+        found = self._decided(partial(self._for_norms, every_clipped=every))
+        if found.plan is None:
             return None
-        said, followed = self._follow(other, faster)
+        said, followed = self._follow(found.plan, found.faster)
         if followed:
             self._every_clipped, self._refused = every, False
             self._clipped.clear()
         return f"{'all' if every else 'none'} of the last {RECENT} steps clipped; {said}"
 
-    def _for_norms(self, *, every_clipped: bool) -> tuple[str | None, Forecast | None, str]:
+    def _for_norms(self, *, every_clipped: bool) -> Decision:
         """A plan for clipped steps, or for others, if it pays."""
         plan, machine = self._session.plan, self._machine
         other = None if machine is None else self._better(machine, every_clipped=every_clipped)
         if machine is None or other is None or other == plan:
-            return None, None, ""
+            return Decision()
         forecast = partial(self._session.context.forecast, machine, clipped=every_clipped)
         now, then = forecast(plan), forecast(other)
-        return None, then if pays(now, then, machine) else None, _faster(now, then)
+        return Decision(plan=other if pays(now, then, machine) else None, faster=_faster(now, then))
 
-    def _decided(
-        self, decide: Callable[[], tuple[str | None, Forecast | None, str]]
-    ) -> tuple[str | None, Plan | None, str]:
-        """What the first rank decides: what it saw, the plan to follow and its gain."""
-
-        def make() -> list[Any]:
-            why, then, faster = decide()
-            return [why, None if then is None else then.plan.to_json(), faster]
-
-        why, plan, faster = self._session.process_group.broadcast_made(make)
-        return why, None if plan is None else Plan.from_json(plan), faster
+    def _decided(self, decide: Callable[[], Decision]) -> Decision:
+        """What the first rank decides."""
+        return Decision.from_json(
+            self._session.process_group.broadcast_made(lambda: decide().to_json())
+        )
 
     def _follow(self, plan: Plan, faster: str) -> tuple[str, bool]:
         """Goes on by a plan; what it says, and whether it could."""

@@ -409,7 +409,20 @@ class LohanMixin:
                 f"step {before + 1} would change nothing; check what the loss is made of, and "
                 "which parameters have requires_grad"
             )
+        self._replan(session)
         return loss
+
+    def _replan(self, session: Session) -> None:
+        """After some steps a run knows its machine better than any profile, and what its norms are
+        like."""
+        commit, changed = session.plan.commit, session.replan()
+        if changed is not None:
+            logger.info(f"after step {session.step}: {changed}")
+        if session.plan.commit != commit:
+            logger.warning(
+                f"LoHan commits every {session.plan.commit} from here on: a crash costs the steps "
+                "since the last commit; LohanArguments(commit_every='step') commits each"
+            )
 
     @contextmanager
     def _in_fp32(self, model: nn.Module) -> Iterator[None]:

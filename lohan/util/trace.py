@@ -35,19 +35,27 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans of the current step, and with `keep` of the whole run."""
+    """Spans of the last steps, until they are taken, and with `keep` of the whole run. Of steps
+    whose spans nobody takes, those of the last one stay: a run may have very many."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._all: list[Span] = []
         self._step: list[Span] = []
+        self._earlier = 0  # how many of them are of steps that have ended
 
     def add(self, span: Span) -> None:
         self._step.append(span)  # list.append is atomic: lanes add from their own threads
 
+    def end_step(self) -> None:
+        """A step has ended, on whichever thread lanes go on."""
+        if not self._keep:
+            del self._step[: self._earlier]
+            self._earlier = len(self._step)
+
     def take_step(self) -> list[Span]:
-        """Spans that ended since the last call."""
-        spans, self._step = self._step, []
+        """Spans that ended since the last call, at least those since the last step."""
+        spans, self._step, self._earlier = self._step, [], 0
         if self._keep:
             self._all.extend(spans)
         return spans

@@ -350,7 +350,7 @@ def test_training_ends_with_the_same_bytes(kind, tmp_path):
         model = small_model(kind)
         names = kept_names(model, data[0], choice)
         with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
-            session.executor.block_runner.compute.save_plans = SavePlans(names)
+            session.executor.block_runner.compute.save_plans = SavePlans(names, {})
             for batch in data:
                 loss_of(model, batch).backward()
             found.append(stored_bytes(session))
