@@ -138,6 +138,7 @@ class Session:
         self._closed = self._stopped = self._planless = False
         self._replanner: Replanner | None = None  # of `replan`
         self._mean_over: int | None = None  # of the executor before, as the head's settings
+        self._norm: float | None = None
         self._of_head: dict[str, Any] = {}
         self._start(plan)
         self.store = self.executor.store
@@ -145,10 +146,12 @@ class Session:
         self._committed_step = self.step  # the last step known to be durable and whole
 
     def _start(self, plan: Plan) -> None:
-        """What was set on executor and head, whose loss it is and who looks on, outlasts them."""
+        """What was set on executor and head, whose loss it is and who looks on, outlasts them, and
+        so does the last norm."""
         self._executor, self._head = self._make_executor(plan)
         if self._mean_over is not None:
             self._executor.mean_over = self._mean_over
+        self._executor.clipping.norm = self._norm
         for name, value in self._of_head.items():
             setattr(self._head, name, value)
         self._stopped = self._planless = False
@@ -371,6 +374,7 @@ class Session:
             self._head.remove()
         if self._executor is not None:
             self._mean_over = self._executor.mean_over
+            self._norm = self._executor.clipping.norm
             self._executor.close()
 
     def close(self, *, flush: bool = True) -> None:
