@@ -66,7 +66,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
         plans, changes = [described(session.plan)], list[dict[str, Any]]()
 
         def step(ids: torch.Tensor) -> float:
-            start_s, before = time.perf_counter(), session.counters
+            start_s = time.perf_counter()
             for _ in range(2):
                 loss = model(input_ids=ids, labels=ids).loss
                 loss.backward()
@@ -76,11 +76,9 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             session.take_finished()
             new = trace.take_step()
             spans.extend(new)
-            value, stop_s, after = float(loss.item()), time.perf_counter(), session.counters
+            value, stop_s = float(loss.item()), time.perf_counter()
             del loss  # its graph knows the buffers of the plan, which another may follow
-            moved = after.bytes_read + after.bytes_written - before.bytes_read
-            moved -= before.bytes_written
-            said = replanner.after_step(new, moved_bytes=moved, step_s=stop_s - start_s)
+            said = replanner.after_step(new, step_s=stop_s - start_s)
             if said is not None:
                 took_s = time.perf_counter() - stop_s
                 changes.append({"after": session.step, "seconds": took_s, "said": said})

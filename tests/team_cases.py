@@ -61,6 +61,22 @@ def trainers(own_loss: bool = False, **changes: Any) -> None:
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
 
+def trainers_that_cannot_follow() -> None:
+    """The second rank has no room for the new plan: both end, and the store resumes."""
+    import transformers
+
+    import lohan.hf
+    from tests import replan_at_once
+    from tests.test_hf import SETTINGS, collate, examples
+
+    (replan_at_once.always, replan_at_once.fails)[int(os.environ["RANK"])]()
+    args = transformers.TrainingArguments(str(place() / "out"), **{**SETTINGS, "max_steps": 5})
+    trainer = lohan.hf.Trainer(
+        model=small_model("llama"), args=args, train_dataset=examples(40), data_collator=collate
+    )
+    trainer.train()
+
+
 def chat_trainers() -> None:
     """A script of TRL's SFTTrainer, ours and its own under DDP; the best model at the end."""
     import trl

@@ -123,8 +123,8 @@ def test_the_same_losses_with_another_import(changes, tmp_path):
 
 @pytest.mark.parametrize("how", ["always", "by_norm"])
 def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog):
-    """After its third step, which has an evaluation before it, so after the next; or when its last
-    steps were clipped. Bits are those of no overlap and
+    """After its third step, which has an evaluation before it, or when its last steps were clipped.
+    Bits are those of no overlap and
     no new plan. Batches longer than the first, for which it was planned, keep nothing."""
     limit = {"max_grad_norm": 0.01 if how == "by_norm" else 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
@@ -136,7 +136,7 @@ def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog
         ours = script(
             lohan.hf.Trainer, tmp_path / "ours", eval_strategy="steps", eval_steps=2, **limit
         )
-    said = {"always": "after step 4: measured the first", "by_norm": "last 2 steps clipped; a new"}
+    said = {"always": "after step 3: measured the first", "by_norm": "last 2 steps clipped; a new"}
     assert said[how] in caplog.text
     assert ours.session.plan.kept and not plain.session.plan.kept
     for name in ("loss", "grad_norm"):

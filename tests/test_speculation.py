@@ -180,7 +180,7 @@ def test_a_run_goes_on_by_a_plan_for_its_norms(has_own_memory, tmp_path, monkeyp
             losses.append(loss.item())
             norms.append(session.executor.grad_norm)
             spans = session.executor.trace.take_step()
-            note = replanner.after_step(spans, moved_bytes=1, step_s=1.0)
+            note = replanner.after_step(spans, step_s=1.0)
             said += [(session.step, note.split(" ")[0])] if note and "last 2" in note else []
         assert [word for _, word in said] == ["all", "none", "all"], said
         assert [step for step, _ in said] == [7, 11, 15]

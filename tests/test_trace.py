@@ -100,6 +100,16 @@ def test_spans_that_nobody_takes_do_not_pile_up():
     assert [span.name for span in trace.take_step()] == ["F100", "W0.0"]
 
 
+def test_of_many_passes_without_gradients_the_last_is_kept():
+    trace = Trace()
+    trace.add(Span("compute", "B0", 0, 1))
+    trace.end_step()
+    for number in range(100):
+        trace.begin_inference()
+        trace.add(Span("compute", f"F{number}", number, number + 1))
+    assert [span.name for span in trace.take_step()] == ["B0", "F99"]
+
+
 def test_a_loop_of_its_own_leaves_nothing_behind(tmp_path):
     """It takes neither spans nor what the steps' manifests carry, for as many steps as it likes."""
     model, data = small_model("llama"), batches(40, batch=2, seq=8)

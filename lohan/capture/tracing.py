@@ -537,33 +537,35 @@ class _Block:
 # inputs, since models choose their operations by them (a mask or none, say).
 
 
+MORE_KEPT = 1.05  # than planned: real calls may have a mask that fake ones have not
+
+
 class SavePlans:
-    """`saved_classes`: classes by number of site. `input_bytes`: those of the inputs that take a
-    gradient, in the call that was planned for."""
+    """`saved_classes`: classes by number of site. `planned_bytes`: what they take in the call that
+    was planned for."""
 
     def __init__(
-        self, saved_classes: Mapping[int, frozenset[str]], input_bytes: Mapping[int, int]
+        self, saved_classes: Mapping[int, frozenset[str]], planned_bytes: Mapping[int, int]
     ) -> None:
-        self._saved_classes, self._input_bytes = saved_classes, input_bytes
+        self._saved_classes, self._planned_bytes = saved_classes, planned_bytes
         self._inventories = Inventories()
         self._made: dict[tuple[Any, ...], SavePlan | None] = {}
 
     def of(self, block: Block, call: SavedCall, part: slice) -> SavePlan | None:
-        """For one slice of a call; None: nothing is kept, as of a call that is larger than planned:
-        there is no room for it."""
+        """For one slice of a call; None: nothing is kept, as of a call that would keep more than
+        was planned: there is no room for it."""
         classes = self._saved_classes.get(block.number)
-        if not classes or self._is_larger(block, call):
+        if not classes:
             return None
-        key = (block.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
+        rows = part.stop - part.start
+        key = (block.number, rows, *(tuple(t.shape) for t in call.tensors))
         if key not in self._made:
             _, args, kwargs = call.restore(part, grad=True)
             self._made[key] = None
             with block.state.preserved(), suppress(*UNKNOWN):  # it decides by values: recomputed
                 found = self._inventories.of(block.module, args, kwargs, forward=block.original)
                 names = classes & found.keys.keys()
-                self._made[key] = found.save_plan(names) if names else None
+                most = self._planned_bytes.get(block.number, math.inf)
+                fits = found.kept_bytes(names) * call.batch <= MORE_KEPT * most * rows
+                self._made[key] = found.save_plan(names) if names and fits else None
         return self._made[key]
-
-    def _is_larger(self, block: Block, call: SavedCall) -> bool:
-        planned = self._input_bytes.get(block.number)
-        return planned is not None and sum(t.nbytes for t in call.grad_inputs) > planned

@@ -616,12 +616,12 @@ def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> Sa
     workload = workload.in_tiles(plan.tiles)
     memory = MemoryModel.of(blocks, plan, workload)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
-    classes, input_bytes = dict[int, frozenset[str]](), dict[int, int]()
+    classes, planned_bytes = dict[int, frozenset[str]](), dict[int, int]()
     for name in memory.block_sites:
         own, number = {part.name for part in workload.shapes[name].activations}, numbers[name]
         classes[number] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
-        input_bytes[number] = memory.sizes.footprint(name).offload_bytes
-    return SavePlans(classes, input_bytes)
+        planned_bytes[number] = memory.sizes.bytes_of(plan.kept, name)
+    return SavePlans(classes, planned_bytes)
 
 
 def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

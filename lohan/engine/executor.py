@@ -9,6 +9,7 @@ held gradients get their factor, and the next forward is prepared. So user code 
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +168,8 @@ class Executor:
     resident: Resident | None = None
     # Called with the inputs of a forward by name, before and after they went to a device.
     inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+    forward_began_s = 0.0  # of the last call of the model with gradients
+    inference_began_s = math.inf  # of the first one without, since then
     _in_backward = False
     _lost = ""  # why weights in memory are of no step, if they are
     _resident_current = True  # resident parameters are those of the last step
@@ -289,7 +292,11 @@ class Executor:
                 self.scheduler.wait_updated(self.numbers[RESIDENT])
             self.resident.copy_updated()
             self._resident_current = True
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.forward_began_s, self.inference_began_s = time.perf_counter(), math.inf
+        else:
+            self.inference_began_s = min(self.inference_began_s, time.perf_counter())
+            self.trace.begin_inference()
             with self.guarded():
                 self.scheduler.enter_inference()
 

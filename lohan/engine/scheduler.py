@@ -72,11 +72,6 @@ class ActionScheduler:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    @property
-    def forward_calls(self) -> int:
-        """Of blocks, in the forward of a step as the last one was; 0 before the first."""
-        return 0 if self._known is None else len(self._known.forward)
-
     def enter_inference(self) -> None:
         """A forward without gradients begins: scheduled as a whole, in the order of the last one or
         of training. If it runs them in another order, they come on demand."""

@@ -93,16 +93,14 @@ class PlanContext:
             profile, self.shards, self.workload, self.options.two_generations
         ).forecast(plan, clipped=clipped)
 
-    def measured(self, spans: Sequence[Span], plan: Plan, *, moved_bytes: int) -> Profile | None:
-        """The machine as a step by this plan found it on this rank. `moved_bytes`: of all ranks,
-        each of which has the same share."""
+    def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
+        """The machine as a step by this plan found it on this rank."""
         assert self.workload is not None
         work = step_work(
             self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
         )
         return profile_of_step(
-            spans, work, moved_bytes=moved_bytes // self.process_group.world,
-            host_bytes=self.host_bytes, device=self.device.name,
+            spans, work, host_bytes=self.host_bytes, device=self.device.name,
             device_bytes=self.device_bytes or 0,
         )  # fmt: skip
 
@@ -164,6 +162,11 @@ class Session:
                 "taken up again; close the session and resume from the last step"
             )
         return self._executor
+
+    @property
+    def planless(self) -> bool:
+        """A change of plan failed, and the old plan could not be taken up again."""
+        return self._planless
 
     @property
     def closed(self) -> bool:
@@ -318,8 +321,8 @@ class Session:
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
         """Goes on by another plan: what is in memory is brought to the store and read again.
         The numbers stay the same, bit for bit. If it cannot be followed (no room on SSD, say), the
-        old one goes on, and the error comes through. A plan for other micro-batches is made by a
-        function, when the model runs by itself and can be measured."""
+        old one goes on, and the error comes through; of several ranks, all stop. A plan for other
+        micro-batches is made by a function, when the model runs by itself and can be measured."""
         old = self.plan
         self.commit()
         moved, store = self.counters, self.store.counters
@@ -336,6 +339,7 @@ class Session:
             self._start(plan() if callable(plan) else plan)
         except BaseException as error:  # memory may have run out, or Ctrl-C come
             if self.process_group.several:  # Note [an error on one rank]: others may have begun
+                self.process_group.abort()
                 raise
             clear_frames(error.__traceback__)  # they hold what the new plan had allocated
             gc.collect()
@@ -349,6 +353,8 @@ class Session:
         faster; later, where every step is clipped, by one for such steps. The numbers stay the
         same, bit for bit. What was found and changed, in words, or None. Of several ranks all call
         it."""
+        if self._closed or self._stopped:
+            raise StoreError("the session is closed, so there is no step to plan for")
         if self._replanner is None:
             self._replanner = Replanner(self)
         return self._replanner.after_own_step()
@@ -539,21 +545,19 @@ PAYS_WITHIN = 4 * RECENT  # steps: what a plan for clipped steps, or for others,
 
 @dataclass(frozen=True)
 class Decision:
-    """After a step: why, the plan to follow, if any, and its gain in words; or look `again`."""
+    """After a step: why, the plan to follow, if any, and its gain in words."""
 
     why: str | None = None
     plan: Plan | None = None
     faster: str = ""
-    again: bool = False
 
     def to_json(self) -> list[Any]:
-        plan = None if self.plan is None else self.plan.to_json()
-        return [self.why, plan, self.faster, self.again]
+        return [self.why, None if self.plan is None else self.plan.to_json(), self.faster]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Decision:
-        why, plan, faster, again = data
-        return cls(why, None if plan is None else Plan.from_json(plan), faster, again)
+        why, plan, faster = data
+        return cls(why, None if plan is None else Plan.from_json(plan), faster)
 
 
 class Replanner:
@@ -574,25 +578,21 @@ class Replanner:
         self._every_clipped = self._refused = (
             False  # the plan is for such steps; it is not worth it
         )
-        self._last = time.perf_counter(), session.counters  # by `after_own_step`
+        self._last_s = time.perf_counter()  # of `after_own_step`
         # What only the first rank knows.
         self._machine = known = context.profile  # as measured, once it is
         self._promised: Forecast | None = None  # on a machine that is not known
         if known is not None and not self._done and session.process_group.ranks.first:
             self._promised = context.forecast(known, session.plan)
 
-    def after_step(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> str | None:
-        """What was found and what was changed, in words, or None. `moved_bytes`: of all ranks."""
+    def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
+        """What was found and what was changed, in words, or None."""
         self._since += 1
         if self._done or self._since > FIRST_LOOK:
             return self._follow_norms() if self._able else None
         if self._since < FIRST_LOOK:
             return None
-        look = partial(self._look, spans, moved_bytes=moved_bytes, step_s=step_s)
-        found = self._decided(look)
-        if found.again:
-            self._since -= 1
-            return None
+        found = self._decided(partial(self._look, spans, step_s=step_s))
         self._done = True  # unless another plan is followed
         if found.plan is None:
             return found.why
@@ -604,22 +604,18 @@ class Replanner:
 
     def after_own_step(self) -> str | None:
         """As `after_step`, of what happened since the last call."""
-        session, (then_s, before) = self._session, self._last
-        now_s, now = time.perf_counter(), session.counters
-        self._last = now_s, now
-        moved = now.bytes_read + now.bytes_written - before.bytes_read - before.bytes_written
-        return self.after_step(
-            session.executor.trace.take_step(), moved_bytes=session.process_group.world * moved,
-            step_s=now_s - then_s,
-        )  # fmt: skip
+        then_s, self._last_s = self._last_s, time.perf_counter()
+        spans = self._session.executor.trace.take_step()
+        return self.after_step(spans, step_s=self._last_s - then_s)
 
-    def _look(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> Decision:
+    def _look(self, spans: list[Span], *, step_s: float) -> Decision:
         """What a step has shown of the machine and, if there is a plan for it that is worth it,
-        what that promises. Not if blocks ran more than once: in an evaluation, in a step that was
-        run again, or in calls that were added up."""
-        forwards = sum(span.name[0] == "F" for span in spans)
-        if forwards > self._session.executor.scheduler.forward_calls:
-            return Decision(again=True)
+        what that promises. Compute before its last forward, and after a call without gradients has
+        begun, was an evaluation, a run of the step that did not count, or a call whose gradients it
+        adds up."""
+        executor = self._session.executor
+        began_s, stop_s = executor.forward_began_s, executor.inference_began_s
+        spans = [s for s in spans if s.lane != "compute" or began_s <= s.start_s < stop_s]
         why = "measured the first steps"
         stays = Decision()
         if self._promised is not None:
@@ -627,7 +623,7 @@ class Replanner:
             why = surprises(self._promised.busy_s, measured, step_s=step_s)
             stays = Decision(why=f"{why}; the plan stays as it is" if why else None)
         context, plan = self._session.context, self._session.plan
-        found = context.measured(spans, plan, moved_bytes=moved_bytes) if why else None
+        found = context.measured(spans, plan) if why else None
         if found is None or self._plans >= MOST_PLANS:
             return stays
         self._machine = found
@@ -677,9 +673,12 @@ class Replanner:
 
     def _decided(self, decide: Callable[[], Decision]) -> Decision:
         """What the first rank decides."""
-        return Decision.from_json(
-            self._session.process_group.broadcast_made(lambda: decide().to_json())
-        )
+        group = self._session.process_group
+        try:
+            return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
+        except BaseException:
+            group.abort()  # Note [an error on one rank]: the others wait for its word
+            raise
 
     def _follow(self, plan: Plan, faster: str) -> tuple[str, bool]:
         """Goes on by a plan; what it says, and whether it could."""
@@ -687,7 +686,7 @@ class Replanner:
         try:
             self._session.follow(plan)
         except LohanError as error:
-            if self._session.process_group.several:  # Note [an error on one rank]
+            if self._session.planless:
                 raise
             return f"a new plan could not be followed, the old one goes on: {error}", False
         return f"a new plan should make steps {faster}: {_difference(old, plan)}", True

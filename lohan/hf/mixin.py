@@ -415,10 +415,12 @@ class LohanMixin:
     def _replan(self, session: Session) -> None:
         """After some steps a run knows its machine better than any profile, and what its norms are
         like."""
-        commit, changed = session.plan.commit, session.replan()
+        before, changed = session.plan.commits_by_interval, session.replan()
+        if not session.process_group.ranks.first:
+            return
         if changed is not None:
             logger.info(f"after step {session.step}: {changed}")
-        if session.plan.commit != commit:
+        if session.plan.commits_by_interval and not before:
             logger.warning(
                 f"LoHan commits every {session.plan.commit} from here on: a crash costs the steps "
                 "since the last commit; LohanArguments(commit_every='step') commits each"
@@ -644,7 +646,7 @@ class LohanMixin:
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int,
         resume_from_checkpoint: str | None, trial: Any,
     ) -> tuple[int, int]:  # fmt: skip
-        """Every step is durable: training resumes after the last one, not after the checkpoint."""
+        """Training resumes after the last step that was committed, not after the checkpoint."""
         known = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
         found: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, known, trial

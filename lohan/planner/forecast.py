@@ -12,7 +12,7 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.memory import MemoryModel
-from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
+from lohan.schedule.actions import LANE_OF, Op, Schedule, ScheduleSpec
 from lohan.schedule.simulate import (
     WRITES,
     ActionCosts,
@@ -284,8 +284,8 @@ UNKNOWN_DRIVE = 1e9  # bytes/s, where a step moved nothing: a careful guess
 
 
 def profile_of_step(
-    spans: Sequence[Span], work: StepWork, *, moved_bytes: int, host_bytes: int,
-    device: str = "cpu", device_bytes: int = 0,
+    spans: Sequence[Span], work: StepWork, *, host_bytes: int, device: str = "cpu",
+    device_bytes: int = 0,
 ) -> Profile | None:  # fmt: skip
     """None if the step did not do all of it. What concurrent I/O costs compute is in its
     rates. `device_bytes`: of a device with a memory of its own, whose link is measured too."""
@@ -297,7 +297,7 @@ def profile_of_step(
         "A": others * layout.weight, "X": others * layout.gradient,
     }  # fmt: skip
     linked = dict.fromkeys(per_parameter, 0.0)  # bytes
-    updated = 0.0  # parameters, as if by AdamW
+    ssd_bytes, updated = 0.0, 0.0  # updated: parameters, as if by AdamW
     for span in spans:
         kind, rest = span.name[0], span.name[1:]
         site = _site(kind, rest, work)
@@ -307,6 +307,8 @@ def profile_of_step(
             updated += work.chunk(int(group), int(chunk)) * work.per_parameter.update
         elif kind in linked:
             linked[kind] += work.groups[int(rest)] * per_parameter[kind]
+        elif span.lane == "ssd":
+            ssd_bytes += _ssd_bytes(kind, rest, work)
     blocks = [site for site in work.sites if not site.head]
     forward = sum(site.forward_flops for site in blocks)
     again = sum(site.recompute_flops for site in blocks)
@@ -319,22 +321,37 @@ def profile_of_step(
     heads = [site for site in work.sites if site.head]
     head_flops = sum(site.forward_flops + site.gradient_flops for site in heads)
     ssd_s = busy_s(spans, float("-inf"), float("inf"))["ssd"]
-    ssd = moved_bytes / ssd_s if ssd_s and moved_bytes else UNKNOWN_DRIVE
+    ssd = ssd_bytes / ssd_s if ssd_s and ssd_bytes else UNKNOWN_DRIVE
+    h2d, d2h = (linked[k] / seconds[k] if device_bytes else 0.0 for k in "LD")
+    net_s = seconds.get("A", 0.0) + seconds.get("X", 0.0)
+    net = (linked["A"] + linked["X"]) / net_s if net_s else 0.0
     return Profile(
         name="this run", device=device, device_bytes=device_bytes, compute=((1.0, rate),),
         backward=((1.0, gradients / back_s),),
         head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
-        h2d=linked["L"] / seconds["L"] if device_bytes else 0.0,
-        d2h=linked["D"] / seconds["D"] if device_bytes else 0.0,
-        net=_rate(linked["A"] + linked["X"], seconds.get("A", 0.0) + seconds.get("X", 0.0)),
+        h2d=h2d, d2h=d2h,
+        # No slower than the links: it goes over them, as far as can be seen.
+        net=net if net < min(h2d, d2h) else 0.0,
         host_bytes=host_bytes, adam=updated / seconds["U"],
         drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),
     )  # fmt: skip
 
 
-def _rate(moved_bytes: float, seconds: float) -> float:
-    """0: not known."""
-    return moved_bytes / seconds if seconds else 0.0
+def _ssd_bytes(kind: str, rest: str, work: StepWork) -> float:
+    """That an action of the drives reads or writes."""
+    layout = work.per_parameter
+    if kind == Op.READ_WEIGHTS:
+        return work.groups[int(rest)] * layout.weight
+    if kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
+        return work.out_bytes(int(rest))
+    per_parameter = {
+        Op.READ_STATE: layout.state, Op.WRITE: layout.state + layout.weight,
+        Op.SPILL_GRADIENTS: layout.gradient, Op.FETCH_GRADIENTS: layout.gradient,
+    }  # fmt: skip
+    if kind not in per_parameter:
+        return 0.0
+    group, chunk = rest.split(".")
+    return work.chunk(int(group), int(chunk)) * per_parameter[Op(kind)]
 
 
 def _site(kind: str, rest: str, work: StepWork) -> str:

@@ -282,8 +282,7 @@ def lohan_run(
                     found = compare(weights, reference, step + 1) if reference is not None else ()
                     differences.append(tuple(found))
             elif step + 1 < recipe.steps:
-                moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
-                replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
+                replanner.after_step(meter.spans, step_s=row["step_s"])
         session.commit()
         with reading(session) as weights:
             whole = digest(weights)

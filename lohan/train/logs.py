@@ -89,8 +89,7 @@ class Journal:
         if self._last is None or context.workload is None:
             return
         row, spans = self._last
-        moved_bytes = row["ssd_read_bytes"] + row["ssd_written_bytes"]
-        found = context.measured(spans, self._session.plan, moved_bytes=moved_bytes)
+        found = context.measured(spans, self._session.plan)
         if found is not None:
             self._known, self._origin = found, f"rates measured in step {row['step']}"
             predicted = figures(context.forecast(found, self._session.plan))

@@ -405,9 +405,8 @@ def replan(
     replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
 ) -> None:
     """After some steps a run knows its machine better than any profile."""
-    moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
     commit = session.plan.commit
-    changed = replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
+    changed = replanner.after_step(meter.spans, step_s=row["step_s"])
     if changed is not None:
         display.note(f"after step {session.step}: {changed}")
         show_memory(session, display)

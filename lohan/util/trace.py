@@ -43,6 +43,7 @@ class Trace:
         self._all: list[Span] = []
         self._step: list[Span] = []
         self._earlier = 0  # how many of them are of steps that have ended
+        self._inference: int | None = None  # how many there were before the last pass
 
     def add(self, span: Span) -> None:
         self._step.append(span)  # list.append is atomic: lanes add from their own threads
@@ -51,11 +52,18 @@ class Trace:
         """A step has ended, on whichever thread lanes go on."""
         if not self._keep:
             del self._step[: self._earlier]
-            self._earlier = len(self._step)
+            self._earlier, self._inference = len(self._step), None
+
+    def begin_inference(self) -> None:
+        """A pass without gradients begins: of many in a row, the last is enough."""
+        if not self._keep:
+            if self._inference is not None:
+                del self._step[self._inference :]
+            self._inference = len(self._step)
 
     def take_step(self) -> list[Span]:
         """Spans that ended since the last call, at least those since the last step."""
-        spans, self._step, self._earlier = self._step, [], 0
+        spans, self._step, self._earlier, self._inference = self._step, [], 0, None
         if self._keep:
             self._all.extend(spans)
         return spans

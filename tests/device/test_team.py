@@ -401,6 +401,15 @@ def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, tmp_path):
     same_bits(out, plain)
 
 
+def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
+    """Its process ends with what went wrong, and the other at once with it."""
+    ended = ranked.case(forge, 2, "trainers_that_cannot_follow", tmp_path)
+    assert all(e.code for e in ended), ranked.said(ended)
+    assert "no space left for kept activations" in ended[1].err
+    assert "collective mismatch" not in ended[0].err + ended[1].err
+    assert "rank 1 (process" in ended[0].err
+
+
 def same_bits(out: Path, other: Path, where: str = "") -> None:
     found, wanted = ([(row["step"], row["loss"]) for row in ranked.rows(o)] for o in (out, other))
     assert found == wanted, where
