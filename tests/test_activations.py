@@ -219,7 +219,8 @@ def test_a_batch_longer_than_planned_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(recompute, "run_and_save", counted)
     rows, found = batches(5, batch=4, seq=96), []
     sizes = ((4, 24), (4, 32), (4, 24), (4, 20), (1, 96))  # the last has the tokens of the first
-    data = [{k: v[:m, :n] for k, v in b.items()} for b, (m, n) in zip(rows, sizes, strict=True)]
+    ids = [row["input_ids"][:m, :n] for row, (m, n) in zip(rows, sizes, strict=True)]
+    data = [{"input_ids": own, "labels": own} for own in ids]
     for activations in ("all", "recompute"):
         model = small_model("llama")
         model.set_attn_implementation("eager")  # scores grow with the square of the length
