@@ -21,8 +21,10 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 import lohan
 import lohan.hf
 from lohan.engine import session as session_module
+from lohan.errors import StoreError
 from lohan.hf.arguments import REFUSED
-from lohan.hf.mixin import merged, shapes_for
+from lohan.hf.mixin import _processes_of, merged, shapes_for
+from lohan.store.files import IDENTITY
 from tests import replan_at_once
 from tests.models import small_model
 from tests.overlapping import Tuning, tuned
@@ -141,6 +143,21 @@ def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog
     assert ours.session.plan.kept and not plain.session.plan.kept
     for name in ("loss", "grad_norm"):
         assert logged(ours, name) == logged(plain, name)
+
+
+@pytest.mark.parametrize(("store", "there"), [("lohan-store-rank0of2", 2), ("lohan-store", 1)])
+def test_stores_of_other_processes_are_found(store, there, tmp_path):
+    """A training of two processes, resumed by one, is told so, not that its state is gone."""
+    (tmp_path / store).mkdir()
+    (tmp_path / store / IDENTITY).write_text("")
+    assert _processes_of(tmp_path, "lohan-store") == there
+    if there == 2:
+        (tmp_path / "checkpoint-2").mkdir()
+        transformers.TrainerState(global_step=2).save_to_json(
+            str(tmp_path / "checkpoint-2" / "trainer_state.json")
+        )
+        with pytest.raises(StoreError, match="with 2 processes, and this one has 1; resume"):
+            script(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
 class Speculated(TrainerCallback):

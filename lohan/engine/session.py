@@ -588,9 +588,12 @@ class Replanner:
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """What was found and what was changed, in words, or None."""
         self._since += 1
-        if self._done or self._since > FIRST_LOOK:
+        # Where not every step is committed, the first ones are all the same: their writes end in
+        # the third.
+        first_look = FIRST_LOOK + self._session.plan.commits_by_interval
+        if self._done or self._since > first_look:
             return self._follow_norms() if self._able else None
-        if self._since < FIRST_LOOK:
+        if self._since < first_look:
             return None
         found = self._decided(partial(self._look, spans, step_s=step_s))
         self._done = True  # unless another plan is followed
@@ -743,7 +746,8 @@ def _difference(old: Plan, new: Plan) -> str:
     if len(old.spilled_sites) != len(new.spilled_sites):
         parts.append(f"those of {counted(len(new.spilled_sites), 'block')} on SSD")
     if len(old.deferred) != len(new.deferred):
-        parts.append(f"{counted(len(new.deferred), 'group')} updated in the next forward")
+        groups = counted(len(new.deferred), "group") if new.deferred else "no group"
+        parts.append(f"{groups} updated in the next forward")
     cached = new.owner_bytes(CACHED_STATE)
     if cached != old.owner_bytes(CACHED_STATE):
         parts.append(f"{format_bytes(cached)} of optimizer state in memory")

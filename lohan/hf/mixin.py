@@ -45,6 +45,7 @@ from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
 from lohan.train.run_folder import Mark, new_mark, read_mark
 from lohan.util.files import load_json
+from lohan.util.units import counted
 
 logger = logging.get_logger(__name__)
 OUTPUT_DIR = "output_dir"  # in a store's meta: the folder that it belongs to
@@ -422,8 +423,9 @@ class LohanMixin:
             logger.info(f"after step {session.step}: {changed}")
         if session.plan.commits_by_interval and not before:
             logger.warning(
-                f"LoHan commits every {session.plan.commit} from here on: a crash costs the steps "
-                "since the last commit; LohanArguments(commit_every='step') commits each"
+                f"LoHan commits every {session.plan.commit} from here on, and with every "
+                "checkpoint: a crash costs the steps since the last commit; "
+                "LohanArguments(commit_every='step') commits each"
             )
 
     @contextmanager
@@ -629,6 +631,13 @@ class LohanMixin:
         """What the store says of itself."""
         dirs = self._store_dirs()
         if not (dirs[0] / IDENTITY).exists():
+            if there := _processes_of(dirs[0].parent, self._store_name()):
+                raise StoreError(
+                    f"{dirs[0].parent} has the state of a training with "
+                    f"{counted(there, 'process', 'processes')}, and this one has "
+                    f"{max(1, self.args.world_size)}; resume it with {there}"
+                    + (f": torchrun --nproc-per-node {there}" if there > 1 else "")
+                )
             raise StoreError(
                 f"there is no store in {dirs[0].parent}, and a checkpoint alone has no optimizer "
                 "state; name the folders that training began with (LohanArguments.ssd, LOHAN_SSD), "
@@ -691,6 +700,15 @@ _LIBRARIES = ("transformers", "trl", "lohan")  # whose losses are known
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
+
+
+def _processes_of(folder: Path, store: str) -> int:
+    """How many share the store of this name that lies in a folder; 0: there is none."""
+    found = [path for path in folder.glob(f"{store}*") if (path / IDENTITY).exists()]
+    if not found:
+        return 0
+    _, ranks, world = found[0].name.removeprefix(store).rpartition("of")
+    return int(world) if ranks and world.isdecimal() else 1
 
 
 def _is_saved(checkpoint: Path) -> bool:

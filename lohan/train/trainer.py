@@ -428,8 +428,8 @@ def show_commits(session: Session, display: Display) -> None:
     plan = session.plan
     if session.store.durability == "step" and plan.commits_by_interval:
         display.note(
-            f"commits every {plan.commit}: a crash costs the steps since the last one, Ctrl-C "
-            "none; --commit-every step commits each"
+            f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
+            "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"
         )
 
 
