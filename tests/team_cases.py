@@ -61,6 +61,29 @@ def trainers(own_loss: bool = False, **changes: Any) -> None:
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
 
+def trainers_that_evaluate_first() -> None:
+    """Weights that are not in memory stream from a store that goes again; then training begins."""
+    import transformers
+
+    import lohan.hf
+    from tests.test_hf import SETTINGS, collate, examples
+
+    rank = int(os.environ.get("RANK", "0"))
+    small_model("llama").save_pretrained(place() / f"model-{rank}")
+    args = transformers.TrainingArguments(
+        str(place() / "out"), **{**SETTINGS, "per_device_train_batch_size": 2, "max_steps": 2}
+    )
+    trainer = lohan.hf.Trainer(
+        model=lohan.load(place() / f"model-{rank}"), args=args, train_dataset=examples(24),
+        eval_dataset=examples(8, seed=2), data_collator=collate,
+    )  # fmt: skip
+    first = trainer.evaluate()["eval_loss"]
+    aborted = trainer._ranks is not None and trainer._ranks.aborted
+    trainer.train()
+    what = {"first": first, "aborted": aborted, "loss": trainer.state.log_history[-2]["loss"]}
+    (place() / f"found-{rank}.json").write_text(json.dumps(what))
+
+
 def trainers_that_cannot_follow() -> None:
     """The second rank has no room for the new plan: both end, and the store resumes."""
     import transformers

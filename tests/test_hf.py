@@ -23,7 +23,7 @@ import lohan.hf
 from lohan.engine import session as session_module
 from lohan.errors import StoreError
 from lohan.hf.arguments import REFUSED
-from lohan.hf.mixin import _processes_of, merged, shapes_for
+from lohan.hf.mixin import _stored_world_size, merged, shapes_for
 from lohan.store.files import IDENTITY
 from tests import replan_at_once
 from tests.models import small_model
@@ -150,7 +150,10 @@ def test_stores_of_other_processes_are_found(store, there, tmp_path):
     """A training of two processes, resumed by one, is told so, not that its state is gone."""
     (tmp_path / store).mkdir()
     (tmp_path / store / IDENTITY).write_text("")
-    assert _processes_of(tmp_path, "lohan-store") == there
+    (tmp_path / "lohan-store-rank0of3-activations").mkdir()  # left by a kill
+    (tmp_path / "lohan-store-rank0of3-activations" / IDENTITY).write_text("")
+    for own in ("lohan-store", "lohan-store-rank1of3"):
+        assert _stored_world_size(tmp_path / own) == there
     if there == 2:
         (tmp_path / "checkpoint-2").mkdir()
         transformers.TrainerState(global_step=2).save_to_json(

@@ -75,7 +75,8 @@ def has_accelerator() -> bool:
 #
 # An option, for devices whose results need not have the cpu's bits.
 #
-# Note [what is compiled] Calls of which no results are kept. Where the plan keeps results from
+# Note [what is compiled] Training calls of which no results are kept, forward and recomputation;
+# evaluation runs as it is. Where the plan keeps results from
 # inside a block, its operations run one by one as without the option. So do those of a block that
 # draws random numbers: a compiled one may draw others in recomputation than in forward. A block's
 # first call runs as it is and shows whether it draws any. Blocks in tiles are not compiled.
@@ -89,7 +90,7 @@ def has_accelerator() -> bool:
 
 Backend = str | Callable[..., Any]  # as torch.compile takes it
 Forward = Callable[..., Any]
-SPARE = 8  # forms of a block beyond one for every site: forward, backward, other batches
+SPARE = 8  # forms beyond two for every site (forward, recomputation): other batches
 LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's name for it now, and before
 
 

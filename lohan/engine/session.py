@@ -79,7 +79,7 @@ class PlanContext:
     options: PlanOptions
     workload: BatchWorkload | None
     host_bytes: int
-    profile: Profile | None = None  # of the machine, where it was known
+    profile: Profile | None = None  # of the machine, where it was known; not divided among ranks
     device: Device = field(default_factory=CpuDevice)
     device_bytes: int | None = None  # its memory's, if it has one of its own
     process_group: ProcessGroup = ALONE  # the ranks that share the state
@@ -320,9 +320,10 @@ class Session:
 
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
         """Goes on by another plan: what is in memory is brought to the store and read again.
-        The numbers stay the same, bit for bit. If it cannot be followed (no room on SSD, say), the
-        old one goes on, and the error comes through; of several ranks, all stop. A plan for other
-        micro-batches is made by a function, when the model runs by itself and can be measured."""
+        The numbers stay the same, bit for bit, if micro-batch, head slices and chunks do. If it
+        cannot be followed (no room on SSD, say), the old one goes on, and the error comes through;
+        of several ranks, all stop. A plan for other micro-batches is made by a function, when the
+        model runs by itself and can be measured."""
         old = self.plan
         self.commit()
         moved, store = self.counters, self.store.counters
@@ -353,8 +354,9 @@ class Session:
         faster; later, where every step is clipped, by one for such steps. The numbers stay the
         same, bit for bit. What was found and changed, in words, or None. Of several ranks all call
         it."""
-        if self._closed or self._stopped:
+        if self._closed:
             raise StoreError("the session is closed, so there is no step to plan for")
+        assert self.executor  # or it says why there is none
         if self._replanner is None:
             self._replanner = Replanner(self)
         return self._replanner.after_own_step()
@@ -389,10 +391,8 @@ class Session:
         it can be called again."""
         if self._closed:
             return
-        process_group = self.process_group  # Note [an error on one rank]
-        if process_group.several and (process_group.aborted or not flush):
+        if self.process_group.aborted:  # Note [an error on one rank]
             self._closed = True
-            process_group.abort()
             return
         with ExitStack() as ending:
             ending.callback(self.store.close)
@@ -409,6 +409,10 @@ class Session:
         if error is None:
             self.close()
             return
+        if self.process_group.several:  # Note [an error on one rank]
+            self._closed = True
+            self.process_group.abort()
+            return
         try:
             self.close(flush=self._commits_after(error))
         except LohanError as second:
@@ -419,7 +423,7 @@ class Session:
         committed yet. After Ctrl-C they are committed only where that is many steps, with commit
         intervals, or where the store would be left in the middle of one, with durability
         "checkpoint"."""
-        if self.process_group.several or self._stopped or self._executor is None:
+        if self._stopped or self._executor is None:
             return False
         if self.store.durability == "checkpoint":
             return self._executor.outside_backward
@@ -561,8 +565,10 @@ class Decision:
 
 
 class Replanner:
-    """Watches every step, until the lanes do what the plan was made for; then its norm: a run whose
-    every step is clipped goes on by a plan for such steps, until none of the last is. Of several
+    """Compares one of the first steps of each plan, the third or, where not every step is
+    committed, the fourth, with its forecast, and changes the plan twice at most. Then it watches
+    the norm: a run whose every step is clipped goes on by a plan for such steps, until none of the
+    last is. Of several
     ranks all call it after the same steps: the first measures, plans and decides, and all follow
     its plan."""
 
@@ -575,21 +581,20 @@ class Replanner:
         chosen = context.options.activations != "holistic"  # by the user
         self._done = chosen or not self._able or not session.plan.overlap
         self._clipped: deque[bool] = deque(maxlen=RECENT)  # of the last steps
-        self._every_clipped = self._refused = (
-            False  # the plan is for such steps; it is not worth it
-        )
+        self._every_clipped = False  # the plan is for such steps
+        self._refused = False  # another plan was not worth it
         self._last_s = time.perf_counter()  # of `after_own_step`
         # What only the first rank knows.
         self._machine = known = context.profile  # as measured, once it is
-        self._promised: Forecast | None = None  # on a machine that is not known
+        self._promised: Forecast | None = None  # of the plan; None: the machine is not known
         if known is not None and not self._done and session.process_group.ranks.first:
             self._promised = context.forecast(known, session.plan)
 
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """What was found and what was changed, in words, or None."""
         self._since += 1
-        # Where not every step is committed, the first ones are all the same: their writes end in
-        # the third.
+        # The first two steps of a plan are committed in any case; some of the second's writes come
+        # in the third, which is no step between two commits then.
         first_look = FIRST_LOOK + self._session.plan.commits_by_interval
         if self._done or self._since > first_look:
             return self._follow_norms() if self._able else None
@@ -680,7 +685,7 @@ class Replanner:
         try:
             return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
         except BaseException:
-            group.abort()  # Note [an error on one rank]: the others wait for its word
+            group.abort()  # Note [an error on one rank]: others may wait in the collective
             raise
 
     def _follow(self, plan: Plan, faster: str) -> tuple[str, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -416,11 +417,11 @@ class LohanMixin:
     def _replan(self, session: Session) -> None:
         """After some steps a run knows its machine better than any profile, and what its norms are
         like."""
-        before, changed = session.plan.commits_by_interval, session.replan()
+        before, found = session.plan.commits_by_interval, session.replan()
         if not session.process_group.ranks.first:
             return
-        if changed is not None:
-            logger.info(f"after step {session.step}: {changed}")
+        if found is not None:
+            logger.info(f"after step {session.step}: {found}")
         if session.plan.commits_by_interval and not before:
             logger.warning(
                 f"LoHan commits every {session.plan.commit} from here on, and with every "
@@ -631,12 +632,12 @@ class LohanMixin:
         """What the store says of itself."""
         dirs = self._store_dirs()
         if not (dirs[0] / IDENTITY).exists():
-            if there := _processes_of(dirs[0].parent, self._store_name()):
+            there, here = _stored_world_size(dirs[0]), max(1, self.args.world_size)
+            if there and there != here:
                 raise StoreError(
                     f"{dirs[0].parent} has the state of a training with "
-                    f"{counted(there, 'process', 'processes')}, and this one has "
-                    f"{max(1, self.args.world_size)}; resume it with {there}"
-                    + (f": torchrun --nproc-per-node {there}" if there > 1 else "")
+                    f"{counted(there, 'process', 'processes')}, and this one has {here}; resume it "
+                    f"with {there}"
                 )
             raise StoreError(
                 f"there is no store in {dirs[0].parent}, and a checkpoint alone has no optimizer "
@@ -702,13 +703,14 @@ def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
 
 
-def _processes_of(folder: Path, store: str) -> int:
-    """How many share the store of this name that lies in a folder; 0: there is none."""
-    found = [path for path in folder.glob(f"{store}*") if (path / IDENTITY).exists()]
-    if not found:
-        return 0
-    _, ranks, world = found[0].name.removeprefix(store).rpartition("of")
-    return int(world) if ranks and world.isdecimal() else 1
+def _stored_world_size(store: Path) -> int:
+    """How many processes share the training whose store should be here; 0: there is none."""
+    base = re.sub(r"-rank\d+of\d+$", "", store.name)
+    for path in sorted(store.parent.glob(f"{base}*")):
+        match = re.fullmatch(rf"{re.escape(base)}(?:-rank\d+of(\d+))?", path.name)
+        if match and (path / IDENTITY).exists():
+            return int(match[1] or 1)
+    return 0
 
 
 def _is_saved(checkpoint: Path) -> bool:

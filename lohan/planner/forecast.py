@@ -287,8 +287,9 @@ def profile_of_step(
     spans: Sequence[Span], work: StepWork, *, host_bytes: int, device: str = "cpu",
     device_bytes: int = 0,
 ) -> Profile | None:  # fmt: skip
-    """None if the step did not do all of it. What concurrent I/O costs compute is in its
-    rates. `device_bytes`: of a device with a memory of its own, whose link is measured too."""
+    """None if the step had no forward, backward or update, or nothing went over a link. What
+    concurrent I/O costs compute is in its rates. `device_bytes`: of a device with a memory of its
+    own, whose link is measured too."""
     seconds: dict[str, float] = {}
     layout, others = work.per_parameter, work.world - 1
     # Of weights and gradients over the link, and between this rank and the others.
@@ -330,7 +331,7 @@ def profile_of_step(
         backward=((1.0, gradients / back_s),),
         head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
         h2d=h2d, d2h=d2h,
-        # No slower than the links: it goes over them, as far as can be seen.
+        # 0: over the links, unless it is slower than they are.
         net=net if net < min(h2d, d2h) else 0.0,
         host_bytes=host_bytes, adam=updated / seconds["U"],
         drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),

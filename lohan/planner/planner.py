@@ -85,8 +85,8 @@ def check_fits(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The smallest plan, or a BudgetError: whether a run is possible, not how it would go. A
-    smaller micro-batch takes less, but for the whole batch in one slice, whose gradients may have
+    """A plan that fits, or a BudgetError: whether a run is possible, not how it would go. A smaller
+    micro-batch takes less, but for the whole batch in one slice, whose gradients may have
     fewer bits: of all sizes, these two are tried."""
     fitting = _fitting(blocks, options, host_bytes, workload, profile, device_bytes, ends=True)
     return next(fitting)[1]

@@ -49,7 +49,7 @@ class Trace:
         self._step.append(span)  # list.append is atomic: lanes add from their own threads
 
     def end_step(self) -> None:
-        """A step has ended, on whichever thread lanes go on."""
+        """Backward has ended; lanes may still add spans of the step."""
         if not self._keep:
             del self._step[: self._earlier]
             self._earlier, self._inference = len(self._step), None

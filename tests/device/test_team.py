@@ -410,6 +410,16 @@ def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
     assert "rank 1 (process" in ended[0].err
 
 
+def test_a_trainer_that_evaluates_first(forge, tmp_path):
+    """Its store of the evaluation goes, and the processes stay."""
+    ended = ranked.case(forge, 2, "trainers_that_evaluate_first", tmp_path)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    found = ranked.found(tmp_path, 2)
+    assert not any(rank["aborted"] for rank in found)
+    assert found[0]["first"] == found[1]["first"] and found[0]["loss"] == found[1]["loss"]
+    assert not list((tmp_path / "out").glob("lohan-evaluation-*"))
+
+
 def same_bits(out: Path, other: Path, where: str = "") -> None:
     found, wanted = ([(row["step"], row["loss"]) for row in ranked.rows(o)] for o in (out, other))
     assert found == wanted, where
