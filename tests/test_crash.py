@@ -449,7 +449,7 @@ def test_kill_between_commits(way, number, forge, inputs, tmp_path):
     ended = go_on(forge, inputs, out, *more)
     assert ended.code == 0, ended.err
     if "the run is finished" not in ended.out:
-        assert "commits every 3 steps: a crash costs the steps since the last one" in ended.out
+        assert "commits every 3 steps, and before evaluations, snapshots and" in ended.out
     if "resuming after step " in ended.out:  # not where it died before its first step, or after all
         back_to = int(ended.out.partition("resuming after step ")[2].split()[0])
         assert ("not committed: done again" in ended.out) == (logged > back_to)
