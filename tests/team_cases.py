@@ -62,7 +62,8 @@ def trainers(own_loss: bool = False, **changes: Any) -> None:
 
 
 def trainers_that_evaluate_first() -> None:
-    """Weights that are not in memory stream from a store that goes again; then training begins."""
+    """Weights that are not in memory stream from a store that goes again; then training begins, and
+    with `model_init` another one after it."""
     import transformers
 
     import lohan.hf
@@ -78,14 +79,16 @@ def trainers_that_evaluate_first() -> None:
         eval_dataset=examples(8, seed=2), data_collator=collate,
     )  # fmt: skip
     first = trainer.evaluate()["eval_loss"]
-    aborted = trainer._ranks is not None and trainer._ranks.aborted
     trainer.train()
-    what = {"first": first, "aborted": aborted, "loss": trainer.state.log_history[-2]["loss"]}
+    what = {"first": first, "loss": trainer.state.log_history[-2]["loss"]}
+    trainer.model_init = lambda: lohan.load(place() / f"model-{rank}")
+    trainer.train()
+    what |= {"again": trainer.state.log_history[-2]["loss"], "aborted": trainer._ranks.aborted}
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
 
 def trainers_that_cannot_follow() -> None:
-    """The second rank has no room for the new plan: both end, and the store resumes."""
+    """The second rank has no room for the new plan: both end."""
     import transformers
 
     import lohan.hf

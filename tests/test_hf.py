@@ -126,8 +126,7 @@ def test_the_same_losses_with_another_import(changes, tmp_path):
 @pytest.mark.parametrize("how", ["always", "by_norm"])
 def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog):
     """After its third step, which has an evaluation before it, or when its last steps were clipped.
-    Bits are those of no overlap and
-    no new plan. Batches longer than the first, for which it was planned, keep nothing."""
+    Bits are those of no overlap and no new plan."""
     limit = {"max_grad_norm": 0.01 if how == "by_norm" else 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
     plain = script(plainly, tmp_path / "plain", **limit)

@@ -76,10 +76,10 @@ def has_accelerator() -> bool:
 # An option, for devices whose results need not have the cpu's bits.
 #
 # Note [what is compiled] Training calls of which no results are kept, forward and recomputation;
-# evaluation runs as it is. Where the plan keeps results from
-# inside a block, its operations run one by one as without the option. So do those of a block that
-# draws random numbers: a compiled one may draw others in recomputation than in forward. A block's
-# first call runs as it is and shows whether it draws any. Blocks in tiles are not compiled.
+# evaluation runs as it is. Where the plan keeps results from inside a block, its operations run one
+# by one as without the option. So do those of a block that draws random numbers: a compiled one may
+# draw others in recomputation than in forward. A block's first call runs as it is and shows whether
+# it draws any. Blocks in tiles are not compiled.
 #
 # Note [compiled recomputation] Forward runs without a graph, recomputation with one: torch compiles
 # the two apart in any case. Backward needs what recomputation saves, not what the block returns. So

@@ -356,7 +356,6 @@ class Session:
         it."""
         if self._closed:
             raise StoreError("the session is closed, so there is no step to plan for")
-        assert self.executor  # or it says why there is none
         if self._replanner is None:
             self._replanner = Replanner(self)
         return self._replanner.after_own_step()

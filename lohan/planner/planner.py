@@ -86,8 +86,8 @@ def check_fits(
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """A plan that fits, or a BudgetError: whether a run is possible, not how it would go. A smaller
-    micro-batch takes less, but for the whole batch in one slice, whose gradients may have
-    fewer bits: of all sizes, these two are tried."""
+    micro-batch takes less, but for the whole batch in one slice, whose gradients may have fewer
+    bits: of all sizes, these two are tried."""
     fitting = _fitting(blocks, options, host_bytes, workload, profile, device_bytes, ends=True)
     return next(fitting)[1]
 
@@ -110,7 +110,7 @@ def _fitting(
     candidates: Sequence[int | None] = [options.micro_batch]
     if workload is not None and options.micro_batch is None:
         candidates = _micro_batches(workload, profile if device else None)
-        candidates = [candidates[0], candidates[-1]] if ends else candidates
+        candidates = sorted({candidates[0], candidates[-1]}, reverse=True) if ends else candidates
     refused: Plan | None = None
     found = 0
 

@@ -417,6 +417,7 @@ def test_a_trainer_that_evaluates_first(forge, tmp_path):
     found = ranked.found(tmp_path, 2)
     assert not any(rank["aborted"] for rank in found)
     assert found[0]["first"] == found[1]["first"] and found[0]["loss"] == found[1]["loss"]
+    assert [rank["again"] for rank in found] == [rank["loss"] for rank in found]
     assert not list((tmp_path / "out").glob("lohan-evaluation-*"))
 
 
