@@ -2,12 +2,11 @@
 
     python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT] [--softcuda PYTHON]
 
-Each row below names a wait by the text that makes it and by what is left when it is gone. The
-package is copied, changed in one place, and tests/engine/test_races.py runs on the copy: one lane
-late at a time, on the emulated device; then the test that makes schedules of all kinds, and for
-what torch's accelerators alone do, those on the trial backend. Waits that
-a schedule names are removed twice: once as the code is, where the check of schedules may refuse
-before anything runs, and once with that check off.
+Each row below names a wait of the engine or of a device by the text that makes it and by what is
+left without it. The package is copied and changed in one place. tests/engine/test_races.py then
+runs on the copy, with one lane late at a time on the emulated device; for torch's accelerators, the
+tests on the trial backend run as well. The waits of schedules are derived from effects:
+tests/schedule/test_effects.py removes those one at a time.
 
 With the Python of an environment of `make test-cuda`, the waits of engine and device are taken out
 on software CUDA instead.
@@ -30,10 +29,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-VALIDATE = "validate(tuple(chain), spec, buffers, whole=True, by_interval=not order.commits)"
-CHECK = ("schedule/steps.py", VALIDATE, "pass")
 RACES = "tests/engine/test_races.py"
-SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"
 BACKEND = "tests/test_backend.py"
 CUDA_TESTS = "tests/softcuda/check_training.py"
 CUDA_FIRST = "set_aside or four_slices"  # short, and made for waits
@@ -55,92 +51,8 @@ class Wait:
     text: str
     without: str
 
-    @property
-    def scheduled(self) -> bool:
-        return self.file.startswith("schedule/")
-
 
 WAITS = [
-    Wait("schedule/phases.py", "weights are read when their host slot is free",
-         "waits = (*self.slots.overwrite_after[slot], *self.each(\"W\", group))",
-         "waits = self.each(\"W\", group)"),
-    Wait("schedule/phases.py", "weights are read when they are written",
-         "waits = (*self.slots.overwrite_after[slot], *self.each(\"W\", group))",
-         "waits = self.slots.overwrite_after[slot]"),
-    Wait("schedule/phases.py", "weights are loaded when they are read",
-         "waits = (f\"R{group}\", *self.each(\"U\", group), *self.device.overwrite_after[slot])",
-         "waits = (*self.each(\"U\", group), *self.device.overwrite_after[slot])"),
-    Wait("schedule/phases.py", "weights are loaded when they are updated",
-         "waits = (f\"R{group}\", *self.each(\"U\", group), *self.device.overwrite_after[slot])",
-         "waits = (f\"R{group}\", *self.device.overwrite_after[slot])"),
-    Wait("schedule/phases.py", "weights are loaded when their device slot is free",
-         "waits = (f\"R{group}\", *self.each(\"U\", group), *self.device.overwrite_after[slot])",
-         "waits = (f\"R{group}\", *self.each(\"U\", group))"),
-    Wait("schedule/phases.py", "a host slot is free when its weights are loaded",
-         "            self.hold_slot(group, (name,))\n        return True",
-         "        return True"),
-    Wait("schedule/phases.py", "a block runs when its weights are loaded",
-         "return tuple(map(self.device.held.index, groups)), [f\"{there}{g}\" for g in groups]",
-         "return tuple(map(self.device.held.index, groups)), []"),
-    Wait("schedule/phases.py", "gradients leave when backward has made them",
-         "Op.OFFLOAD_GRADIENTS, group, waits=(after, *waits)",
-         "Op.OFFLOAD_GRADIENTS, group, waits=tuple(waits)"),
-    Wait("schedule/phases.py", "activations have left when forward has made them",
-         "Op.OFFLOAD_ACTIVATIONS, site, at=(*into, buffer), waits=(made,)",
-         "Op.OFFLOAD_ACTIVATIONS, site, at=(*into, buffer), waits=()"),
-    Wait("schedule/phases.py", "a buffer on the device is free when its activations have left",
-         "self.device_acts.overwrite_after[buffer] = (made,)",
-         "self.device_acts.overwrite_after[buffer] = ()"),
-    Wait("schedule/phases.py", "activations go to SSD when they have left the device",
-         "waits=(made, f\"I{site}\", f\"O{site}\")", "waits=(f\"I{site}\", f\"O{site}\")"),
-    Wait("schedule/phases.py", "a host buffer is free when its activations are on SSD",
-         "self.acts.overwrite_after[buffer] = (out,)",
-         "self.acts.overwrite_after[buffer] = ()"),
-    Wait("schedule/phases.py", "activations come from SSD when they have gone there",
-         "waits=(f\"O{site}\", *room)", "waits=room"),
-    Wait("schedule/phases.py", "activations come from SSD when a host buffer is free",
-         "waits=(f\"O{site}\", *room)", "waits=(f\"O{site}\",)"),
-    Wait("schedule/phases.py", "a host buffer is free when backward is done with it",
-         "self.acts.overwrite_after[buffer] = (f\"B{site}\",)",
-         "self.acts.overwrite_after[buffer] = ()"),
-    Wait("schedule/phases.py", "activations come back when they have left",
-         "waits = (f\"K{site}\", *there, *room)", "waits = (*there, *room)"),
-    Wait("schedule/phases.py", "activations come back when they are here from SSD",
-         "waits = (f\"K{site}\", *there, *room)", "waits = (f\"K{site}\", *room)"),
-    Wait("schedule/phases.py", "activations come back when a buffer on the device is free",
-         "waits = (f\"K{site}\", *there, *room)", "waits = (f\"K{site}\", *there)"),
-    Wait("schedule/phases.py", "a buffer on the device is free when backward is done with it",
-         "self.device_acts.overwrite_after[buffer] = (f\"B{site}\",)",
-         "self.device_acts.overwrite_after[buffer] = ()"),
-    Wait("schedule/phases.py", "an update comes when its gradients are here",
-         "waits = [*after, f\"R{group}\", *loaded]", "waits = [f\"R{group}\", *loaded]"),
-    Wait("schedule/phases.py", "an update comes when its weights are read",
-         "waits = [*after, f\"R{group}\", *loaded]", "waits = [*after, *loaded]"),
-    Wait("schedule/phases.py", "an update comes when its weights are on the device",
-         "waits = [*after, f\"R{group}\", *loaded]", "waits = [*after, f\"R{group}\"]"),
-    Wait("schedule/phases.py", "an update comes when its state is read",
-         "waits.append(f\"W{group}.{chunk}\" if cached else f\"S{group}.{chunk}\")", "pass"),
-    Wait("schedule/phases.py", "an update comes when its held gradients are fetched",
-         "waits.append(f\"G{group}.{chunk}\")", "pass"),
-    Wait("schedule/phases.py", "state is read when its buffer is written",
-         "(*self.ring.overwrite_after[buffer], f\"W{group}.{chunk}\")",
-         "(f\"W{group}.{chunk}\",)"),
-    Wait("schedule/phases.py", "state is written when it is updated",
-         "(f\"U{group}.{chunk}\", \"C\")", "(\"C\",)"),
-    Wait("schedule/phases.py", "a step is written when the one before is committed",
-         "(f\"U{group}.{chunk}\", \"C\")", "(f\"U{group}.{chunk}\",)"),
-    Wait("schedule/phases.py", "a staging buffer is free when its gradients are moved",
-         "self.staging.overwrite_after[buffer] = (name,)",
-         "self.staging.overwrite_after[buffer] = ()"),
-    Wait("schedule/phases.py", "a host slot is free when its weights are written",
-         "self.hold_slot(group, tuple(writes or updates))", "pass"),
-    Wait("schedule/phases.py", "a block begins when there is room for its activations",
-         "waits=(*waits, *room, *free)", "waits=tuple(waits)"),
-    Wait("schedule/phases.py", "backward begins when its activations are back",
-         "*restored))\n        b.used(groups, name)\n        reached.passed(groups)",
-         "))\n        b.used(groups, name)\n        reached.passed(groups)"),
-    Wait("schedule/phases.py", "held gradients are put away when they are held",
-         "(f\"H{group}\", f\"U{group}.{chunk}\")", "(f\"U{group}.{chunk}\",)"),
     Wait("engine/lanes.py", "a lane waits for what its action names",
          "while not (self._dropped(job) or self._closed or other.done.wait(0.2)):", "while False:"),
     Wait("engine/lanes.py", "the caller waits for what its block needs",
@@ -188,7 +100,8 @@ WAITS = [
     Wait("device/accelerator.py", "a stream waits for the event that it is given",
          "            stream.wait_event(after)\n", "            pass\n"),
     Wait("device/accelerator.py", "memory is used again when a lane has read it",
-         "            self.wait(event)\n            return\n        for tensor in tensors:",
+         "            self.wait(record_event(self._streams[lane]))\n            return\n"
+         "        for tensor in tensors:",
          "            return\n        for tensor in ():"),
     Wait("device/accelerator.py", "a new slot is free when compute is done with what was there",
          "            stream.wait_event(given)\n", "            pass\n"),
@@ -230,7 +143,7 @@ def noticed(place: Path, changes: list[tuple[str, str, str]]) -> str:
         path.write_text(changed(before[path], old, new, file=file))
     try:
         device = any(file.startswith("device/") for file, _, _ in changes)
-        return _run(place, [RACES, SCHEDULES, *([BACKEND] if device else [])])
+        return _run(place, [RACES, *([BACKEND] if device else [])])
     finally:
         for path, text in before.items():
             path.write_text(text)
@@ -263,7 +176,7 @@ def _run(place: Path, tests: list[str]) -> str:
     if not failed:
         raise SystemExit(said[-2000:])
     name = failed[0].split("::")[1].split(" - ")[0]
-    if "schedule: " in said and "::test_no_schedule" not in failed[0]:
+    if "schedule: " in said:
         return "the check of schedules"
     return f"`{name}`"
 
@@ -309,9 +222,7 @@ def _run_on_cuda(place: Path, python: Path, tests: str) -> str:
 
 def row(wait: Wait, place: Path) -> str:
     here = (wait.file, wait.text, wait.without)
-    with_check = noticed(place, [here]) or "**nothing**"
-    without = noticed(place, [here, CHECK]) or "nothing" if wait.scheduled else ""
-    return f"| {wait.what} | {wait.file} | {with_check} | {without} |"
+    return f"| {wait.what} | {wait.file} | {noticed(place, [here]) or '**nothing**'} |"
 
 
 def main() -> None:
@@ -320,12 +231,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="waits whose file or words have this text")
     parser.add_argument("--softcuda", type=Path, help="the Python of software CUDA's environment")
     asked = parser.parse_args()
-    lines = [
-        "| a wait | in | its removal is noticed by | with the check of schedules off |",
-        "|---|---|---|---|",
-    ]
-    if asked.softcuda is not None:
-        lines = ["| a wait | in | its removal is noticed by |", "|---|---|---|"]
+    lines = ["| a wait | in | its removal is noticed by |", "|---|---|---|"]
     print("\n".join(lines))
     with TemporaryDirectory() as place:
         for name in ("lohan", "tests"):
@@ -339,11 +245,9 @@ def main() -> None:
                 continue
             if asked.softcuda is None:
                 lines.append(row(wait, Path(place)))
-            elif wait.file.startswith(("engine/", "device/")):
+            else:
                 found = noticed_on_cuda(Path(place), asked.softcuda.absolute(), wait)
                 lines.append(f"| {wait.what} | {wait.file} | {found or '**nothing**'} |")
-            else:
-                continue
             print(lines[-1], flush=True)
     if asked.out is not None:
         asked.out.write_text("\n".join(lines) + "\n")

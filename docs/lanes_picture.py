@@ -15,8 +15,6 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from lohan.util.trace import FIRST_NAMES
-
 Span = tuple[str, str, float, float]  # lane, kind, start and end in seconds
 
 LANES = {
@@ -36,7 +34,7 @@ LEFT, WIDTH, ROW, BAR, TOP = 150, 700, 34, 22, 34
 def read(path: Path) -> list[Span]:
     events = json.loads(path.read_text())["traceEvents"]
     named = ((e["tid"], e["args"]["name"].split()[0]) for e in events if e["ph"] == "M")
-    rows = {tid: FIRST_NAMES.get(name, name) for tid, name in named}
+    rows = dict(named)
     spans = [
         (rows[e["tid"]], e["name"][0], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
         for e in events

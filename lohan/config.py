@@ -1,10 +1,11 @@
-"""What the user wants of a run: every setting, declared once with its parser and help text."""
+"""The settings of a run, each declared once with its parser and help text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lohan.optim import (
     StateKind,
     lr_at,
 )
+from lohan.param_groups import GroupSetting, ParamGroup, group_settings, parse_groups
 from lohan.util.settings import (
     FieldInfo,
     Source,
@@ -48,13 +50,11 @@ from lohan.util.settings import (
     unknown_key,
     warmup_length,
     whole,
-    without_aliases,
     wrong,
 )
 from lohan.util.units import AUTO
 
 UPDATE_MODES = ("serial", "naive", "optimized", "balanced")
-CLIP_BY = ("global", "block")
 
 ACTIVATIONS = (
     "holistic", "recompute", "inputs", "all", "static", "capuchin", "checkmate", "g10",
@@ -63,7 +63,7 @@ ACTIVATIONS = (
 
 @kind("|".join(ACTIVATIONS) + "|PLAN.json", str)
 def activations(value: Any, name: str, base: Path) -> str:
-    """One of the ways, or a plan file."""
+    """Parse the name of an activation policy, or the path of a plan file."""
     if isinstance(value, str) and value in ACTIVATIONS:
         return value
     if isinstance(value, str) and value.endswith(".json"):
@@ -73,7 +73,7 @@ def activations(value: Any, name: str, base: Path) -> str:
 
 # -- The sections of a config ----------------------------------------------------------------------
 #
-# Every setting, declared once with its parser and its help text.
+# Each setting is declared once, with its parser and its help text.
 
 
 ABOVE_0 = real("a number above 0", lambda x: x > 0)
@@ -90,20 +90,9 @@ TASKS = (
 PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
-def check_clip_by(clip_by: str, clip: float) -> str:
-    if clip_by not in CLIP_BY:
-        raise ConfigError(f"clip_by: {clip_by!r}; choose {', '.join(CLIP_BY)}")
-    if clip_by != "global" and not clip:
-        raise ConfigError(
-            f"clip_by: {clip_by}, but clip is 0, which turns clipping off; give clip a limit, or "
-            "leave clip_by out"
-        )
-    return clip_by
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """[train]: what is optimised and how."""
+    """[train]: how the model is trained."""
 
     steps: int | None = setting(
         None, whole(1), "Optimizer steps. Not given: as many as `epochs` needs."
@@ -130,6 +119,12 @@ class TrainConfig:
         template,
         "Template for chats and prompts instead of the model's own: chatml, llama-3, alpaca, or a "
         "file.",
+    )
+    max_dropped: float = setting(
+        0.1,
+        real("a share from 0 to 1", lambda x: 0 <= x <= 1),
+        "Refuse data of which more than this share is dropped because nothing of an answer is "
+        "within `seq` tokens.",
     )
     pack: bool = setting(
         False, flag, "Fill rows of `seq` tokens with several short examples; each sees only itself."
@@ -173,6 +168,12 @@ class TrainConfig:
     )
     eps: float = setting(1e-8, ABOVE_0, "AdamW's denominator term.")
     momentum: float = setting(0.9, BELOW_1, "SGD's momentum.")
+    param_groups: tuple[GroupSetting, ...] = setting(
+        (),
+        group_settings,
+        "Tables of parameters that have a learning rate, weight decay or betas of their own, each "
+        "under [[train.param_groups]].",
+    )
     ema: float = setting(
         0.0,
         BELOW_1,
@@ -180,19 +181,6 @@ class TrainConfig:
         "exported to OUT/ema; 0 keeps none.",
     )
     clip: float = setting(1.0, AT_LEAST_0, "Largest gradient norm; 0 turns clipping off.")
-    clip_by: str = setting(
-        "global",
-        choice(CLIP_BY),
-        "Whose norm `clip` limits: that of all gradients, as usual, or that of each block, which "
-        "is another algorithm: no update waits for other gradients.",
-    )
-    grad_dtype: str = setting(
-        "fp32",
-        choice(("fp32", "bf16")),
-        "How gradients that were summed over micro-batches in fp32 wait for their update, in host "
-        "memory or on SSD. bf16 takes half the room and traffic and rounds them once: the result "
-        "is not that of PyTorch.",
-    )
     update_mode: str = setting(
         "balanced",
         choice(UPDATE_MODES),
@@ -214,6 +202,12 @@ class TrainConfig:
         flag,
         "Compile blocks with torch.compile, on accelerators only. Blocks that keep activations or "
         "draw random numbers run as they are.",
+    )
+    deterministic: bool = setting(
+        False,
+        flag,
+        "Repeat a run on an accelerator bit for bit: kernels with a fixed order of sums, which are "
+        "slower, and an error where torch has none. Runs on the CPU repeat without it.",
     )
     dtype: str | None = setting(
         None,
@@ -250,13 +244,30 @@ class TrainConfig:
 
     @property
     def kind(self) -> StateKind:
-        """What the optimizer keeps of every parameter."""
+        """The kind of state that the optimizer keeps for every parameter."""
         return StateKind(self.optimizer, self.moments, self.ema > 0)
 
     def optimizer_with(self, lr: float | Callable[[int], float]) -> Optimizer:
         return OPTIMIZERS[self.optimizer].configured(
             self, lr=lr, weight_decay=self.weight_decay, moments=self.moments, ema=self.ema
         )
+
+    def param_groups_with(self, total_steps: int) -> list[dict[str, Any]]:
+        """Return the parameter groups in the form that `attach` takes.
+
+        The `lr` of a group is a peak value, to which the schedule of the run applies.
+        """
+        groups = [group.table() for group in self.param_groups]
+        for table in groups:
+            if "lr" in table:
+                table["lr"] = partial(replace(self, lr=table["lr"]).lr_at, total_steps=total_steps)
+        return groups
+
+    def check_groups(self) -> list[ParamGroup]:
+        """Return the parameter groups, after checking their values with the optimizer."""
+        tables = [group.table() for group in self.param_groups]
+        label = "[[train.param_groups]] {}".format
+        return parse_groups(tables, self.optimizer_with(self.lr), lambda n: label(n + 1))
 
     @property
     def adapter(self) -> Lora | None:
@@ -265,7 +276,7 @@ class TrainConfig:
         return Lora(rank=self.lora, alpha=self.lora_alpha, targets=self.lora_targets)
 
     def lr_at(self, step: int, total_steps: int) -> float:
-        """Of a step, counted from 0, of a run of so many."""
+        """Return the learning rate of a step, counted from 0, in a run of `total_steps`."""
         total = self.schedule_steps or total_steps
         return lr_at(
             step, total_steps=total, peak_lr=self.lr, schedule=self.schedule,
@@ -273,7 +284,7 @@ class TrainConfig:
         )  # fmt: skip
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Warm-up in steps, a share rounded up."""
+        """Return the number of warm-up steps; a share of the steps is rounded up."""
         if isinstance(self.warmup, int):
             return self.warmup
         return math.ceil(self.warmup * total_steps)
@@ -281,7 +292,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """[preference]: what `--task preference` minimises."""
+    """[preference]: the loss that `--task preference` minimises."""
 
     loss: str = setting(
         "dpo",
@@ -300,7 +311,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """[budget]: what the run may use, and how safely it stores its state."""
+    """[budget]: the resources that the run may use, and the durability of its state."""
 
     host: int | None = setting(
         None,
@@ -358,7 +369,7 @@ class BudgetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """[output]: what is written when training ends."""
+    """[output]: the files and logs that a run writes."""
 
     export: bool = setting(True, flag, "Export a Hugging Face folder to OUT/model.")
     export_dtype: str | None = setting(
@@ -377,7 +388,7 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """[eval]: loss on data that is not trained on."""
+    """[eval]: the evaluation of the loss on data that is not trained on."""
 
     data: Path | None = setting(
         None, file, "Evaluation data, in any form that training data may have."
@@ -403,7 +414,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """[sample]: what the model says to some prompts while it is trained."""
+    """[sample]: answers of the model to some prompts during training."""
 
     prompts: tuple[str, ...] = setting(
         (), prompts, "Prompts to answer now and then: a text, or a file with one per line."
@@ -416,24 +427,25 @@ class SampleConfig:
     tokens: int = setting(64, whole(1), "Longest answer in tokens.")
 
 
-# -- What the user wants of a run, and nothing that the planner can work out -----------------------
+# -- The config of a run: decisions of the user, and nothing that the planner can derive -----------
 #
-# A `Config` comes from a TOML file, from command-line options laid over it, or both. Each field is
-# declared once with its parser and its help text; the file reader, the checks, the TOML writer,
-# `--help` and the reference page all work from that declaration (`fields_of`). `None` always means
-# "not given": LoHan decides.
+# A `Config` is created from a TOML file, from command-line options, or from both; options override
+# the file. Each field is declared once with its parser and its help text. The file reader, the
+# checks, the TOML writer, `--help` and the reference page all use that declaration (`fields_of`).
+# `None` always means "not given": LoHan decides.
 
 
 __all__ = ["DTYPES", "BudgetConfig", "Config", "EvalConfig", "OutputConfig", "SampleConfig"]
 __all__ += ["TrainConfig", "field_of", "fields_of", "load_config"]
 
-BASE = "base"  # in a run's folder: the model that it starts from, if its weights are drawn
-SIZES = ("host", "device_memory")  # written as people write them
+# Subfolder of a run's folder with the initial model, if its weights are random.
+BASE = "base"
+SIZES = ("host", "device_memory")  # Written with a unit, such as 8GiB.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run. `model`, `data` and `out` must be given; the rest has defaults."""
+    """The settings of one run. `model`, `data` and `out` are required; the others have defaults."""
 
     model: Path = setting(
         MISSING,
@@ -484,7 +496,7 @@ class Config:
                 f"[train] base: {self.train.base} is for weights that are only read, and this run "
                 "trains all of them; add --lora 16, or leave base out"
             )
-        check_clip_by(self.train.clip_by, self.train.clip)
+        self.train.check_groups()
         if self.budget.gpus > batch:
             raise ConfigError(
                 f"[budget] gpus: {self.budget.gpus} are more than the examples of a batch, "
@@ -502,7 +514,7 @@ class Config:
             )
 
     def of_rank(self, world: int) -> Config:
-        """With the largest share of a batch that one of so many ranks has."""
+        """Return the config of one of `world` ranks, with the largest share of a batch."""
         rows, micro = -(-self.train.batch // world), self.train.micro_batch
         train = replace(
             self.train, batch=rows, micro_batch=None if micro is None else min(micro, rows)
@@ -537,10 +549,10 @@ class Config:
         base_dir: Path,
         overrides: Mapping[str, Any] | None = None,
     ) -> Config:
-        """A config from nested tables, with overrides such as {"train.lr": 1e-4} on top.
+        """Create a config from nested tables, with overrides such as {"train.lr": 1e-4}.
 
-        Relative paths in `mapping` start at `base_dir`, those in `overrides` at the current
-        folder. An override that is None or an empty list was not given.
+        Relative paths in `mapping` start at `base_dir`, those in `overrides` at the current folder.
+        An override that is None or an empty list counts as not given.
         """
         values = _parse_tables(mapping, base_dir=base_dir.absolute())
         for dotted, value in (overrides or {}).items():
@@ -572,7 +584,7 @@ class Config:
         )
 
     def to_toml(self) -> str:
-        """The whole config as TOML; `from_mapping(tomllib.loads(...))` gives it back."""
+        """Return the config as TOML; `from_mapping(tomllib.loads(...))` restores it."""
         lines: list[str] = []
         for section, known in _SECTIONS.items():
             table = getattr(self, section) if section else self
@@ -582,6 +594,8 @@ class Config:
                 value = getattr(table, key)
                 if key == "data" and isinstance(value, tuple) and len(value) == 1:
                     value = value[0]
+                if key == "param_groups":
+                    value = tuple(group.table() for group in value)
                 if value is not None:
                     lines.append(f"{key} = {toml_value(value, size=key in SIZES)}")
         return "\n".join(lines) + "\n"
@@ -610,13 +624,13 @@ _SECTIONS = _collect()
 
 
 def fields_of() -> Iterator[FieldInfo]:
-    """Every field with section, default and help, in the order of the file."""
+    """Yield every field with section, default and help, in the order of the file."""
     for known in _SECTIONS.values():
         yield from known.values()
 
 
 def field_of(dotted: str) -> FieldInfo:
-    """One field by its name, such as "train.lr"."""
+    """Return a field by its name, such as "train.lr"."""
     section, _, key = dotted.rpartition(".")
     return _SECTIONS[section][key]
 
@@ -627,8 +641,11 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Config:
-    """A config from an optional TOML file with command-line overrides on top, and on top of both
-    what `--set` assigns, such as train.lr=2e-5."""
+    """Load a config from an optional TOML file, with overrides from the command line.
+
+    `assignments` are the arguments of `--set`, such as train.lr=2e-5, and have precedence over
+    both.
+    """
     overrides = {**(overrides or {}), **dict(map(assignment, assignments))}
     if path is None:
         return Config.from_mapping({}, base_dir=Path.cwd(), overrides=overrides)
@@ -650,7 +667,7 @@ def _parse_tables(mapping: Mapping[str, Any], *, base_dir: Path) -> dict[str, di
 def _parse_section(table: Mapping[str, Any], *, section: str, base: Path) -> dict[str, Any]:
     known = _SECTIONS.get(section)
     values = {}
-    for key, value in without_aliases(table).items():
+    for key, value in table.items():
         if known is None or key not in known:
             raise unknown_key(key, section, _SECTIONS)
         if value is not None:

@@ -1,6 +1,6 @@
-"""One error family. Every message names the thing, the two numbers and the next move.
+"""The exceptions of LoHan. Every message has the subject, both numbers and the next move.
 
-The command line prints a LohanError as one message and exits with code 2; anything else is a
+The command line prints a LohanError as one message and exits with code 2. Any other exception is a
 defect and keeps its stack trace.
 """
 
@@ -8,43 +8,46 @@ from __future__ import annotations
 
 
 class LohanError(Exception):
-    """Base of everything LoHan raises on purpose."""
+    """Base class of all exceptions that LoHan raises deliberately."""
 
 
 class ConfigError(LohanError):
-    """A setting is unknown, malformed or contradicts another."""
+    """Raised if a setting is unknown, malformed or contradicts another."""
 
 
 class DataError(LohanError):
-    """The training data is missing, malformed or empty."""
+    """Raised if the training data is missing, malformed or empty."""
 
 
 class ModelError(LohanError):
-    """The model folder or module cannot be used as it is."""
+    """Raised if the model folder or module cannot be used as it is."""
 
 
 class TrainingError(LohanError):
-    """A step whose numbers no training has."""
+    """Raised when the loss or the gradient norm is NaN, infinite or implausible."""
 
 
 class BudgetError(LohanError):
-    """A memory or disk budget is too small for the run."""
+    """Raised if a memory or disk budget is too small for the run."""
 
 
 class StoreError(LohanError):
-    """The store is missing, incomplete, of another format or in use."""
+    """Raised if the store is missing, incomplete, in use or of another format."""
 
 
 class StorageIOError(StoreError):
-    """A read or write failed, came back short or missed its deadline."""
+    """Raised if a read or write failed, was short or missed its deadline."""
 
 
 class ChecksumError(StoreError):
-    """Stored bytes are not the bytes that were written."""
+    """Raised if stored bytes differ from the bytes that were written."""
 
 
 class RankError(LohanError):
-    """Another rank of the run is gone, or could not go on; `told`: it says why itself."""
+    """Raised if another rank of the run has ended or failed.
+
+    `told` is True if that rank reports the cause itself.
+    """
 
     def __init__(self, message: str, *, told: bool = False) -> None:
         super().__init__(message)
@@ -52,7 +55,7 @@ class RankError(LohanError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in a line: its name if it says nothing."""
+    """Return the message of another library's error in one line, or its type if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

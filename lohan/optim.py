@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules and adapters that a user can ask for."""
+"""The optimizers, learning-rate schedules and adapters that a user can choose."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import Any, ClassVar, Self
 
 from lohan.errors import ConfigError
 
-# -- The optimizers a user can ask for: the moments of each, and its numbers -----------------------
+# -- Optimizers: the moments and hyper-parameters of each ------------------------------------------
 #
-# The arithmetic is in the native core: `lohan._core` has NAME_fp32, NAME_bf16 and NAME_fp16, by
-# how master weights are stored. To add an optimizer, add its kernel there (csrc/rules.hpp) and its
-# class here, to the table at the end; layout, store, planner and settings read the rest from it.
+# The arithmetic is in the native core: `lohan._core` has the kernels NAME_fp32, NAME_bf16 and
+# NAME_fp16, which differ in how master weights are stored. To add an optimizer, add its kernel
+# there (csrc/rules.hpp), and its class here and in the table at the end. Layout, store, planner and
+# settings take everything else from the class.
 
 
 MOMENTS = ("fp32", "bf16", "int8")
-SCALED = 32  # parameters whose moments in int8 share a scale; every tensor begins on such a border
+# Number of parameters whose int8 moments share a scale. Every tensor starts on a multiple of it.
+SCALED = 32
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An array of one number per parameter that an optimizer carries from step to step."""
+    """An array with one number per parameter that an optimizer carries from step to step."""
 
     name: str
     signed: bool = True
@@ -31,12 +33,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class StateKind:
-    """What decides the arrays of a parameter's state, besides its compute type. A store is made
-    for one kind and keeps it."""
+    """The properties that, with the compute type, determine the arrays of a parameter's state.
+
+    A store is created for one kind, which cannot change.
+    """
 
     optimizer: str = "adamw"
     moments: str = "fp32"
-    ema: bool = False  # a moving average of the weights
+    ema: bool = False  # Whether a moving average of the weights is kept.
 
     def __str__(self) -> str:
         average = " and averaged weights" if self.ema else ""
@@ -44,13 +48,13 @@ class StateKind:
 
     @property
     def settings(self) -> str:
-        """In [train] of a run."""
+        """The corresponding settings in [train] of a run."""
         decay = "DECAY" if self.ema else "0"
         return f'optimizer = "{self.optimizer}", moments = "{self.moments}", ema = {decay}'
 
     @property
     def call(self) -> str:
-        """In Python."""
+        """The corresponding call in Python."""
         average = ", ema=DECAY" if self.ema else ""
         name = OPTIMIZERS[self.optimizer].__name__
         return f"lohan.{name}(moments={self.moments!r}{average})"
@@ -65,9 +69,13 @@ DEFAULT_KIND = StateKind()
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):
-    """What all of them have. `lr` is a number or a function of the step (from 0). `moments` says
-    how they are stored: anything but fp32 rounds them. `ema` keeps an exponential moving average
-    of the weights with this decay, such as 0.9999; 0 keeps none."""
+    """Base class of the optimizers, with their common fields.
+
+    * `lr` is a number or a function of the step, counted from 0.
+    * `moments` is the type in which moments are stored; any type but fp32 rounds them.
+    * `ema` is the decay of an exponential moving average of the weights, such as 0.9999; with 0
+      there is none.
+    """
 
     lr: float | Callable[[int], float] = 1e-5
     weight_decay: float = 0.0
@@ -117,15 +125,18 @@ class Optimizer(ABC):
     @classmethod
     @abstractmethod
     def configured(cls, train: Any, **shared: Any) -> Self:
-        """From the settings in [train]; `shared` are the fields above."""
+        """Create the optimizer from the settings in [train]; `shared` are the common fields."""
 
     @abstractmethod
     def numbers(self, step: int) -> dict[str, Any]:
-        """Keywords of the kernel besides lr and weight decay, in update number `step` (from 1)."""
+        """Return the kernel's keywords for update `step`, counted from 1.
+
+        They do not include the learning rate and the weight decay.
+        """
 
 
 def _finite(value: Any) -> float | None:
-    """As a number; text is none, even where it could be read as one."""
+    """Return a value as a finite number, or None; text is never a number."""
     try:
         number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -160,8 +171,10 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Gradient descent with momentum, as `torch.optim.SGD` without dampening: weight decay is part
-    of the gradient."""
+    """Gradient descent with momentum, as `torch.optim.SGD` without dampening.
+
+    Weight decay is added to the gradient.
+    """
 
     momentum: float = 0.9
     nesterov: bool = False
@@ -185,7 +198,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
-    """Lion (Chen et al., 2023): steps of one size, by the sign of an interpolated momentum."""
+    """Lion (Chen et al., 2023): updates by the sign of an interpolated momentum."""
 
     betas: tuple[float, float] = (0.9, 0.99)
 
@@ -209,12 +222,13 @@ class Lion(Optimizer):
 OPTIMIZERS: dict[str, type[Optimizer]] = {cls.name: cls for cls in (AdamW, SGD, Lion)}
 
 
-# -- Learning-rate schedules as one pure function of the step number -------------------------------
+# -- Learning-rate schedules as a pure function of the step number ---------------------------------
 #
-# Steps count from 0. Without warm-up the values are those of transformers'
-# `get_{constant,linear,cosine}_schedule_with_warmup`. Warm-up differs on purpose: transformers
-# gives step s the factor s / warmup, so its first step has rate 0 and trains nothing; here it is
-# (s + 1) / warmup, so the first step counts and step warmup - 1 is the first at the peak rate.
+# Steps count from 0. Without warm-up, the values are those of
+# `get_{constant,linear,cosine}_schedule_with_warmup` in transformers. Warm-up differs deliberately:
+# transformers uses the factor s / warmup for step s, so its first step has rate 0 and trains
+# nothing. Here the factor is (s + 1) / warmup, so the first step has an effect and step warmup - 1
+# is the first with the peak rate.
 
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -229,10 +243,10 @@ def lr_at(
     warmup_steps: int = 0,
     min_lr_ratio: float = 0.0,
 ) -> float:
-    """The learning rate of a step, counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
-    The decay goes from the peak at step `warmup_steps` to `min_lr_ratio * peak_lr` at step
-    `total_steps`, which is the first step after the run; later steps stay there.
+    The rate decays from the peak at step `warmup_steps` to `min_lr_ratio * peak_lr` at step
+    `total_steps`, the first step after the run, and is constant from there.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule: unknown {schedule!r}; choose {', '.join(SCHEDULES)}")
@@ -245,16 +259,19 @@ def lr_at(
     return peak_lr * (min_lr_ratio + (1.0 - min_lr_ratio) * left)
 
 
-# -- Adapters a user asks for: few parameters that learn, added to a frozen base -------------------
+# -- Adapters: a few trained parameters added to a frozen model ------------------------------------
 
 
-PACKINGS = ("nf4", "int8", "fp8")  # of weights that are only read
+PACKINGS = ("nf4", "int8", "fp8")  # Storage formats for frozen weights.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Two thin matrices of `rank` added to every layer that `targets` names, or to all linear
-    layers of the blocks. Their product counts `alpha / rank` times; not given, twice."""
+    """LoRA: two matrices of rank `rank` added to each layer that `targets` names.
+
+    Without `targets`, all linear layers of the blocks get an adapter. The product of the matrices
+    is scaled by `alpha / rank`, or by 2 if `alpha` is None.
+    """
 
     rank: int
     alpha: float | None = None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.isolation import isolate_from_user
+
+HOME = isolate_from_user()
+
 # Models here are so small that a second compute thread only waits for the first; with other work
 # on the machine that wait dominates. Children inherit it. It must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "HF_HUB_OFFLINE", "1"
-)  # a model that is not there is not looked for elsewhere
 
 
 # Files that take longest, most of them for the processes they start. Workers take whole files, in
@@ -47,6 +49,13 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     made = Forge(tmp_path_factory.mktemp("forge"))
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def no_cached_profiles() -> Iterator[None]:
+    """Remove profiles that a test has cached, so that the next test does not plan by them."""
+    yield
+    shutil.rmtree(HOME / ".cache" / "lohan", ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

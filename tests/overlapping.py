@@ -27,6 +27,7 @@ from tests.store.memory_engine import MemoryEngine
 
 WIDTH = 48
 CHUNK = 4096  # elements: most groups below have several chunks
+STREAMS = ("compute", "h2d", "d2h", "slices")  # of the emulated device
 ANOTHER_ORDER = 1e-12  # of sums in double precision: 4096 terms are added one by one at most
 
 
@@ -193,7 +194,7 @@ def delay_lanes(session: lohan.Session, seed: int) -> None:
 
     session.executor.lanes.delay = delay
     if isinstance(session.context.device, EmulatedDevice):
-        streams = {lane: random_delay(seed + i) for i, lane in enumerate(("compute", "h2d", "d2h"))}
+        streams = {lane: random_delay(seed + i) for i, lane in enumerate(STREAMS)}
         session.context.device.delay = lambda lane: streams[lane]()
     for site in session.executor.blocks.sites:  # the compute lane is the model's own code
         inner = session.model.get_submodule(site.name)

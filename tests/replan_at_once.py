@@ -8,7 +8,14 @@ from typing import Any
 
 from lohan.engine import session as replan
 from lohan.errors import StoreError
+from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
+
+# A machine that a step could have measured.
+MEASURED = Profile(
+    name="fixed", device="cpu", compute=((1.0, 1e10),), backward=((1.0, 1e10),), head_flops=1e10,
+    host_bytes=2**34, adam=1e8, drives=(Drive(name="fixed", read=1e9, write=1e9, mixed=1e9),),
+)  # fmt: skip
 
 
 def always() -> None:
@@ -19,6 +26,21 @@ def always() -> None:
 
     replan.plan_for_budget = other  # type: ignore[assignment]
     replan.WORTH = 0.0
+
+
+def with_fixed_measurement() -> None:
+    """Replace what a step measured by constants.
+
+    A step measures nothing if its updates finish late, as they do on a busy machine; the run then
+    keeps its plan. Tests that need a new plan and do not examine the measurement call this.
+    """
+
+    def fixed(context: Any, *_: Any) -> Profile:
+        if not context.device_bytes:
+            return MEASURED
+        return replace(MEASURED, device_bytes=context.device_bytes, h2d=1e9, d2h=1e9)
+
+    replan.PlanContext.measured = fixed  # type: ignore[method-assign]
 
 
 def by_norm() -> None:

@@ -31,6 +31,7 @@ SLICES = {
     "planner": ["tests/planner/test_machine_plan.py", "tests/cli/test_plan.py"],
     "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
     "benchmarks": ["tests/test_benchmarks.py"],
+    "differential": ["tests/test_differential.py"],
     "models": [_MODELS, "-k", _HALF],
     "more-models": [_MODELS, "-k", f"not ({_HALF})"],
     "layouts": [_FILES, "-k", "first"],

@@ -28,6 +28,8 @@ def settings(model: Path, data: Path, out: Path, **more: Any) -> Any:
     overrides = {
         "model": model, "data": data, "out": out, "budget.host": "32MiB",
         "train.steps": STEPS, "train.batch": BATCH, "train.lr": 1e-3, "train.seq": 64,
+        # AdamW with the default eps amplifies the rounding of gradients that are nearly zero.
+        "train.eps": 1e-3,
         "train.schedule": "constant", "train.weight_decay": 0.1, "train.clip": 0.5,
         **{name.replace("__", "."): value for name, value in more.items()},
     }  # fmt: skip
@@ -46,7 +48,7 @@ def reference(out: Path, net: nn.Module) -> tuple[list[float], dict[str, torch.T
     inputs = open_inputs(RunFolder(out), config, Watch(), resume=True)
     net, train_ = net.train(), config.train
     learns = nn.ParameterList([p for p in net.parameters() if p.requires_grad])
-    optimizer = torch.optim.AdamW(decay_groups(learns, train_.weight_decay))
+    optimizer = torch.optim.AdamW(decay_groups(learns, train_.weight_decay), eps=train_.eps)
     torch.manual_seed(config.seed)
     losses = []
     for step in range(STEPS):

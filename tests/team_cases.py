@@ -96,9 +96,14 @@ def trainers_that_cannot_follow() -> None:
     from tests.test_hf import SETTINGS, collate, examples
 
     (replan_at_once.always, replan_at_once.fails)[int(os.environ["RANK"])]()
+    replan_at_once.with_fixed_measurement()
     args = transformers.TrainingArguments(str(place() / "out"), **{**SETTINGS, "max_steps": 5})
     trainer = lohan.hf.Trainer(
-        model=small_model("llama"), args=args, train_dataset=examples(40), data_collator=collate
+        model=small_model("llama"),
+        args=args,
+        train_dataset=examples(40),
+        data_collator=collate,
+        lohan=lohan.hf.LohanArguments(host="64MiB"),
     )
     trainer.train()
 
@@ -260,7 +265,8 @@ def plain_module() -> None:
     model = Plain()
     data = Plain.data(STEPS, samples=4)
     half = {name: tensor[:2] for name, tensor in data[0].items()}
-    train(model, data, clip=0.5, batch=half, check=True)
+    groups = [{"params": "blocks.0", "lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.3}]
+    train(model, data, clip=0.5, batch=half, check=True, param_groups=groups)
 
 
 def emulated() -> None:

@@ -289,7 +289,8 @@ def test_virtual_tokens_over_a_model_without_weights(tmp_path):
         attached(model, tmp_path / "other")
 
 
-def test_adapters_on_tensors_of_experts(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"tiles": 4}])
+def test_adapters_on_tensors_of_experts(options, tmp_path):
     from transformers import MixtralConfig
 
     def experts() -> nn.Module:
@@ -309,7 +310,7 @@ def test_adapters_on_tensors_of_experts(tmp_path):
     ours = experts()
     with lohan.attach(
         ours, optimizer=lohan.AdamW(lr=1e-2), batch=data[0],
-        budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
+        budget=lohan.Budget(host="64MiB", ssd=[tmp_path]), **options,
     ):  # fmt: skip
         assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
         with pytest.raises(lohan.LohanError, match="ParamWrapper cannot be merged while"):

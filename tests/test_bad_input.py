@@ -225,7 +225,7 @@ DATA: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
 }  # fmt: skip
 
 MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
-    "a file for a folder": (lambda d: ["--model", d.good_data], ("no such folder; --model takes",)),
+    "a file for a folder": (lambda d: ["--model", d.good_data], ("no such folder; check",)),
     "a name of the hub": (lambda d: ["--model", "org/name"], ("hf download ORG/NAME",)),
     "config.json not JSON": (
         lambda d: d.model(lambda f: (f / "config.json").write_text("{")),

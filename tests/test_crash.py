@@ -151,7 +151,7 @@ def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tm
         sum(row["speculated"] for row in rows) >= 6 and sum(row["rolled_back"] for row in rows) == 2
     )
     plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
-    assert bool(plan["spilled"]) is again
+    assert bool(plan["spilled_gradients"]) is again
     expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
     assert result(run) == expected
     kill_at = instants(names, 12, seed=3)[number]
@@ -186,7 +186,7 @@ def test_kill_while_updates_are_made_twice(number, every, forge, inputs, tmp_pat
     ended = forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace", **how)
     assert ended.code == 0, ended.err
     plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
-    assert len(plan["made_again"]) > 2
+    assert len(plan["updated_twice"]) > 2
     expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
     assert result(run) == expected
     kill_at = instants(names, 12, seed=6)[number]

@@ -91,6 +91,6 @@ def test_nothing_is_written_twice(model: Path, tmp_path: Path) -> None:
         session.commit()
         written = session.store.counters.bytes_written
         assert written > 0
-        session.settle()  # its old name
+        session.commit()
         session.export(tmp_path / "out")
         assert session.store.counters.bytes_written == written

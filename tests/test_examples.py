@@ -24,7 +24,9 @@ NEEDS = {
     "diffusion.py": "diffusers", "diffusion_run.py": "diffusers", "trainer.py": "accelerate",
     "lora.toml": "peft",
 }  # fmt: skip
-SMALL = ("train.batch=2", "train.seq=48", "train.steps=2", "budget.host=64MiB")
+SMALL = (
+    "train.batch=2", "train.seq=48", "train.steps=2", "train.max_dropped=1", "budget.host=64MiB",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

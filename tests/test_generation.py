@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lohan.store.store import Store
 from lohan.train.forward_only import (
     Sampling,
     Shape,
+    _temporary,
     encode_prompts,
     evaluate,
     generate,
@@ -251,3 +254,21 @@ def test_prompts_from_files(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"question": "?"}\n')
     with pytest.raises(Exception, match=r"d\.jsonl: not a file of prompts"):
         read_prompts([str(tmp_path / "d.jsonl")])
+
+
+def test_weights_of_a_killed_process_are_removed_by_the_next(tmp_path):
+    """Other folders stay, and so does that of a process that still runs."""
+    folder = write_model(tmp_path / "model", "llama")
+    code = (
+        "import os; from pathlib import Path; from lohan.train.forward_only import _temporary\n"
+        f"with _temporary({str(tmp_path)!r}) as store:\n"
+        "    store.mkdir(); (store / 'slot-a.bin').write_text('weights'); os._exit(9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed.returncode == 9 and len(list(tmp_path.glob("lohan-weights-*"))) == 1
+    (tmp_path / "lohan-weights-mine").mkdir()
+    (tmp_path / "lohan-weights-mine" / "file").write_text("not LoHan's")
+    with _temporary(tmp_path) as running:
+        answers(folder, PROMPTS[:1], Sampling(max_new_tokens=1))
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"model", "lohan-weights-mine", running.parent.name}

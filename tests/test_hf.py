@@ -23,7 +23,8 @@ import lohan.hf
 from lohan.engine import session as session_module
 from lohan.errors import StoreError
 from lohan.hf.arguments import REFUSED
-from lohan.hf.mixin import _stored_world_size, merged, shapes_for
+from lohan.hf.mixin import merged, shapes_for
+from lohan.hf.stores import stored_world_size
 from lohan.store.files import IDENTITY
 from tests import replan_at_once
 from tests.models import small_model
@@ -152,7 +153,7 @@ def test_stores_of_other_processes_are_found(store, there, tmp_path):
     (tmp_path / "lohan-store-rank0of3-activations").mkdir()  # left by a kill
     (tmp_path / "lohan-store-rank0of3-activations" / IDENTITY).write_text("")
     for own in ("lohan-store", "lohan-store-rank1of3"):
-        assert _stored_world_size(tmp_path / own) == there
+        assert stored_world_size(tmp_path / own) == there
     if there == 2:
         (tmp_path / "checkpoint-2").mkdir()
         transformers.TrainerState(global_step=2).save_to_json(
@@ -381,18 +382,6 @@ def test_every_refusal_names_the_argument_and_a_reason(name, tmp_path):
     setattr(args, name, "on")
     with pytest.raises(lohan.LohanError, match=f"^{name} cannot be used with lohan.hf: .{{20,}}"):
         lohan.hf.Trainer(small_model("llama"), args)
-
-
-def test_an_optimizer_of_ones_own_is_refused(tmp_path):
-    model = small_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    args = TrainingArguments(str(tmp_path), **SETTINGS, max_steps=1)
-    with pytest.raises(lohan.LohanError, match="a SGD cannot be used"):
-        lohan.hf.Trainer(model=model, args=args, optimizers=(optimizer, None))
-    with pytest.raises(lohan.LohanError, match="a SGD cannot be used"):
-        lohan.hf.Trainer(
-            model=model, args=args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1})
-        )
 
 
 def test_a_checkpoint_without_its_state_is_no_place_to_come_back_to(tmp_path):

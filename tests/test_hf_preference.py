@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.test_hf_sft import experts, logged, model, sentence, tokenizer
 
@@ -21,7 +25,7 @@ datasets = pytest.importorskip("datasets", reason=EXTRA)
 
 import lohan  # noqa: E402
 import lohan.hf  # noqa: E402
-from lohan.errors import ConfigError, DataError  # noqa: E402
+from lohan.errors import ConfigError, DataError, ModelError  # noqa: E402
 from lohan.hf import trl as ours_of_trl  # noqa: E402
 
 ROWS = 12
@@ -62,7 +66,7 @@ def scored() -> Any:
 
 def script(
     name: str, out: Path, *, ours: bool, start: Any = None, peft: Any = None, train: bool = True,
-    resume: Any = None, more: Any = None, **changes: Any,
+    resume: Any = None, more: Any = None, stream: bool = False, **changes: Any,
 ) -> Any:  # fmt: skip
     """The standard script; only the trainer that it imports differs."""
     own, theirs, arguments, rows = kind_of(name)
@@ -77,7 +81,8 @@ def script(
         more = {"ref_model": (start or model)(), **(more or {})}
     data = datasets.Dataset.from_list(rows)
     trainer = (getattr(lohan.hf, own) if ours else theirs)(
-        model=first, args=arguments(str(out), **settings), train_dataset=data,
+        model=first, args=arguments(str(out), **settings),
+        train_dataset=data.to_iterable_dataset() if stream else data,
         eval_dataset=data.select(range(5)), processing_class=tokenizer(), peft_config=peft,
         **(more or {}),
     )  # fmt: skip
@@ -267,8 +272,21 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     args = trl.DPOConfig(str(tmp_path / "b"), max_steps=1, use_cpu=True, bf16=False)
     with pytest.raises(ConfigError, match=r"needs a dataset with rows \(no IterableDataset"):
         lohan.hf.DPOTrainer(
-            model=model(), args=args, train_dataset=stream, processing_class=tokenizer()
+            model=model().to("meta"), args=args, train_dataset=stream, processing_class=tokenizer()
         )
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
+def test_streamed_data_without_an_adapter(name: str, tmp_path: Path) -> None:
+    same(name, tmp_path, stream=True)
+
+
+@pytest.mark.parametrize("name", ["orpo", "cpo"])
+def test_rejects_preferences_of_an_encoder_decoder_model(name: str, tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=len(tokenizer()), decoder_start_token_id=0, **sizes)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        script(name, tmp_path, ours=True, start=lambda: T5ForConditionalGeneration(config))
 
 
 @pytest.mark.slow

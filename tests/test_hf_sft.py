@@ -149,8 +149,7 @@ def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path
     del again
     gc.collect()
     assert gone() is None
-    over = {"lohan": lohan.hf.LohanArguments(overwrite=True)}
-    assert logged(script(lohan.hf.SFTTrainer, tmp_path, **over, **changes), "loss") == losses
+    assert logged(script(lohan.hf.SFTTrainer, tmp_path, **changes), "loss") == losses
 
 
 def experts() -> Any:

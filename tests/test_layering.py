@@ -20,6 +20,7 @@ PACKAGES = [
     "errors",
     "util",
     "optim",
+    "param_groups",
     "config",
     "store",
     "model",
@@ -36,9 +37,10 @@ PACKAGES = [
     "cli",
 ]
 RANK = {name: rank for rank, name in enumerate(["_core", *PACKAGES])}
-ROOT_FILES = {"__init__.py", "__main__.py", "errors.py", "config.py", "optim.py"}
+ROOT_FILES = {"__init__.py", "__main__.py", "errors.py", "config.py", "optim.py", "param_groups.py"}
 
-NO_TORCH = ["errors", "config", "optim", "util.units", "util.trace", "util.system", "util.display"]
+NO_TORCH = ["errors", "config", "optim", "param_groups", "util.units", "util.trace"]
+NO_TORCH += ["util.system", "util.display"]
 NO_TORCH += ["store.store", "store.admin", "model.layout", "model.state", "model.plan"]
 NO_TORCH += ["model.machine", "model.shapes", "schedule.actions"]
 NO_TORCH += ["schedule.phases", "schedule.steps", "schedule.check", "schedule.simulate"]

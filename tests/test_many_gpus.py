@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_as_many_ranks_as_it_has(launched, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lohan", "resume", str(launched)])
     for gpus, world in ((None, 2), (3, 3)):
         with pytest.raises(SystemExit) as ended:
-            resume(launched, None, gpus=gpus)
+            resume(run=launched, gpus=gpus)
         assert ended.value.code == 7
         assert started.pop() == (world, ["-m", "lohan", "resume", str(launched)])
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -233,8 +233,18 @@ def other_commands(out: Path, command: list[object]) -> list[list[object]]:
     model, data, taken = command[2], command[4], out / "notes.txt"
     sized = ("--host", "64MiB", "--batch", 1, "--seq", 8)
     return [
-        ["init", "--model", model, "--data", data, "--machine", "rtx4090", "--out", out / "x.toml"],
-        ["init", "--model", model, "--data", data, "--machine", "rtx4090", "--out", taken],
+        [
+            "init",
+            "--model",
+            model,
+            "--data",
+            data,
+            "--machine",
+            "rtx4090",
+            "--file",
+            out / "x.toml",
+        ],
+        ["init", "--model", model, "--data", data, "--machine", "rtx4090", "--file", taken],
         ["profile", "--ssd", out, "-o", data],
         ["profile", "--ssd", out, "-o", out / "machine.toml"],
         ["simulate", *SIMULATED, "--trace", data],
@@ -623,7 +633,7 @@ def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
         (".", "is there already"), ("no/x.toml", "no such folder"),
         ("x" * 300, "cannot be written: File name too long"),
     ):  # fmt: skip
-        code, said = call(*command, "--machine", "rtx4090", "--out", tmp_path / name)
+        code, said = call(*command, "--machine", "rtx4090", "--file", tmp_path / name)
         assert code == 2 and says in said, said
     assert tree(tmp_path) == before
 

@@ -21,7 +21,8 @@ from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
-from lohan.schedule.actions import Action, BufferState, Schedule
+from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.buffers import BufferState
 from lohan.schedule.check import validate
 from lohan.schedule.steps import check_order
 from lohan.store.io_engine import open_engine
@@ -442,7 +443,7 @@ def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
     with pytest.raises(StorageIOError, match=cause):
         go_on(session)
     if fault.op == "sync":
-        with pytest.raises(StoreError, match=r"cannot go on: the commit .* open it again"):
+        with pytest.raises(StoreError, match=r"cannot go on: the commit .*; resume the run"):
             go_on(session)
     session.close(flush=False)
     with attached(net("tied"), tmp_path, resume=True, update_mode=mode) as session:

@@ -122,6 +122,28 @@ def test_on_a_device_with_a_memory_of_its_own(tmp_path):
     assert_same(runs[0][1], runs[1][1])
 
 
+def test_biases_follow_their_slot_on_a_device(tmp_path):
+    """Unpacked tensors of a packed group are read from the slot in which the group is now, also
+    after a flush, a commit or a `state_dict` that lets the group move to another slot."""
+    data, runs = batches(3, batch=2, seq=16), []
+    for device, memory in (("cpu", None), ("emulated", "680KiB")):
+        model = adapted(small_model("gpt2"), target_modules=["c_attn"])
+        place, losses = tmp_path / device, []
+        budget = lohan.Budget(host="64MiB", device=memory, ssd=[place])
+        options = {"batch": data[0], "base": "nf4", "device": device, "micro_batch": 1}
+        with attached(model, place, budget=budget, **options) as session:
+            for batch, interrupt in zip(
+                data, (session.flush, session.commit, model.state_dict), strict=True
+            ):
+                losses += train(model, [batch])
+                interrupt()
+            with torch.no_grad():
+                losses.append(model(**data[0]).loss.item())
+            runs.append((losses, master_weights(session)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+
+
 def test_less_is_stored_and_read(tmp_path):
     data, found = batches(2, batch=2, seq=16), {}
     for base in ("", "nf4"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig
 
 from lohan.config import load_config
 from lohan.engine import session as replan
@@ -69,6 +69,23 @@ def test_what_goes_between_ranks_has_a_rate():
     for work, net in ((WORK, 0.0), (replace(WORK, world=2), 2 * 50 * 4 / 4)):
         found = profile_of_step(linked, work, host_bytes=1, device_bytes=1)
         assert found is not None and found.net == pytest.approx(net)
+
+
+def test_replans_while_only_the_head_is_trained(tmp_path):
+    """No block has a backward then, so none of them can be measured."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, num_labels=3,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).train()
+    model.bert.requires_grad_(False)
+    batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
+    with attached(model, tmp_path, batch=batch) as session:
+        for _ in range(FIRST_LOOK + 1):
+            model(**batch).loss.backward()
+            session.replan()
+        assert session.step == FIRST_LOOK + 1
 
 
 def test_a_step_without_updates_says_nothing():

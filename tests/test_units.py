@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.util.units import GiB, KiB, MiB, TiB, align_up, counted, format_bytes, parse_bytes
+from lohan.util.units import (
+    GiB,
+    KiB,
+    MiB,
+    TiB,
+    align_up,
+    counted,
+    format_bytes,
+    format_bytes_up,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +30,7 @@ from lohan.util.units import GiB, KiB, MiB, TiB, align_up, counted, format_bytes
         (".5MiB", MiB // 2),
         ("2TiB", 2 * TiB),
         (" 4k ", 4 * KiB),
-        ("17", 17),
+        ("1700", 1700),
         ("17b", 17),
         (4096, 4096),
         (1.5e9, 1_500_000_000),
@@ -72,3 +82,9 @@ def test_align_up_is_the_next_multiple(value: int, multiple: int) -> None:
     aligned = align_up(value, multiple)
     assert aligned % multiple == 0
     assert value <= aligned < value + multiple
+
+
+@given(st.integers(1, 2**50))
+def test_sizes_that_must_be_enough_are_rounded_up(count: int) -> None:
+    shown = format_bytes_up(count)
+    assert count <= parse_bytes(shown) <= count * 1.02 + 1

@@ -22,6 +22,7 @@ from lohan.capture.fake import (
     faking,
     with_least_values,
 )
+from lohan.capture.kernels import plain_forwards
 from lohan.capture.recompute import swapped
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
@@ -73,7 +74,7 @@ def site_names(
         if name in resident:
             return
         if name in blocks if blocks else _is_repeated(module):
-            found.extend(_members(module, name))
+            found.extend(inner for inner in _members(module, name) if inner not in resident)
             return
         children = list(module.named_children())
         alone = not children or hasattr(module, "base_layer") or hasattr(module, "original_module")
@@ -250,7 +251,15 @@ def cut_for(
     model: nn.Module, batch: Mapping[str, Any] | None, *, blocks: Sequence[str] = (),
     resident: Sequence[str] = (), decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:  # fmt: skip
-    """The cut of a model, for what a call with this batch shows; without one, as it is built."""
+    """Return the cut of a model, for what a call with this batch shows; without one, as it is
+    built."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if unknown := [name for name in resident if name not in names]:
+        raise ConfigError(
+            f"resident names {unknown[0]!r}, and {type(model).__name__} has no module or parameter "
+            "of that name; see model.named_modules()"
+        )
     outside = Outside()
     if batch is not None:
         outside = used_outside(model, site_names(model, resident, blocks), batch)
@@ -266,7 +275,7 @@ def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str
     def run(known: Known) -> Outside:
         watch = _Watch(model, site_names)
         random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
-        with faking(known), random, here, watch.running():
+        with faking(known), random, plain_forwards(model), here, watch.running():
             fake = partial(fake_like, known=known)
             inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
             model(**inputs)
@@ -369,124 +378,3 @@ def split(
 def views(group: FlatGroup, flat: torch.Tensor) -> list[torch.Tensor]:
     """The group's parameters as views of its flat buffer."""
     return [flat[t.offset : t.offset + t.numel].view(t.shape) for t in group.tensors]
-
-
-# -- Placeholders of offloaded parameters: they answer as the parameter would, but for its values --
-#
-# Models ask their parameters where and what they are (`x.to(weight.device)`, `torch.zeros(n,
-# dtype=weight.dtype)`, `weight.new_zeros(n)`), and get the device and type that blocks compute in.
-# Reading values outside the call of the block, or changing them, is refused.
-
-
-READ = "is read outside the call of its block"
-CHANGED = "is changed outside the call of its block"
-_COPIES = ("detach", "to", "clone", "requires_grad_")  # what comes out has no values either
-_BYTES = ("numpy", "__array__", "tolist", "copy_", "share_memory_")
-
-
-class OffloadedParameter(nn.Parameter):
-    """Shape, type, device and name of a parameter, on torch's meta device underneath."""
-
-    label: tuple[str, str] = ("(a copy)", "(unknown)")
-    compute_device = torch.device("cpu")  # where its block computes
-    stored_weights: Any = None  # where its values are
-    stored_as: str = ""  # and their name there
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self, READ)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name, asked = getattr(func, "__name__", ""), getattr(func, "__self__", None)
-        one = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
-        if name == "__get__" and asked in _DEVICE_PROPERTIES:
-            return _DEVICE_PROPERTIES[asked](one.compute_device)
-        if name == "get_device":
-            return -1 if one.compute_device.type == "cpu" else one.compute_device.index or 0
-        if name in ("to", "type_as") and not isinstance(args[0], cls):  # another tensor to its kind
-            how = {key: value for key, value in kwargs.items() if key != "other"}
-            return args[0].to(one.compute_device, one.dtype, **how)
-        if name == "__set__" and asked is torch.Tensor.data and not isinstance(args[1], cls):
-            raise _refusal(one, CHANGED)
-        if name in _BYTES:
-            raise _refusal(one, READ)
-        makes = name.startswith("new_") or name.endswith("_like")
-        if makes and kwargs.get("device") is None:
-            kwargs["device"] = one.compute_device
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                out = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            raise _refusal(one, READ) from error
-        if makes:
-            return out
-        if name in _COPIES or (name == "__get__" and asked is torch.Tensor.data):
-            return out if out is one else _like(one, out)
-        if out is one:
-            raise _refusal(one, CHANGED)
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out)):
-            raise _refusal(one, READ)
-        return out
-
-
-_DEVICE_PROPERTIES = {
-    torch.Tensor.device: lambda device: device,
-    torch.Tensor.is_meta: lambda device: False,
-    torch.Tensor.is_cpu: lambda device: device.type == "cpu",
-    torch.Tensor.is_cuda: lambda device: device.type == "cuda",
-    torch.Tensor.is_xpu: lambda device: device.type == "xpu",
-}
-
-
-def _like(one: OffloadedParameter, out: torch.Tensor) -> OffloadedParameter:
-    made = out.as_subclass(OffloadedParameter)
-    made.label, made.compute_device = one.label, one.compute_device
-    return made
-
-
-def _refusal(one: OffloadedParameter, what: str) -> ModelError:
-    parameter, site = one.label
-    return ModelError(
-        f"parameter {parameter} {what} {site}, where its values "
-        f"are not in memory; give attach an example `batch`, which shows such uses, or keep the "
-        f"module in memory with resident=[{parameter.rpartition('.')[0]!r}]"
-    )
-
-
-def lacks_values(tensor: torch.Tensor) -> bool:
-    """A placeholder, or any other tensor on the meta device."""
-    return isinstance(tensor, OffloadedParameter) or tensor.is_meta
-
-
-def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) -> None:
-    """In place of the one at `ref`, past the checks of `setattr`; its store stays known."""
-    parameters = model.get_submodule(ref.module)._parameters
-    stored = getattr(parameters[ref.attribute], "stored_weights", None)
-    parameter.stored_weights = stored  # type: ignore[attr-defined]
-    parameters[ref.attribute] = parameter
-
-
-def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """By `id` of the old ones, in every module that has one of them."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in new:
-                module._parameters[name] = new[id(parameter)]
-
-
-def install_placeholders(model: nn.Module, blocks: Blocks, compute_device: torch.device) -> None:
-    """Every parameter that belongs to a site becomes a placeholder."""
-    made: dict[tuple[str, int], OffloadedParameter] = {}
-    for site in blocks.sites:
-        for ref in site.parameters:
-            key = (ref.group, ref.tensor)
-            if key not in made:
-                old = model.get_submodule(ref.module)._parameters[ref.attribute]
-                assert old is not None
-                empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
-                made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
-                made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
-                made[key].compute_device = compute_device
-                made[key].stored_as = blocks.by_key[ref.group].tensors[ref.tensor].name
-            put_parameter(model, ref, made[key])

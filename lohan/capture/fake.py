@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from lohan.capture.kernels import pointer_error
 
 _INDEXED = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
@@ -62,8 +64,10 @@ def faking(known: Known = Known.SHAPES) -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what does not fit is tried, and its error comes anyway
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False  # a kernel would get 0, and write there
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Shapes(known):
+        with mode, _Shapes(known):
             yield
     finally:
         log.setLevel(level)
@@ -72,12 +76,22 @@ def faking(known: Known = Known.SHAPES) -> Iterator[None]:
 def with_least_values(
     model: nn.Module, run: Callable[[Known], Found], *, least: Known = Known.SHAPES
 ) -> Found:
-    """A run on fake tensors without values, if that goes; else with more and more of them, at last
-    with all layers, of which some are dropped at random in training. UNKNOWN if none goes."""
+    """Return the result of a run on fake tensors with as few values as it needs.
+
+    The run is tried without values, then with more and more of them, at last with all layers, of
+    which some are dropped at random in training. Raises UNKNOWN if it needs more values than are
+    known, and ModelError if it calls a kernel that needs memory.
+    """
     for known in Known:
         if known >= least:
-            with suppress(*UNKNOWN):
+            try:
                 return run(known)
+            except UNKNOWN:
+                continue
+            except RuntimeError as error:
+                if (refused := pointer_error(model, error)) is not None:
+                    raise refused from error
+                raise
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

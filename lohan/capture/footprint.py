@@ -28,6 +28,7 @@ from lohan.capture.fake import (
     faking,
     with_least_values,
 )
+from lohan.capture.kernels import has_replaced_forward, plain_forwards
 from lohan.capture.recompute import (
     SavedCall,
     collecting,
@@ -125,14 +126,22 @@ def inventories(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int,
     torch_device: torch.device = CPU, tiles: int = 0,
 ) -> tuple[dict[str, Inventory], Footprint]:  # fmt: skip
-    """What each repeated site could keep of the whole batch, by name, and the footprint of a
-    micro-batch, in one run. Sites that are called more than once are left out: their activations
-    have no place of their own."""
+    """Return what each repeated site could keep of the whole batch, by name, and the footprint of
+    a micro-batch, from one run.
+
+    Sites that are called more than once are left out: their activations have no place of their own.
+    So are sites with kernels that planning has replaced, since they do not run the operations that
+    were traced.
+    """
 
     def run(known: Known) -> tuple[dict[str, Inventory], Footprint]:
         probe = _InventoryProbe(model, blocks, micro_batch, torch_device, tiles)
         footprint = _run(model, batch, probe, known)
-        found = {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
+        found = {
+            name: inventory
+            for name, inventory in probe.found.items()
+            if probe.calls[name] == 1 and not has_replaced_forward(model.get_submodule(name))
+        }
         return found, footprint
 
     return _somehow(model, run, long=bool(tiles))
@@ -153,7 +162,8 @@ def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, known: Known) -> Footprint:
     random = torch.random.fork_rng(devices=[])
-    with faking(known), random, buffers_at(model, probe.torch_device), probe:
+    plain, buffers = plain_forwards(model), buffers_at(model, probe.torch_device)
+    with faking(known), random, plain, buffers, probe:
         fake = partial(fake_like, known=known, torch_device=probe.torch_device)
         inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
         # With gradients, so that a site's inputs say which of them take one.
@@ -280,7 +290,7 @@ class _Probe:
     def _forward_peak(self, original: Any, call: SavedCall, *, autograd: bool) -> int:
         """Of one slice. `autograd`: as in training, where nothing is saved either."""
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=autograd)
-        around = discard_saved_tensors() if autograd else torch.no_grad()
+        around = discard_saved_tensors(call.name) if autograd else torch.no_grad()
         with _LiveBytes(self._live_tensors(call)) as counter, around:
             original(*args, **kwargs)
         return counter.peak
@@ -324,6 +334,8 @@ class _InventoryProbe(_Probe):
         self.calls[site.name] += 1
         if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
             return
+        if call.batch <= (self._micro_batch or 0) or not call.cut.whole:
+            self.footprint.rows = max(self.footprint.rows, call.batch)
         wanted = call.wants_grad
         if site.name in self.footprint.no_backward:  # as if it learnt: its FLOPs are the same
             call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]

@@ -20,7 +20,8 @@ from lohan.capture.selective_checkpoint import SkipUnneededOps, recompute_with, 
 from lohan.capture.slicing import Cut, Cuts, NotSliceable
 from lohan.device.base import Device
 from lohan.device.choose import Compiled
-from lohan.errors import LohanError, ModelError
+from lohan.device.run_ahead import RunAhead
+from lohan.errors import ModelError
 
 if TYPE_CHECKING:
     from lohan.capture.tracing import SavePlans
@@ -187,7 +188,7 @@ IN_PLACE = "in-place operation"  # what torch calls it when an input is changed
 def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
     """What `run` returns, without its graph. `name` is the block's."""
     try:
-        with discard_saved_tensors():
+        with discard_saved_tensors(name):
             out = run()
     except RuntimeError as error:
         if IN_PLACE in str(error) and "leaf" in str(error):
@@ -204,16 +205,20 @@ def changed_input(name: str) -> str:
 
 
 @contextmanager
-def discard_saved_tensors() -> Iterator[None]:
-    """Gradients are on, and nothing is saved for them."""
-    # In place of every tensor its id: asked for in C, which holds on to nothing.
-    hooks = torch.autograd.graph.saved_tensors_hooks(id, _empty)
+def discard_saved_tensors(name: str) -> Iterator[None]:
+    """Record a graph inside, and save no tensor for it. `name` is the block's."""
+
+    def refuse(saved: Any) -> torch.Tensor:
+        raise ModelError(
+            f"block {name} computes gradients inside its own forward (torch.autograd.grad or "
+            "backward), and the forward of a block saves nothing for them; keep the block in "
+            f"memory with resident=[{name!r}]"
+        )
+
+    # Each tensor is replaced by its id, a function in C that keeps nothing alive.
+    hooks = torch.autograd.graph.saved_tensors_hooks(id, refuse)
     with torch.enable_grad(), hooks:
         yield
-
-
-def _empty(saved: Any) -> torch.Tensor:
-    raise LohanError("backward ran through a forward that saves nothing; this is a bug in LoHan")
 
 
 # -- What a block call leaves behind in forward, and how backward takes it up again ----------------
@@ -650,6 +655,7 @@ class SlicedCompute:
         self._device, self.micro_batch, self.activations = device, micro_batch, activations
         self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
         self._skip_unneeded = SkipUnneededOps()
+        self.run_ahead = RunAhead(device)
 
     def forward(
         self, block: Block, call: SavedCall, buffers: Sequence[int], *, backward_follows: bool
@@ -661,13 +667,15 @@ class SlicedCompute:
             self.activations.save_inputs(block.number, call, buffers)
         before = block.state.snapshot()
         for part in call.slices(self.micro_batch):
-            call.rng.append(self._device.random_state())
-            out, saved = self._run_slice(block, call, part, backward_follows=backward_follows)
-            call.saved_ops.append(saved)
-            self.activations.save_slice(block.number, call)
-            output.put(part, out)
+            with self.run_ahead.slice():
+                call.rng.append(self._device.random_state())
+                out, saved = self._run_slice(block, call, part, backward_follows=backward_follows)
+                call.saved_ops.append(saved)
+                self.activations.save_slice(block.number, call)
+                output.put(part, out)
         call.check_untouched()
         call.changed = block.state.changes_since(before)
+        self.cuts.confirm()
         return output
 
     def _find_cut(self, block: Block, call: SavedCall) -> None:
@@ -682,7 +690,9 @@ class SlicedCompute:
                     raise NotSliceable(f"changes its {name} in every call")
                 return out
 
-            with forked_random_state(self._device), block.state.preserved():
+            # Trials compare versions of buffers, which tensors of inference mode do not have.
+            trial = torch.inference_mode(False)
+            with trial, forked_random_state(self._device), block.state.preserved():
                 call.cut = self.cuts.of(block.module, call, run)
 
     def _run_slice(
@@ -711,8 +721,10 @@ class SlicedCompute:
         self._find_cut(block, call)
         output = Output(call)
         for part in call.slices(self.micro_batch):
-            _, args, kwargs = call.restore(part, grad=False)
-            output.put(part, call.context.run(block.original, *args, **kwargs))
+            with self.run_ahead.slice():
+                _, args, kwargs = call.restore(part, grad=False)
+                output.put(part, call.context.run(block.original, *args, **kwargs))
+        self.cuts.confirm()
         return output
 
     def backward(
@@ -723,10 +735,11 @@ class SlicedCompute:
         old_values = with_old_values(call.changed) if call.changed else nullcontext()
         with forked_random_state(self._device), self._device.computing(), old_values:
             for number, part in enumerate(call.slices(self.micro_batch)):
-                self._device.set_random_state(call.rng[number])
-                self.activations.load_slice(block.number, call, number)
-                self._recompute_slice(block, call, grads, number, part, inputs)
-                self.activations.release_slice(block.number, call, number)
+                with self.run_ahead.slice():
+                    self._device.set_random_state(call.rng[number])
+                    self.activations.load_slice(block.number, call, number)
+                    self._recompute_slice(block, call, grads, number, part, inputs)
+                    self.activations.release_slice(block.number, call, number)
         return inputs
 
     def _recompute_slice(

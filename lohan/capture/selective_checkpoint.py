@@ -124,6 +124,12 @@ def reads_values(func: Any) -> bool:
     return traits_of(func).reads_values
 
 
+def makes_empty(func: Any) -> bool:
+    """Return whether an operation only allocates memory, as `empty_like` and `new_empty` do."""
+    name = traits_of(func).name
+    return name.startswith(("aten.empty", "aten.new_empty"))
+
+
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Arguments that the operation changes."""
     if not traits_of(func).mutates:
@@ -735,7 +741,12 @@ class _Replay(DispatchMode):
 
 class _Learner(DispatchMode):
     """Finds the operations of a call whose results neither autograd saves nor a needed one reads.
-    One that draws random numbers, or changes something from outside, is needed."""
+
+    An operation that draws random numbers, or changes something from outside, is needed. So is one
+    whose result is read without an operation: by the host, or by a kernel that takes its address.
+    A kernel called from C++ takes addresses unseen. It shows only by what it writes: a tensor that
+    was made empty and is read although nothing has filled it. Then every operation is needed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -745,6 +756,8 @@ class _Learner(DispatchMode):
         self._needed: set[int] = set()
         # By storage: what made its value. Weak, yet no other storage gets the address meanwhile.
         self._maker: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        self._unfilled: set[int] = set()  # storages that were made empty and not written to since
+        self._reads_unseen = False  # something was written by no operation, so reads are unknown
         self._entered: list[tuple[SubmoduleCall, int]] = []  # and operations by then
         self._calls: dict[nn.Module, int] = {}
 
@@ -755,12 +768,15 @@ class _Learner(DispatchMode):
             self._entered.append((SubmoduleCall(module, number), len(self._ops)))
 
     def need(self, tensor: torch.Tensor) -> None:
+        """Note that something other than an operation reads the tensor, or may fill it."""
+        self._unfilled.discard(storage_key(tensor))
         _, maker = self._maker.get(storage_key(tensor), (None, None))
         if maker is not None:
             self._needed.add(maker)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """As a hook of autograd."""
+        self._look_for_unseen_writes([tensor])
         self.need(tensor)
         return tensor.detach()  # the graph would hold itself through a result of its own
 
@@ -769,7 +785,11 @@ class _Learner(DispatchMode):
         if not counts(func):
             return func(*args, **kwargs)
         index, changed = len(self._ops), written(func, args, kwargs)
-        given = set(map(self._made_by, tensors_in(args, kwargs)))
+        tensors = tensors_in(args, kwargs)
+        given = set(map(self._made_by, tensors))
+        self._unfilled.difference_update(map(storage_key, changed))
+        if reads_values(func):
+            self._look_for_unseen_writes(tensors)
         outside = any(self._made_by(tensor) is None for tensor in changed)
         out = func(*args, **kwargs)
         fresh = [t for t in tensors_in(out) if storage_key(t) not in self._maker]
@@ -789,13 +809,21 @@ class _Learner(DispatchMode):
             )
         for tensor in (*fresh, *changed):
             self._maker[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), index)
+        if makes_empty(func):
+            self._unfilled.update(storage_key(tensor) for tensor in fresh if tensor.numel())
         return out
+
+    def _look_for_unseen_writes(self, read: Sequence[torch.Tensor]) -> None:
+        self._reads_unseen |= any(storage_key(tensor) in self._unfilled for tensor in read)
 
     def _made_by(self, tensor: torch.Tensor) -> int | None:
         reference = StorageWeakRef(tensor.untyped_storage())
         return self._maker.setdefault(reference.cdata, (reference, None))[1]
 
     def found(self) -> Ending | None:
+        """Return what can be left out, or None if every operation is needed."""
+        if self._reads_unseen:
+            return None
         needed, waiting = set(self._needed), list(self._needed)
         while waiting:
             for read in self._reads[waiting.pop()] - needed:
@@ -809,15 +837,22 @@ class _Learner(DispatchMode):
         return Ending(begins, self._ops[at:], {n - at: one for n, one in results.items()})
 
 
+# Ways to the values of a tensor that are no operations.
+_READS = {
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__, torch.Tensor.__cuda_array_interface__.__get__,
+}  # fmt: skip
+
+
 class _HostReads(TorchFunctionMode):
-    """What a call reads without an operation is needed."""
+    """Marks tensors as needed that the host reads, or whose address a kernel takes."""
 
     def __init__(self, learner: _Learner) -> None:
         super().__init__()
         self._learner = learner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+        if func in _READS:
             self._learner.need(args[0])
         return func(*args, **(kwargs or {}))
 

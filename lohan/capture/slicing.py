@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lohan.capture.fake import DispatchMode
 from lohan.capture.selective_checkpoint import tensors_in
+from lohan.device.out_of_memory import is_out_of_memory
 from lohan.errors import BudgetError
 from lohan.util.units import format_bytes
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lohan.capture.recompute import SavedCall
 
 Run = Callable[..., Any]
+Result = TypeVar("Result")
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}  # of the norm; rounding is far below
 TOLERANCE_16_BIT = 0.1
 MOST_TENSORS = 6  # as long as the batch: for more of them not every choice is tried
@@ -41,6 +43,7 @@ class Cut:
     inputs: tuple[bool, ...] = ()
     outputs: tuple[int, ...] = ()
     whole: str = ""  # why it cannot be cut
+    failed: bool = False  # because the block raised an error in each trial, maybe one of its own
 
 
 class Cuts:
@@ -49,12 +52,15 @@ class Cuts:
 
     def __init__(self) -> None:
         self._known: dict[Any, Cut] = {}
+        self._unconfirmed: tuple[Any, str, int, Cut] | None = None  # key, name, batch
         self._told: set[str] = set()
         self.needs: Mapping[str, int] = {}
         self.room = 0
 
     def of(self, module: nn.Module, call: SavedCall, run: Run) -> Cut:
-        """`run` calls the block with its weights in place and leaves no trace."""
+        """Return the cut of a call. `run` calls the block with its weights in place and leaves no
+        trace."""
+        self._unconfirmed = None
         key = (id(module), module.training, *pattern(call))
         if key not in self._known:
             cut = find_cut(module, call, run, values=True)
@@ -64,15 +70,26 @@ class Cuts:
                     f"{call.batch} samples need {format_bytes(self.needs[call.name])}, the plan "
                     f"has {format_bytes(self.room)} for them: raise the memory or lower the batch"
                 )
-            self._known[key] = cut
-            if cut.whole and cut.whole not in self._told:
-                self._told.add(cut.whole)
-                warnings.warn(
-                    f"micro-batches are off for block {call.name} and others like it: {cut.whole}; "
-                    f"it runs all {call.batch} samples at once, and needs memory for them",
-                    RuntimeWarning, stacklevel=2,
-                )  # fmt: skip
+            self._unconfirmed = key, call.name, call.batch, cut
+            if not cut.failed:
+                self.confirm()
+            return cut
         return self._known[key]
+
+    def confirm(self) -> None:
+        """Keep the last cut for later calls. One that was found by errors is kept only after the
+        block has run the whole batch, so the errors were not due to the block itself."""
+        if self._unconfirmed is None:
+            return
+        key, name, batch, cut = self._unconfirmed
+        self._known[key], self._unconfirmed = cut, None
+        if cut.whole and cut.whole not in self._told:
+            self._told.add(cut.whole)
+            warnings.warn(
+                f"micro-batches are off for block {name} and others like it: {cut.whole}; "
+                f"it runs all {batch} samples at once, and needs memory for them",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
 
 
 def pattern(call: SavedCall) -> Iterator[Any]:
@@ -82,28 +99,55 @@ def pattern(call: SavedCall) -> Iterator[Any]:
 
 
 def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> Cut:
-    """Without `values` (on fake tensors) only shapes can tell."""
+    """Return how a call falls into slices. Without `values` (on fake tensors) only shapes can
+    tell."""
     if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
         return Cut(whole=f"{type(module).__name__} has BatchNorm, which mixes samples")
-    reason = "its inputs have no samples in their first dimension"
+    reason, failed = "its inputs have no samples in their first dimension", False
     for number, inputs in enumerate(_hypotheses(call)):
-        try:
+
+        def trial(number: int = number, inputs: tuple[bool, ...] = inputs) -> Cut:
             cut = _tried(call, Cut(inputs), run, values=values)
-            if number and values:  # sizes alone have misled once
+            if number and values:  # The first hypothesis was wrong, so sizes are not enough.
                 _check_truth(call, cut, run)
             return cut
-        except torch.OutOfMemoryError:
-            raise
+
+        try:
+            return attempt(trial)
+        except AlwaysFails as error:
+            reason = f"{type(module).__name__} does not run on a slice of them ({error})"
+            failed = True
         except NotSliceable as found:
             reason = f"{type(module).__name__} {found}"
-        except Exception as error:  # a slice that does not fit fails in any way the model likes
-            first = (str(error).splitlines() or [""])[0]
-            reason = f"{type(module).__name__} does not run on a slice of them ({first})"
-    return Cut(whole=reason)
+    return Cut(whole=reason, failed=failed)
 
 
 class NotSliceable(Exception):
     """What speaks against a cut."""
+
+
+class AlwaysFails(NotSliceable):
+    """The first line of an error that a trial raises whenever it runs."""
+
+
+def attempt(trial: Callable[[], Result]) -> Result:
+    """Return the result of a trial. A block that does not fit a slice raises any kind of error, so
+    an error that is raised again when the trial is repeated becomes `AlwaysFails`. An error that is
+    not raised again is not due to the slice, and is the caller's."""
+    try:
+        return trial()
+    except NotSliceable:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        try:
+            trial()
+        except Exception as again:
+            if is_out_of_memory(again):
+                raise
+            raise AlwaysFails((str(error).splitlines() or [""])[0]) from error
+        raise
 
 
 def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lohan.capture.casting import has_hooks
 from lohan.capture.recompute import BlockState, CallContext, collecting, swapped
 from lohan.capture.selective_checkpoint import (
     generator_state,
@@ -35,7 +36,7 @@ from lohan.capture.selective_checkpoint import (
     storage_key,
     tensors_in,
 )
-from lohan.capture.slicing import NoChance, NotSliceable, agree
+from lohan.capture.slicing import AlwaysFails, NoChance, NotSliceable, agree, attempt
 from lohan.capture.tracing import faked, kind_of_call
 
 TRIED = 8  # tokens of each of the two tiles that a part is tried with
@@ -81,17 +82,25 @@ class TiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.prepare(args, kwargs)
-        with _installed(self._parts.get(self._kind(args, kwargs), ())):
-            return self._original(*args, **kwargs)
+        kind = self._kind(args, kwargs)
+        try:
+            with _installed(self._parts.get(kind, ())):
+                return self._original(*args, **kwargs)
+        except Exception:
+            if not self._parts.get(kind, True):  # The same error may have hidden the parts.
+                del self._parts[kind]
+            raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the parts of a kind of call; to be done before one is recorded or measured."""
+        """Find the parts of a kind of call; to be done before one is recorded or measured."""
         stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
         if stream is None or kind in self._parts:
             return
         if stream.numel() // stream.shape[-1] > self._tiling.tokens:
-            alike = self._tiling.alike
-            cuts = find_parts(self._module, self._original, args, kwargs, alike=alike)
+            alike, state = self._tiling.alike, BlockState(type(self._module).__name__, self._module)
+            # Trials leave no trace in the block, and their tensors are not those of inference mode.
+            with torch.inference_mode(False), state.preserved():
+                cuts = find_parts(self._module, self._original, args, kwargs, alike=alike)
             self._parts[kind] = [
                 _Part(self._module.get_submodule(name), cut, self._tiling)
                 for name, cut in cuts.items()
@@ -164,15 +173,17 @@ class _Part:
             size = min(tiles[0].stop, tiles[1].stop - tiles[1].start)  # the last one may be shorter
             drawn = generator_state(call.tensors[0].device)
             try:
-                with _disable_current_modes():
+                with _disable_current_modes(), torch.inference_mode(False):
                     pair = call.narrowed(call.tensors, slice(0, 2 * size))
-                    found = _try(self.module, self.forward, call.arguments, pair, self.cut, size)
+                    found = attempt(
+                        lambda: _try(
+                            self.module, self.forward, call.arguments, pair, self.cut, size
+                        )
+                    )
                 self._sound[kind] = found == self.cut.outputs
                 why = "" if self._sound[kind] else "has other results than it had on fewer tokens"
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as refused:  # what does not fit fails in any way the model likes
-                self._sound[kind], why = False, (str(refused).splitlines() or ["fails on two"])[0]
+            except NotSliceable as refused:
+                self._sound[kind], why = False, str(refused) or "fails on two"
             finally:
                 set_generator_state(*drawn)
             if why:
@@ -282,10 +293,13 @@ class _TiledCall:
         self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], tiles: Sequence[slice],
         grads: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Of inputs and weights, from those of the results: every tile runs once more."""
+        """Return the gradients of inputs and weights, from those of the results: every tile runs
+        once more."""
         count = self.count
-        weights = [
-            weight.detach().requires_grad_(wants)
+        # Parameters, since a parametrization inside the part, such as PEFT's of expert tensors,
+        # puts back what it finds, and a plain tensor would become an attribute of the module.
+        weights: list[torch.Tensor] = [
+            nn.Parameter(weight.detach(), requires_grad=wants)
             for weight, wants in zip(tensors[count:], wanted[count:], strict=True)
         ]
         made: list[torch.Tensor | None] = [None] * len(tensors)
@@ -413,32 +427,35 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, Cuts]] = WeakKeyDictionary()
 def find_parts(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, alike: dict[Hashable, Cuts]
 ) -> Cuts:
-    """The largest position-wise parts of a block's call in which tiles save memory. `alike`: of
-    blocks of the same model, by kind of call. A block that was tried for a plan is not tried again
-    for a run."""
+    """Return the largest position-wise parts of a block's call in which tiles save memory. `alike`:
+    of blocks of the same model, by kind of call. A block that was tried for a plan is not tried
+    again for a run, unless it failed."""
     leaves = [*module.parameters(), *pytree.tree_leaves((args, kwargs))]
     shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
     kind = type(module), str(module), module.training, shapes
     known = _KNOWN.setdefault(module, {})
     if kind not in known:
-        known[kind] = alike[kind] if kind in alike else _find_cuts(module, forward, args, kwargs)
+        cuts = alike[kind] if kind in alike else _find_cuts(module, forward, args, kwargs)
+        if cuts is None:
+            return {}
+        known[kind] = cuts
     alike[kind] = known[kind]
     return known[kind]
 
 
-def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts:
+def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts | None:
+    """Return the cuts of a block's parts, or None if it does not run on fake tensors."""
     stream = _stream((args, kwargs))
     assert stream is not None
     sizes = stream.shape[-2], stream.numel() // stream.shape[-1]
     try:
-        seen = _seen_calls(module, forward, args, kwargs)
-    except Exception as error:  # a block that decides by its values what to run
-        first = (str(error).splitlines() or [""])[0]
+        seen = attempt(lambda: _seen_calls(module, forward, args, kwargs))
+    except AlwaysFails as error:  # a block that decides by its values what to run
         warnings.warn(
-            f"tiles are off for {type(module).__name__}: it does not run on shapes alone ({first})",
+            f"tiles are off for {type(module).__name__}: it does not run on shapes alone ({error})",
             RuntimeWarning, stacklevel=2,
         )  # fmt: skip
-        seen = {}
+        return None
     found: Cuts = {}
     for name, calls in sorted(seen.items(), key=lambda item: item[0].count(".")):
         if any(name.startswith(f"{larger}.") for larger in found):
@@ -477,6 +494,9 @@ def _seen_calls(
     handles = []
     with collecting(), faked(module, leaves) as (inputs, parameters):
         weights = {storage_key(p.requires_grad_(p.is_floating_point())) for p in parameters}
+        # What autograd saves depends on which inputs take a gradient. The parts are kept for later
+        # calls, so they must not depend on it: the first call may be one without gradients.
+        inputs = [_with_gradient(leaf) for leaf in inputs]
         a, k = pytree.tree_unflatten(inputs, spec)
         for name, child in module.named_modules():
             if name:
@@ -496,6 +516,14 @@ def _seen_calls(
     return seen
 
 
+def _with_gradient(leaf: Any) -> Any:
+    """Return an input that takes a gradient, if it can. It is no leaf of the graph, so the block
+    may change it in place."""
+    if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not leaf.is_floating_point():
+        return leaf
+    return leaf + leaf.new_zeros(()).requires_grad_()
+
+
 def _nothing(_: Any) -> torch.Tensor:
     raise AssertionError("a trial has no backward")
 
@@ -503,11 +531,7 @@ def _nothing(_: Any) -> torch.Tensor:
 def _cut_of(part: nn.Module, calls: Sequence[_Seen], sizes: tuple[int, int]) -> TileCut | None:
     """`sizes`: tokens of a sample, and of all of them."""
     call = calls[0]
-    hooked = any(
-        child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
-        for child in part.modules()
-        if child is not part
-    )
+    hooked = any(has_hooks(child) for child in part.modules() if child is not part)
     plain = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in call.leaves)
     if hooked or not plain or not call.pays or any(c.pattern != call.pattern for c in calls):
         return None
@@ -537,16 +561,20 @@ def _tried(part: nn.Module, call: _Seen, dim: int, inputs: tuple[bool, ...]) -> 
             shape[dim] = 2 * TRIED
         tensors.append(_stand_in(shape, tensor.dtype, windows=False))
     cut = TileCut(dim, inputs, (), False)
-    try:
+
+    def trial() -> TileCut:
         outputs = _try(part, part.forward, call.arguments, tensors, cut, TRIED)
         with torch.no_grad():
             before = torch.get_rng_state()
             args, kwargs = call.arguments(tensors)
             part(*args, **kwargs)
             draws = not torch.equal(before, torch.get_rng_state())
-    except Exception:  # what does not fit fails in any way the model likes
+        return TileCut(dim, inputs, outputs, draws)
+
+    try:
+        return attempt(trial)
+    except NotSliceable:
         return None
-    return TileCut(dim, inputs, outputs, draws)
 
 
 def _try(

@@ -1,1 +1,1 @@
-"""Model folders and adapters, read into a store and written from it."""
+"""Reading model folders and adapters into a store, and writing them from it."""

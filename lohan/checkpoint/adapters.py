@@ -1,9 +1,9 @@
-"""PEFT adapters: a model inside a model, with few parameters that learn.
+"""PEFT adapters: reading, initialising, exporting and merging them.
 
-PEFT puts an adapter where its base layer is. On a model without weights that is the meta device, so
-its first values are lost; `AdapterValues` draws them by PEFT's rules when the store is made.
-Adapters in memory keep the values they have. A PEFT model is known by its attributes: nothing
-imports peft before there is one.
+PEFT creates an adapter on the device of its base layer. For a model without weights that is the
+meta device, so PEFT's initial values are lost; `AdapterValues` draws them by PEFT's rules when the
+store is created. Adapters in memory keep the values they have. A PEFT model is recognised by its
+attributes, so that peft is only imported when it is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.capture.blocks import replace_parameters
+from lohan.capture.placeholders import replace_parameters
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import element_ranges
@@ -29,7 +29,7 @@ from lohan.optim import Lora
 from lohan.util.files import read_object, usable_path
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
-PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model
+PREFIX = "base_model.model."  # prefix of the base model's parameter names in a PEFT model
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -37,7 +37,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT model, or the model itself."""
+    """Return the model inside a PEFT model, or the model itself if it has no PEFT wrapper."""
     if not is_adapted(model):
         return model
     peft: Any = model
@@ -46,8 +46,12 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def prefix_of(model: nn.Module) -> str:
-    """What comes before the names of a base model in those of a PEFT model around it. One that
-    learns virtual tokens has no adapters in between."""
+    """Return the prefix that a PEFT model adds to the parameter names of its base model.
+
+    The prefix is empty for a model without a PEFT wrapper. A PEFT model that learns virtual tokens
+    (prompt learning) has no adapter layer between itself and the base model, so its prefix is
+    shorter.
+    """
     if not is_adapted(model):
         return ""
     peft: Any = model
@@ -56,6 +60,13 @@ def prefix_of(model: nn.Module) -> str:
 
 
 def check_adapters(model: nn.Module) -> None:
+    """Refuse a model that holds adapters without a PeftModel around it."""
+    if getattr(vars(model).get("save_pretrained"), "merged", False):
+        raise ModelError(
+            f"{type(model).__name__} is what merge_and_unload returned: its calls add the adapter "
+            "to weights in the store. Train copy.deepcopy(model), which has the merged weights in "
+            "memory, or save it with save_pretrained(DIR) and train that"
+        )
     if not is_adapted(model) and _adapter_parameters(model):
         raise ModelError(
             f"{type(model).__name__} holds adapters without a PeftModel around it; add them with "
@@ -64,7 +75,10 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def base_names(base: nn.Module) -> dict[str, str]:
-    """What a base model under adapters has of its own, and its names without them."""
+    """Map each state-dict name of an adapted base model to the name it has without adapters.
+
+    Tensors that adapters have added are left out.
+    """
     added = _adapter_parameters(base)
     return {
         name: _WRAPPERS.sub("", name)
@@ -74,8 +88,11 @@ def base_names(base: nn.Module) -> dict[str, str]:
 
 
 def copied_names(base: nn.Module) -> dict[str, str]:
-    """Modules that learn as a whole next to an adapter start as copies of the base's: their
-    parameters, and the base's names of these."""
+    """Map the parameters of fully trained module copies to the base model's names for them.
+
+    A module in PEFT's `modules_to_save` is trained as a whole next to the adapter. Its parameters
+    start as copies of the base model's.
+    """
     return {
         name: _WRAPPERS.sub("", name)
         for name, (_, part, _) in _adapter_parameters(base).items()
@@ -84,24 +101,32 @@ def copied_names(base: nn.Module) -> dict[str, str]:
 
 
 def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Parameters take the type that they compute in. If none is given, the adapters of a 16-bit
-    base, which PEFT keeps in fp32, take the base's: their master copy is fp32 as any other's."""
+    """Convert all parameters to one dtype, the one that they compute in.
+
+    If `dtype` is None, the model has adapters and all frozen parameters have the same dtype, that
+    dtype is used. PEFT keeps the adapters of a 16-bit base in fp32, but the store has an fp32
+    master copy of them as of every other trained parameter. Otherwise None leaves the model
+    unchanged.
+    """
     frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
     if dtype is None and is_adapted(model) and len(frozen) == 1:
         dtype = frozen.pop()
     if dtype is None:
         return
-    wrong = [p for p in model.parameters() if p.dtype != dtype]  # each once, tied or not
+    wrong = [p for p in model.parameters() if p.dtype != dtype]  # lists a tied parameter once
     new = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in wrong}
     replace_parameters(model, new)
 
 
-# -- first values ---------------------------------------------------------------------------------
+# -- Initial values -------------------------------------------------------------------------------
 
 
 class AdapterValues:
-    """First values of LoRA adapters that are on the meta device. Each tensor draws from a seed of
-    its own, made of its name and torch's seed, whenever it is read."""
+    """Initial values of LoRA adapters and virtual tokens that are on the meta device.
+
+    Each tensor is drawn when it is read, from a generator seeded with its name and torch's initial
+    seed. The values therefore do not depend on the order of reads.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         base = base_of(model)
@@ -143,11 +168,12 @@ class AdapterValues:
 
 
 COPIED = "modules_to_save"
-_DRAWN = ("lora_A", "lora_embedding_B")  # the other factor is zero: an adapter starts as nothing
+# Factors that are drawn at random. The other factor is zero, so that an adapter initially adds 0.
+_DRAWN = ("lora_A", "lora_embedding_B")
 
 
 def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]]:
-    """Parameters that adapters have added: name -> layer, its part, adapter."""
+    """Map the name of each parameter that adapters have added to (layer, part, adapter name)."""
     found = {}
     for name, layer in base.named_modules():
         for part in getattr(layer, "adapter_layer_names", ()):
@@ -159,7 +185,10 @@ def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]
 
 
 def _virtual_start(model: nn.Module, name: str) -> str:
-    """Random virtual tokens start as an embedding does; others need more than their shapes."""
+    """Return how virtual tokens are initialised, and refuse those that need the base weights.
+
+    Random virtual tokens are drawn from a normal distribution, like an embedding.
+    """
     config: Any = model.peft_config[name.split(".")[1]]  # type: ignore[index]
     random = getattr(getattr(config, "prompt_tuning_init", None), "value", "") == "RANDOM"
     if random and name.endswith(".embedding.weight"):
@@ -171,7 +200,7 @@ def _virtual_start(model: nn.Module, name: str) -> str:
 
 
 def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
-    """Without the base weights only those starts can be made that need nothing of them."""
+    """Refuse an adapter whose initialisation needs the base weights."""
     vectors = getattr(layer, "lora_magnitude_vector", None) or ()
     if hasattr(layer, "lora_A") and start in (True, "gaussian") and adapter not in vectors:
         return
@@ -183,8 +212,11 @@ def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
 
 
 def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.Module:
-    """A PEFT model around a model of transformers. A head of classes, answers or scores learns
-    whole and has no adapters; parts to `leave` have none either."""
+    """Return a PEFT model with LoRA adapters around a transformers model.
+
+    A head for classification, question answering or scores is trained as a whole and gets no
+    adapters. Modules named in `leave` get no adapters either.
+    """
     peft = _peft()
     task, whole = _task_type(model), _learn_whole(model)
     left = [
@@ -209,27 +241,28 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
         ) from None
 
 
-# How classes of transformers end, and what PEFT calls their task; it has no word for images and
-# masked words. Its names of the heads that learn whole.
+# Maps the suffix of a transformers class name to PEFT's task type. PEFT has no task type for image
+# classification and masked language modelling.
 _TASKS = {
     "SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS",
     "QuestionAnswering": "QUESTION_ANS", "ImageClassification": None, "MaskedLM": None,
 }  # fmt: skip
-_HEADS = ("classifier", "score", "qa_outputs")
-# Their kernels read the last weight of a state space without calling its layer; PEFT refuses it.
+_HEADS = ("classifier", "score", "qa_outputs")  # PEFT's names of heads that are trained as a whole
+# The fused kernels of these state-space models read the weight of out_proj without calling the
+# layer, so PEFT refuses adapters on it.
 _FUSED_OUT = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 def _task_type(model: nn.Module) -> str | None:
-    """In PEFT's words."""
+    """Return PEFT's task type for a model, or None for the generic PEFT class."""
     name = type(model).__name__
     for end, found in _TASKS.items():
         if name.endswith(end):
             return found
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "CAUSAL_LM"
-    # PEFT's class for pairs keeps this method of transformers, which has removed it since; its
-    # class without a task trains and saves the same.
+    # PEFT's sequence-to-sequence class needs a method that newer releases of transformers do not
+    # have. The generic PEFT class trains and saves the same parameters.
     return "SEQ_2_SEQ_LM" if hasattr(model, _GENERATES) else None
 
 
@@ -237,8 +270,11 @@ _GENERATES = "_prepare_encoder_decoder_kwargs_for_generation"
 
 
 def _learn_whole(model: nn.Module) -> list[str]:
-    """The head of a model for classes or answers: what has learnt nothing yet, or other classes. A
-    head of words has: it stays as it is."""
+    """Return the names of the modules outside the body that are trained as a whole.
+
+    These are the heads for classification and question answering, which are either untrained or
+    trained for other classes. A language-modelling head is trained already and is not listed.
+    """
     if not type(model).__name__.endswith(tuple(end for end in _TASKS if end != "MaskedLM")):
         return []
     base = getattr(model, "base_model_prefix", "")
@@ -248,8 +284,10 @@ def _learn_whole(model: nn.Module) -> list[str]:
 
 
 def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """A PEFT model with the adapter of a folder, to train it further. Its values are in memory; the
-    base's need not be."""
+    """Return a PEFT model with the adapter in `folder`, ready to be trained further.
+
+    The adapter's values are loaded into memory; the base weights need not be.
+    """
     peft = _peft()
     if not (Path(folder) / "adapter_config.json").is_file():
         raise ModelError(f"{folder}: holds no adapter_config.json; give a folder that PEFT wrote")
@@ -257,17 +295,17 @@ def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
         Path(folder) / "adapter_config.json", kind=ModelError, remedy="restore the adapter's folder"
     )
     try:
-        with warnings.catch_warnings():  # on the meta device PEFT's own loading has no effect
+        with warnings.catch_warnings():  # PEFT warns that loading into meta tensors is a no-op
             warnings.simplefilter("ignore")
             kind: Any = peft.PeftModel
             adapted: nn.Module = kind.from_pretrained(model, str(folder), is_trainable=True)
         values = peft.utils.save_and_load.load_peft_weights(str(folder), device="cpu")
-    except Exception as error:  # of whatever kind: PEFT takes the file's values as they are
+    except Exception as error:  # PEFT does not validate the files, so anything may be raised
         raise ModelError(
             f"{folder}: PEFT cannot open this adapter: {first_line(error)}; restore the folder, or "
             "give the model that it was made for"
         ) from None
-    # In its folder an adapter's parameters have shorter names; PEFT says which.
+    # The folder uses shorter parameter names. get_peft_model_state_dict maps them to parameters.
     own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     stored = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
     names = {id(parameter): name for name, parameter in own.items()}
@@ -280,7 +318,7 @@ def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def named_base(folder: Path) -> Path:
-    """The model folder that an adapter's folder says it belongs to."""
+    """Return the model folder that an adapter's config names as its base."""
     file = folder / "adapter_config.json"
     raw = read_object(file, kind=ModelError, remedy="restore the adapter's folder")
     named = raw.get("base_model_name_or_path")
@@ -306,7 +344,7 @@ def _peft() -> Any:
     return peft
 
 
-# -- the adapter's folder -------------------------------------------------------------------------
+# -- Exporting an adapter folder ------------------------------------------------------------------
 
 
 def export_adapter(
@@ -314,22 +352,28 @@ def export_adapter(
     read_flat: Callable[[str, int, int], torch.Tensor], dtype: torch.dtype, overwrite: bool = False,
     mark: str | None = None,
 ) -> Path:  # fmt: skip
-    """A folder that `PeftModel.from_pretrained` loads: the trained parameters of `shapes`, and the
-    adapter's config. Complete or not there."""
+    """Write an adapter folder that `PeftModel.from_pretrained` loads, atomically.
+
+    The folder holds the trained parameters named in `shapes`, buffers of the adapter (such as
+    VeRA's projection) and the adapter's config. On an error nothing is left behind.
+    """
     target = Path(out).absolute()
     check_target(target, overwrite=overwrite)
     numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     check_space(target, sum(numels.values()) * dtype.itemsize)
-    state = {}
+    # save_pretrained selects the tensors that belong to the adapter.
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items()
+             if not isinstance(value, nn.Parameter)}  # fmt: skip
     for name, shape in shapes.items():
         values = [read_flat(name, a, b).to(dtype) for a, b in element_ranges(numels[name])]
         state[name] = torch.cat(values).view(shape)
     check = target_check(target, overwrite=overwrite, mark=mark)
     with replacing(target, check=check, mark=mark) as folder:
-        # What is asked here is whether the vocabulary has grown; only a local folder can tell.
+        # With "auto", PEFT reads the base model's config to check whether the vocabulary has grown.
+        # Without a local folder it would have to ask a hub.
         here = _is_model_folder(getattr(model, "name_or_path", "") or "/")
         kind: Any = type(model)
-        with torch.no_grad():  # virtual tokens are what their encoder makes of them
+        with torch.no_grad():  # PEFT computes virtual tokens with their encoder
             kind.save_pretrained(
                 model, str(folder), state_dict=state,
                 save_embedding_layers="auto" if here else False,
@@ -337,12 +381,15 @@ def export_adapter(
     return target
 
 
-# -- an adapter added to the weights of its base --------------------------------------------------
+# -- Merging an adapter into the weights of its base ----------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Delta:
-    """What LoRA adds to a matrix: B @ A, scaled. `transposed`: the matrix has its inputs first."""
+    """The matrix that LoRA adds to a weight: `scaling * B @ A`.
+
+    If `transposed` is true, the weight is stored with its inputs as the first dimension.
+    """
 
     a: str
     b: str
@@ -352,9 +399,11 @@ class _Delta:
 
 
 class MergedReader:
-    """Reads the parameters of a base model by its own names, with what its LoRA adapters add, from
-    a reader of all parameters of the PEFT model. Matrices are merged in pieces of rows; adapters
-    that are more than LoRA on matrices are refused."""
+    """Reads the parameters of a base model, under its own names, with LoRA adapters merged.
+
+    The values come from a reader of all parameters of the PEFT model. Matrices are merged in ranges
+    of rows. Adapters other than LoRA on matrices are refused.
+    """
 
     def __init__(self, model: nn.Module, read: ReadFlat) -> None:
         self._read = read
@@ -412,7 +461,7 @@ class MergedReader:
 
     def _factor(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         if name not in self._factors:
-            if len(self._factors) > 1:  # those of one matrix are enough
+            if len(self._factors) > 1:  # Keep only the two factors of one matrix.
                 self._factors.clear()
             self._factors[name] = self._read(name, 0, shape[0] * shape[1]).view(shape)
         return self._factors[name]

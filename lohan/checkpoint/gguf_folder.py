@@ -1,7 +1,8 @@
-"""GGUF files of llama.cpp as the weights of a model folder, dequantised range by range.
+"""Model folders with llama.cpp GGUF weights, dequantised range by range.
 
-The folder has the config.json and tokenizer of the model that the file was made from. Names and
-values are those that transformers gives them; rows are read and dequantised as they are asked for.
+The folder must hold the config.json and tokenizer of the model that the GGUF file was made from.
+Tensor names and values equal those that transformers computes. Rows are read and dequantised on
+demand.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import torch
 from lohan.checkpoint.safetensors import TensorFolder
 from lohan.errors import ModelError, StorageIOError, first_line
 
-_MINUS_ONE = ("gemma2", "gemma3")  # their norms are stored with one added
-_ORDERED = ("llama",)  # rows of queries and keys are stored in another order
+_MINUS_ONE = ("gemma2", "gemma3")  # architectures whose GGUF norm weights are stored plus one
+_ORDERED = ("llama",)  # architectures whose query and key rows are permuted in GGUF
 _PIECE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of a file: rows of so many bytes each from `offset` on. `order`: which of them come
-    first, second and so on, if not as they lie; `added` is not in the value."""
+    """A tensor of a GGUF file: rows of `row_bytes` bytes each, starting at byte `offset`.
+
+    `order` lists the file's row numbers in the order of the model, or is None if both orders are
+    the same. `added` is a constant that the file has added to every value.
+    """
 
     file: Path
     kind: Any
@@ -42,7 +46,11 @@ class _Entry:
 
 
 def _bounded_reader(gguf: Any) -> Any:
-    """The package's own walks as many values as an array announces, be they there or not."""
+    """Return a GGUFReader class that rejects arrays longer than the file.
+
+    The gguf package's own reader loops over as many values as an array header announces, even if
+    the file does not contain them.
+    """
 
     class Bounded(gguf.GGUFReader):  # type: ignore[misc]
         def _get_field_parts(self, at: int, kind: int) -> Any:
@@ -56,7 +64,7 @@ def _bounded_reader(gguf: Any) -> Any:
 
 
 class GgufFolder(TensorFolder):
-    """The tensors of the GGUF file, or of its parts, in a model folder."""
+    """The tensors of a model folder whose weights are one GGUF file or the parts of one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._assembled = Path(path), {}
@@ -90,7 +98,7 @@ class GgufFolder(TensorFolder):
 
         known: Any = modeling_gguf_pytorch_utils
         processors: dict[str, Any] = known.TENSOR_PROCESSORS
-        found = known.read_field(reader, "general.architecture")  # of parts the first says it
+        found = known.read_field(reader, "general.architecture")  # only in the first part
         self._kind = kind = str(found[0]) if found else self._kind
         if kind in processors and kind not in (*_ORDERED, *_MINUS_ONE):
             raise ModelError(
@@ -157,7 +165,7 @@ class GgufFolder(TensorFolder):
         entry = self._one(name)
         if not 0 <= start <= stop <= math.prod(entry.shape):
             raise ValueError(f"{name}: range {start}..{stop} outside 0..{math.prod(entry.shape)}")
-        if entry.order is not None and len(entry.shape) == 1:  # a bias: one row, in another order
+        if entry.order is not None and len(entry.shape) == 1:  # a bias: one row, permuted
             return self._rows(entry, name, 0, 1)[0][torch.from_numpy(entry.order)[start:stop]]
         columns, values = entry.columns, torch.empty(stop - start)
         step = max(1, _PIECE_BYTES // max(entry.row_bytes, 1))
@@ -179,7 +187,7 @@ class GgufFolder(TensorFolder):
         return self._rows(entry, name, low, high)[wanted - low]
 
     def _rows(self, entry: _Entry, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows as they lie in the file, in fp32."""
+        """Read rows in file order and dequantise them to fp32."""
         size, at = (last - first) * entry.row_bytes, entry.offset + first * entry.row_bytes
         try:
             with open(entry.file, "rb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""Hugging Face folders, of diffusers too: config, tokenizer, models without weights; and exports.
+"""Hugging Face folders of transformers and diffusers: configs, models without weights, exports.
 
-`build_model` gives the model that `from_pretrained` would give, with every parameter on the meta
-device and every buffer (rotary frequencies, masks, scales) real and right.
+`build_model` returns the model that `from_pretrained` would return, with every parameter on the
+meta device and every buffer (rotary frequencies, masks, scales) on the CPU with its real values.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-# -- Which model a config.json is of ---------------------------------------------------------------
+# -- Which model a config.json describes -----------------------------------------------------------
 #
-# The class of transformers that builds it, with its loss.
+# A model is described by the transformers auto class that builds it together with its loss.
 
 
 CAUSAL = "AutoModelForCausalLM"
-KINDS = {  # auto class -> what its models do
+KINDS = {  # auto class -> description of its task, used in messages
     CAUSAL: "causal language modelling",
     "AutoModelForSeq2SeqLM": "text to text",
     "AutoModelForSequenceClassification": "sequence classification",
@@ -51,7 +52,7 @@ KINDS = {  # auto class -> what its models do
 
 
 def kind_of(config: PreTrainedConfig, path: Path | str) -> str:
-    """The auto class that builds the model which the config names."""
+    """Return the name of the auto class that builds the model named by the config."""
     if is_causal(config):
         return CAUSAL
     names = config.architectures or []
@@ -67,7 +68,7 @@ def kind_of(config: PreTrainedConfig, path: Path | str) -> str:
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
-    """Whether it is a causal language model, or the body of one."""
+    """Return whether the config describes a causal language model or the body of one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     names = config.architectures or []
@@ -84,12 +85,14 @@ def auto_class(kind: str) -> Any:
 
 
 def _built_by(kind: str, config: PreTrainedConfig) -> set[str]:
-    """Names of the classes that an auto class has for such a config."""
+    """Return the names of the classes that an auto class builds for this config."""
     known = auto_class(kind)._model_mapping
     if type(config) in known:
         found = known[type(config)]
         return {one.__name__ for one in (found if isinstance(found, tuple) else (found,))}
-    listed = known._model_mapping.values()  # of a model with parts, for the config of one of them
+    # A composite model may be registered under its outer config, while this config is that of one
+    # of its parts. Accept a class that is named in the config and built from the config's type.
+    listed = known._model_mapping.values()
     return {
         name
         for name in config.architectures or []
@@ -97,11 +100,15 @@ def _built_by(kind: str, config: PreTrainedConfig) -> set[str]:
     }
 
 
-# -- Hf folder ------------------------------------------------------------------------------------
+# -- Folders of transformers -----------------------------------------------------------------------
 
 
 def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The config of a folder that holds a model which transformers builds with its loss."""
+    """Return the config of a model folder, and refuse a model that LoHan cannot load.
+
+    Quantization settings are removed from the returned config, because weights are dequantised when
+    they are read.
+    """
     from transformers import AutoConfig
 
     path = Path(folder)
@@ -134,7 +141,7 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The config of a folder that must hold a causal language model."""
+    """Return the config of a folder that must hold a causal language model."""
     config = load_config(folder)
     if not is_causal(config):
         kind = ", ".join(config.architectures or []) or config.model_type
@@ -150,8 +157,11 @@ SCORES = "AutoModelForSequenceClassification"
 
 
 def reward_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The config of the model with one score that a folder holds, or that its causal language model
-    becomes, with a new head."""
+    """Return the config of a reward model: sequence classification with a single score.
+
+    If the folder holds a causal language model, its config is changed to that of the sequence
+    classification model with the same body, whose head is new.
+    """
     config = load_config(folder)
     if is_causal(config):
         known = sorted(_built_by(SCORES, config))
@@ -172,8 +182,10 @@ def reward_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def draw_head(model: PreTrainedModel, *, seed: int) -> None:
-    """First values for what lies outside the body, as transformers draws them: from a seed of its
-    own for each name."""
+    """Initialise the parameters outside the model's body as transformers does.
+
+    Each parameter is drawn from its own generator, seeded with `seed` and the parameter's name.
+    """
     inside = {id(p) for p in model.base_model.parameters()}
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name, parameter in list(model.named_parameters()):
@@ -189,8 +201,10 @@ def draw_head(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def is_of_another_class(model: nn.Module | None, folder: Path) -> bool:
-    """Whether a model is no longer what the config of its folder says: a language model that has
-    become a reward model."""
+    """Return whether a model was converted from a language model into a reward model.
+
+    In this case the config in its folder still describes the language model.
+    """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or not (folder / "config.json").is_file():
@@ -200,14 +214,24 @@ def is_of_another_class(model: nn.Module | None, folder: Path) -> bool:
     )
 
 
+def _where_models_are(path: Path) -> str:
+    """Return advice for a model folder that does not exist."""
+    hub = (
+        "or fetch a model of the hub: `lohan train --model ORG/NAME`, or `hf download ORG/NAME "
+        "--local-dir DIR`"
+    )
+    parent = path.parent
+    names = [each.name for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+    if close := get_close_matches(path.name, names, n=1):
+        return f"did you mean {parent / close[0]}? Give that, {hub}"
+    return f"check the path, {hub}"
+
+
 def _read_config_json(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         if path.suffix == ".gguf":
             refuse_gguf(path)
-        raise ModelError(
-            f"{path}: no such folder; --model takes a local folder, fetch a hub model first with "
-            "`hf download ORG/NAME --local-dir DIR`"
-        )
+        raise ModelError(f"{path}: no such folder; {_where_models_are(path)}")
     file = path / "config.json"
     if (path / "model_index.json").is_file():
         file = path / "transformer" / "config.json"
@@ -228,8 +252,10 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 
 def _check_implementations(raw: Any, file: Path) -> None:
-    """A config may name a kernel of the hub as its attention, at any level: code that transformers
-    would fetch and run."""
+    """Refuse a config that names a kernel from a hub as its implementation, at any nesting level.
+
+    transformers would download and run that code.
+    """
     for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
         if isinstance(key, str) and key.endswith(_CHOSEN) and "/" in json.dumps(value):
             raise ModelError(
@@ -245,10 +271,10 @@ _CHOSEN = ("_implementation", "attn_implementation", "_implementation_internal")
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Every parameter registered inside goes to the meta device at once; buffers stay real.
+    """Move every parameter to the meta device as soon as a module registers it; keep buffers real.
 
-    A constructor holds one parameter at a time, in memory that torch.empty never touches, and
-    initialisers that run afterwards find a meta tensor and do nothing.
+    A constructor therefore holds one parameter at a time, in memory that torch.empty does not
+    touch. Initialisers that run afterwards see a meta tensor and do nothing.
     """
     register = nn.Module.register_parameter
 
@@ -271,8 +297,10 @@ def build_model(
     attn_implementation: str | None = None,
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """The folder's model in `dtype`, or that of another config: parameters on the meta device,
-    buffers real on the CPU."""
+    """Return a folder's model in `dtype`, with meta parameters and real buffers on the CPU.
+
+    If `config` is given, it is used instead of the folder's config.
+    """
     from transformers import GenerationConfig
 
     path = Path(folder)
@@ -294,7 +322,7 @@ def build_model(
 
 
 def structure_of(folder: str | os.PathLike[str] | None) -> PreTrainedModel | None:
-    """The model of a folder without weights, if its file layout is not simply its own."""
+    """Return a folder's model without weights if its files need layout conversion, else None."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping as rules_of
 
     if folder is None:
@@ -309,7 +337,7 @@ def structure_of(folder: str | os.PathLike[str] | None) -> PreTrainedModel | Non
 def build_from_config(
     config: PreTrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model of the config: parameters on the meta device, buffers real on the CPU."""
+    """Return the config's model with parameters on the meta device and buffers on the CPU."""
     kind = kind_of(config, config.name_or_path or config.model_type)
     config = copy.deepcopy(config)
     if attn_implementation is not None:
@@ -321,13 +349,14 @@ def build_from_config(
             if type(config) not in auto._model_mapping:
                 build = auto_class(next(iter(_built_by(kind, config))))._from_config
             model = build(config, dtype=dtype)
-        # Buffers are computed as from_pretrained does: in the default dtype, not in the model's.
-        # Construction in bfloat16 would give GPT-J's position table only bfloat16 frequencies. The
-        # parameters are on the meta device, so initialising them again costs nothing.
+        # Compute buffers as from_pretrained does, in the default dtype instead of the model's.
+        # Constructing GPT-J in bfloat16, for example, would round the frequencies of its position
+        # table to bfloat16. Parameters are on the meta device, so that initialising them again
+        # costs nothing.
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:  # made like a parameter
+                if buffer is not None and buffer.is_meta:  # derived from a parameter
                     module._buffers[name] = torch.zeros_like(buffer, device="cpu")
         initialise: Callable[[], None] = model.initialize_weights
         initialise()
@@ -341,7 +370,10 @@ def build_from_config(
 
 
 def without_cache(model: nn.Module) -> None:
-    """A cache of keys and values has no use in training, and recomputation would fill it twice."""
+    """Disable the key-value cache in all configs of a model.
+
+    Training has no use for it, and recomputation would fill it twice.
+    """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -349,14 +381,14 @@ def without_cache(model: nn.Module) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the checkpoint, by name."""
+    """Return the buffers that belong to the checkpoint, by name."""
     parameters = {name for names in tied_names(model) for name in names}
     held = model.state_dict(keep_vars=True)
     return {name: t for name, t in held.items() if name not in parameters}
 
 
 def load_buffers(model: nn.Module, path: Path) -> None:
-    """Persistent buffers take the values that the folder has for them."""
+    """Copy the folder's values into the model's persistent buffers."""
     buffers = persistent_buffers(model)
     if not buffers:
         return
@@ -373,7 +405,7 @@ def load_buffers(model: nn.Module, path: Path) -> None:
             buffers[name].copy_(tensors.read(sources[name]))
 
 
-# -- Folders of diffusers: a transformer alone, or a pipeline with scheduler and autoencoder -------
+# -- Folders of diffusers: a single transformer, or a pipeline with scheduler and autoencoder ------
 
 
 PIPELINE = "model_index.json"
@@ -383,7 +415,10 @@ TRANSFORMERS = ("DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransform
 
 @dataclass(frozen=True)
 class DiffusersFolder:
-    """Where the parts of a diffusion model are; a folder with the transformer alone has no more."""
+    """The folders of a diffusion model's parts.
+
+    `scheduler` and `vae` are None if the folder holds only the transformer.
+    """
 
     model: Path
     scheduler: Path | None
@@ -394,7 +429,7 @@ class DiffusersFolder:
 
 
 def find_diffusers_folder(folder: str | os.PathLike[str]) -> DiffusersFolder | None:
-    """The parts of a diffusers folder, or None if it is none."""
+    """Return the parts of a diffusers folder, or None if the folder is not one."""
     path = Path(folder)
     if (path / PIPELINE).is_file():
         root, model = path, path / "transformer"
@@ -416,7 +451,7 @@ _PARTS = ("scheduler", "vae")
 
 
 def weights_folder(folder: Path) -> Path:
-    """The folder itself, or the part of a pipeline that is trained."""
+    """Return the folder of the trained weights: a pipeline's transformer, or `folder` itself."""
     found = find_diffusers_folder(folder)
     return folder if found is None else found.model
 
@@ -425,11 +460,11 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return read_object(file, kind=ModelError, remedy="download it again")
     except ModelError:
-        return {}  # found wrong where it is needed
+        return {}  # the code that needs the content reports the error
 
 
 def diffusers_class(name: str, of: Path) -> Any:
-    """A class of diffusers, which is no dependency."""
+    """Import diffusers, which is an optional dependency, and return one of its classes."""
     try:
         import diffusers
     except ImportError:
@@ -441,7 +476,7 @@ def diffusers_class(name: str, of: Path) -> Any:
 
 
 def build_diffusers(source: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module:
-    """The transformer in `dtype`: parameters on the meta device, buffers real on the CPU."""
+    """Return the transformer in `dtype`, with meta parameters and real buffers on the CPU."""
     raw = source.config()
     name = str(raw.get(CLASS))
     if name not in TRANSFORMERS:
@@ -463,7 +498,7 @@ def build_diffusers(source: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module
             f"{source.model}: diffusers cannot build the model: {first_line(error)}; check "
             "config.json"
         ) from error
-    # That of diffusers warns of parameters kept wide.
+    # Bypass the `to` method of diffusers, which warns about parameters that are to stay in fp32.
     model: nn.Module = nn.Module.to(built, dtype)
     built.register_to_config(_name_or_path=str(source.model))
     if has_weights(source.model):
@@ -471,11 +506,11 @@ def build_diffusers(source: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module
     return model
 
 
-# -- A trained model as such a folder, streamed, complete or not there at all ----------------------
+# -- Exporting a trained model: streamed and atomic ------------------------------------------------
 
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx")
-SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers has it
+SHARD_BYTES = 5 * 10**9  # maximum size of a weight file
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -495,13 +530,13 @@ def export_folder(
     mark: str | None = None,
     chat_template: str | None = None,
 ) -> Path:
-    """Write the parameters `tensors` (name -> shape) in `dtype`, and what makes them a model.
+    """Write the parameters `tensors` (name -> shape) in `dtype` as a complete model folder.
 
-    read_flat(name, start, stop) gives flattened elements in any float dtype. Config, generation
-    settings and tokenizer are the source folder's, but for what is given here: without a folder
-    both are (a config that transformers does not know is left out). A tied weight is listed
-    once, under the name that named_parameters() gives it. `mark` is the id of the run whose own
-    export this is.
+    read_flat(name, start, stop) returns flattened elements in any floating-point dtype. The config,
+    generation settings and tokenizer files are copied from `source_folder`; those given as
+    arguments take precedence. Without a source folder, only the arguments are written, and a config
+    that has no save method is left out. A tied weight is listed once, under the name that
+    named_parameters() gives it. `mark` is the id of the run that writes this export on its own.
     """
     target = Path(out).absolute()
     buffers = buffers or {}
@@ -518,7 +553,7 @@ def export_folder(
             config.save_config(folder)
         elif hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)
-            config.use_cache = True  # off for training only
+            config.use_cache = True  # `without_cache` disables it for training only
             config.save_pretrained(folder)
         if generation_config is not None:
             generation_config.save_pretrained(folder)
@@ -539,7 +574,7 @@ def export_folder(
 
 
 def _files_to_copy(source: Path) -> list[Path]:
-    """Everything but weights, their indexes and hidden files."""
+    """Return all files of a model folder except weights, their indexes and hidden files."""
     if not (source / "config.json").is_file():
         raise ModelError(
             f"{source}: the folder that the model came from holds no config.json; restore it, "
@@ -570,8 +605,10 @@ def _copy_synced(path: Path, folder: Path) -> None:
 
 
 def _set_dtype(file: Path, dtype: torch.dtype) -> str:
-    """Name the exported dtype wherever the config names one, nested configs included; the config
-    of diffusers names none. Returns how weight files are called."""
+    """Set the exported dtype wherever config.json names one, and return the weight files' stem.
+
+    Nested configs are included. A config of diffusers names no dtype and is left unchanged.
+    """
     if not file.is_file():
         return STEMS[0]
 

@@ -1,7 +1,7 @@
-"""Frozen weights in packed form: quantised when a store is made, dequantised where they are used.
+"""Packed frozen weights: quantised when a store is created, dequantised when they are used.
 
-model/state.py has the formats. Values are fp32 before they are rounded to the type that the model
-computes in; on every device the same operations give them.
+lohan/model/state.py describes the formats. Values are computed in fp32 and then rounded to the
+model's compute dtype, with the same operations on every device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-_MIDDLES = ((torch.tensor(_NF4)[1:] + torch.tensor(_NF4)[:-1]) / 2).tolist()  # of two codes each
+# Rounding boundaries: the midpoints between neighbouring levels.
+_MIDDLES = ((torch.tensor(_NF4)[1:] + torch.tensor(_NF4)[:-1]) / 2).tolist()
 _FP8_LARGEST = 448.0
 _FP8 = torch.float8_e4m3fn
 
@@ -44,8 +45,11 @@ _FP8 = torch.float8_e4m3fn
 
 
 def pack_base(model: nn.Module, blocks: Blocks, packing: str, weight_bytes: int) -> Blocks:
-    """The cut of a model with its base packed: the frozen weights of linear layers and of experts
-    inside blocks. Embeddings, the head, norms, biases and routers stay as they compute."""
+    """Return the blocks of a model with the frozen weights of linear layers and experts packed.
+
+    Only layers inside blocks are packed. Embeddings, the head, norms, biases and routers stay in
+    the compute dtype.
+    """
     if packing not in FORMATS:
         raise ConfigError(f"base is {packing!r}; choose {', '.join(FORMATS)}")
     names = {
@@ -66,7 +70,7 @@ def pack_base(model: nn.Module, blocks: Blocks, packing: str, weight_bytes: int)
 
 
 def _alone(module: nn.Module) -> bool:
-    """A layer that is a site by itself: an embedding, the head, or one of them with an adapter."""
+    """Return whether a site is a single layer (embedding or head), possibly with an adapter."""
     return hasattr(module, "base_layer") or next(module.children(), None) is None
 
 
@@ -75,16 +79,19 @@ def _is_linear(module: nn.Module, attribute: str) -> bool:
     assert parameter is not None
     if parameter.ndim == 3:
         return type(module).__name__.endswith("Experts")
-    kinds = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear
+    kinds = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # linear in GPT-2
     return kinds and parameter.ndim == 2 and attribute == "weight"
 
 
-# -- Into the store --------------------------------------------------------------------------------
+# -- Quantising ------------------------------------------------------------------------------------
 
 
 class PackingSource:
-    """Reads parameters for a store: packed ones as the elements that they take there, quantised
-    from the source's values, others as the source has them. One packed tensor is in memory."""
+    """Reads parameters in the form in which the store holds them.
+
+    A packed parameter is quantised from the values of the source and returned as elements of the
+    compute dtype. Other parameters are passed through. At most one packed tensor is in memory.
+    """
 
     def __init__(self, read: ReadFlat, groups: Iterable[FlatGroup], dtype: torch.dtype) -> None:
         self._read, self._dtype = read, dtype
@@ -102,7 +109,7 @@ class PackingSource:
 
 
 def quantise(spec: TensorSpec, read: ReadFlat) -> torch.Tensor:
-    """The bytes of a tensor, packed."""
+    """Read a tensor, quantise it, and return its packed bytes."""
     packing, shape = spec.packing, spec.shape
     packed = torch.zeros(packed_bytes(packing, shape), dtype=torch.uint8)
     codes, scales = _parts(packed, packing, shape)
@@ -128,14 +135,14 @@ def _nf4(
     blocks /= torch.where(scales > 0, scales, 1.0)[:, None]
     levels = torch.zeros(blocks.numel(), dtype=torch.uint8)
     for own, into in zip(_cached(blocks.view(-1)), _cached(levels), strict=True):
-        for middle in _MIDDLES:  # bucketize takes more than twice as long
+        for middle in _MIDDLES:  # more than twice as fast as torch.bucketize
             into.add_(own > middle)
     pairs = (levels[0::2] << 4) | levels[1::2]
     codes[start // 2 : start // 2 + -(-count // 2)] = pairs[: -(-count // 2)]
 
 
 def _cached(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Pieces that stay in a core's cache."""
+    """Split a tensor into pieces that fit in a core's cache."""
     return torch.split(flat, 2**16)
 
 
@@ -163,13 +170,16 @@ def _fp8(
 _QUANTISE = {"nf4": _nf4, "int8": _int8, "fp8": _fp8}
 
 
-# -- Out of it -------------------------------------------------------------------------------------
+# -- Dequantising ----------------------------------------------------------------------------------
 
 
 def dequantise(
     packed: torch.Tensor, packing: str, shape: tuple[int, ...], out: torch.Tensor
 ) -> None:
-    """The values of a packed tensor, whose elements or bytes are given, flat, into `out`."""
+    """Dequantise a packed tensor into the flat tensor `out`.
+
+    `packed` holds the tensor's bytes, viewed as uint8 or as elements of the compute dtype.
+    """
     codes, scales = _parts(packed.view(torch.uint8), packing, shape)
     for start, stop in _spans(packing, shape):
         own = _scales_of(scales, packing, shape, start, stop)
@@ -179,7 +189,7 @@ def dequantise(
 def dequantised_range(
     packed: torch.Tensor, packing: str, shape: tuple[int, ...], start: int, stop: int
 ) -> torch.Tensor:
-    """Values [start, stop) in fp32."""
+    """Return values [start, stop) of a packed tensor in fp32."""
     codes, scales = _parts(packed.view(torch.uint8), packing, shape)
     found = torch.empty(stop - start)
     for first, last in _spans(packing, shape, 2**18):
@@ -196,14 +206,14 @@ def _values(
     packing: str, columns: int, codes: torch.Tensor, scales: torch.Tensor, start: int, stop: int,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Values [start, stop), whose scales are given."""
+    """Dequantise values [start, stop) into `out`; `scales` are the scales of exactly this range."""
     count = stop - start
     made = out if out.dtype == torch.float32 else out.new_empty(count, dtype=torch.float32)
     if packing == "nf4":
         own = codes[start // 2 : -(-stop // 2)].int()
-        if count % NF4_BLOCK:  # the end of a tensor
+        if count % NF4_BLOCK:  # The last block of the tensor is incomplete.
             made = out.new_empty(len(scales) * NF4_BLOCK, dtype=torch.float32)
-        pairs = made.view(torch.int64)  # two values each
+        pairs = made.view(torch.int64)  # One element holds two fp32 values.
         torch.index_select(_nf4_pairs(out.device), 0, own, out=pairs[: len(own)])
         made.view(-1, NF4_BLOCK).mul_(scales[:, None])
         made = made[:count]
@@ -220,7 +230,7 @@ def _values(
 
 
 def _by_row(grid: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A scale for every value, from one for each block."""
+    """Expand one scale per block to one scale per value."""
     wide = grid.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     return wide.repeat_interleave(FP8_BLOCK, 0)[:rows]
 
@@ -236,13 +246,13 @@ def _fp8_values(torch_device: torch.device) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(_FP8).float().to(torch_device)
 
 
-# -- Where codes and scales lie --------------------------------------------------------------------
+# -- Positions of codes and scales -----------------------------------------------------------------
 
 
 def _parts(
     packed: torch.Tensor, packing: str, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales inside the bytes of a tensor."""
+    """Return views of the codes and the scales in the bytes of a packed tensor."""
     codes = code_bytes(packing, shape)
     at, count = align_up(codes, PADDING), scale_count(packing, shape)
     return packed[:codes], packed[at : at + 4 * count].view(torch.float32)
@@ -251,9 +261,9 @@ def _parts(
 def _spans(
     packing: str, shape: tuple[int, ...], count: int = DEQUANTISED_AT_ONCE
 ) -> Iterator[tuple[int, int]]:
-    """Ranges of values with scales of their own, about `count` long."""
+    """Yield ranges of about `count` values, cut so that no two ranges share a scale."""
     total = prod(shape)
-    if packing == "fp8":  # blocks of one matrix
+    if packing == "fp8":  # A block never extends over two matrices.
         whole = shape[-2] * shape[-1]
         step = max(1, count // (FP8_BLOCK * shape[-1])) * FP8_BLOCK * shape[-1]
         for first in range(0, total, max(whole, 1)):

@@ -1,19 +1,22 @@
 """Quantized checkpoints, dequantised range by range while they are read.
 
-`open_folder` gives the tensors of a model folder by the names, shapes and values that they have
-without quantization; what a range of a tensor needs of its packed values and scales is read for
-that range. The values are those of transformers' own dequantisation.
+`open_folder` presents the tensors of a model folder with the names, shapes and values that they
+have without quantization. For each range of a tensor, only the packed values and scales of that
+range are read where the format allows it. The values equal those of transformers' own
+dequantisation.
 
-* fp8: `X` in float8 and `X_scale_inv`, one scale for each block of weight_block_size, or one in all
-* mxfp4: `X_blocks`, two values of 4 bits to a byte, and `X_scales`, one power of two for 32 of them
-* bitsandbytes, 8 bits: `X.weight` in int8 and `X.SCB`, the largest value of each row; 4 bits: `X`,
-  two values to a byte, with `X.absmax`, `X.quant_map` and `X.quant_state.bitsandbytes__nf4`
-* compressed-tensors: `X.weight` in int8 or float8, or `X.weight_packed`, where values are 2, 4 or 8
-  bits of a word, with `X.weight_shape`; and `X.weight_scale`, one in all, for each row, for a group
-  of values in a row or for each block, with or without `X.weight_zero_point`
-* gptq and awq: `X.qweight`, the matrix with its inputs first, 2, 4 or 8 bits of a word for each
-  value; `X.scales` and `X.qzeros`, one for each group of inputs and each output; gptq with
-  `X.g_idx`, the group of each input
+* fp8: `X` in float8 and `X_scale_inv`, with one scale per block of weight_block_size or one per
+  tensor.
+* mxfp4: `X_blocks`, two 4-bit values per byte, and `X_scales`, one power of two per 32 values.
+* bitsandbytes, 8 bits: `X.weight` in int8 and `X.SCB`, the largest absolute value of each row. 4
+  bits: `X`, two values per byte, with `X.absmax`, `X.quant_map` and
+  `X.quant_state.bitsandbytes__nf4`.
+* compressed-tensors: `X.weight` in int8 or float8, or `X.weight_packed` with 2, 4 or 8 bits per
+  value in 32-bit words and `X.weight_shape`. `X.weight_scale` has one scale per tensor, row, group
+  of values in a row, or block. `X.weight_zero_point` is optional.
+* gptq and awq: `X.qweight`, the transposed matrix (inputs first) with 2, 4 or 8 bits per value in
+  32-bit words. `X.scales` and `X.qzeros` have one entry per group of inputs and output. In gptq,
+  `X.g_idx` is the group of each input.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from lohan.util.files import (
     read_object,
 )
 
-_PIECE_ELEMENTS = 2**20  # dequantised at a time
+_PIECE_ELEMENTS = 2**20  # number of elements that are dequantised at a time
 _KEYS = ("quantization_config", "compression_config")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -52,11 +55,11 @@ class Dequantised(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Tensors of the file that it is made of."""
+        """The names of the tensors in the file that this tensor is computed from."""
         ...
 
     def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
-        """Elements start..stop of it, flattened, in float32."""
+        """Return elements [start, stop) of the flattened tensor in float32."""
         ...
 
 
@@ -64,7 +67,10 @@ class Dequantised(Protocol):
 
 
 def quantization_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a config.json says of quantization, of the model or of the language model in it."""
+    """Return the quantization settings of a config.json, or None if there are none.
+
+    They may be those of the model or of its text_config.
+    """
     for node in (raw, raw.get("text_config")):
         for key in _KEYS:
             found = node.get(key) if isinstance(node, dict) else None
@@ -74,7 +80,7 @@ def quantization_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def without_quantization(raw: dict[str, Any]) -> None:
-    """Takes it out of a config.json, at every level."""
+    """Remove the quantization settings from a config.json at every nesting level."""
     for key in _KEYS:
         raw.pop(key, None)
     for value in raw.values():
@@ -83,7 +89,7 @@ def without_quantization(raw: dict[str, Any]) -> None:
 
 
 def check_quantization(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuses what cannot be dequantised here."""
+    """Refuse a quantization method that LoHan cannot dequantise."""
     said = quantization_of(raw)
     if said is None or str(said.get("quant_method")) in METHODS:
         return
@@ -95,7 +101,7 @@ def check_quantization(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
-    """The tensors of a model folder, dequantised if config.json says that they are quantized."""
+    """Return the tensors of a model folder, dequantised if config.json declares quantization."""
     folder = Path(path)
     file = folder / "config.json"
     raw = read_object(file, kind=ModelError, remedy="download it again") if file.is_file() else {}
@@ -164,13 +170,13 @@ def _misfit(folder: TensorFolder, name: str, scales: str, blocks: str) -> ModelE
 
 
 _SCALE = "_scale_inv"
-_ACTIVATIONS = ("activation_scale", "input_scale")  # of the input; nothing is quantized here
+# Scales of quantized activations. They are ignored, because LoHan does not quantize activations.
+_ACTIVATIONS = ("activation_scale", "input_scale")
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """Matrices [..., rows, columns] with a scale for each block of theirs; those at the ends may be
-    smaller."""
+    """Matrices [..., rows, columns] with one scale per block; edge blocks may be smaller."""
 
     name: str
     scales: str
@@ -185,13 +191,14 @@ class BlockScaled:
     def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
         (rows, columns), (block_rows, block_columns) = self.shape[-2:], self.block
         grid_rows, grid_columns = math.ceil(rows / block_rows), math.ceil(columns / block_columns)
-        first, last = start // columns, math.ceil(stop / columns)  # whole rows, of all matrices
+        # Row numbers count through all matrices. Whole rows are read.
+        first, last = start // columns, math.ceil(stop / columns)
         row = torch.arange(first, last)
         scale_row = row // rows * grid_rows + row % rows // block_rows
         low, high = int(scale_row[0]), int(scale_row[-1]) + 1
         grid = packed(self.scales, low * grid_columns, high * grid_columns)
         wide = grid.float()
-        wide = (wide - 127.0).exp2() if grid.dtype == torch.uint8 else wide  # bytes are exponents
+        wide = (wide - 127.0).exp2() if grid.dtype == torch.uint8 else wide  # biased exponents
         scales = wide.view(-1, grid_columns)[scale_row - low]
         values = packed(self.name, first * columns, last * columns).float().view(-1, columns)
         for number, part in enumerate(torch.split(values, block_columns, dim=1)):
@@ -230,8 +237,10 @@ def _fp8(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str, D
 def _block(
     shape: tuple[int, ...], grid: tuple[int, ...], size: list[int] | None
 ) -> tuple[int, int] | None:
-    """What one scale is for: a block of the config's size, or else of equal parts of the matrix;
-    None: neither fits."""
+    """Return the size of the block that shares one scale, or None if the scales do not fit.
+
+    This is the config's block size if it fits the number of scales, else equal parts of the matrix.
+    """
     matrices, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
     if math.prod(grid) == matrices and (size is None or len(grid) < 2):
         return max(rows, 1), max(columns, 1)
@@ -251,15 +260,15 @@ def _block(
 
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_GROUP = 32  # values with one scale: 16 bytes
+_GROUP = 32  # number of values that share a scale; they take 16 bytes
 
 
 @dataclass
 class Transposed4Bit:
-    """Experts [expert, column, row], which the file holds as [expert, row, column], packed.
+    """Experts [expert, column, row], which the file holds packed as [expert, row, column].
 
-    A range of columns is spread over all rows of the file, so an expert is read as a whole, packed,
-    and kept until another one is wanted.
+    A range of columns is spread over all rows of the file. An expert is therefore read as a whole,
+    in packed form, and kept until another expert is read.
     """
 
     blocks: str
@@ -323,7 +332,7 @@ def _mxfp4(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class RowScaled:
-    """int8 with the largest value of each row; 127 of it are in the weight."""
+    """An int8 matrix with each row's largest absolute value, which the code 127 represents."""
 
     name: str
     largest: str
@@ -344,10 +353,13 @@ class RowScaled:
 
 @dataclass(frozen=True)
 class Blockwise4Bit:
-    """Two values to a byte, the first in the high half, each an index into a table of 16; a scale
-    for `block` values in turn. Scales may be bytes themselves: indices into a table of 256, with
-    scales for `nested` of them in turn and an offset. Rounded to `dtype`, which it was quantized
-    from."""
+    """A tensor of 4-bit codes, two per byte with the first in the high half.
+
+    Each code is an index into a table of 16 values. Every `block` consecutive values share a scale.
+    If `nested` is not 0, the scales are quantized too: each is an index into a table of 256 values,
+    every `nested` consecutive scales share an outer scale, and `offset` is added. Values are
+    rounded to `dtype`, the dtype that the tensor had before quantization.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -392,7 +404,7 @@ _STATE = ".quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class _State:
-    """What bitsandbytes keeps of a 4-bit weight, as JSON in a tensor of bytes."""
+    """The description of a 4-bit weight that bitsandbytes stores as JSON in a tensor of bytes."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -471,9 +483,12 @@ _OF_ACTIVATIONS = tuple(
 
 @dataclass(frozen=True)
 class Compressed:
-    """A matrix of codes with a scale for each block of it, and a zero point where they are not
-    symmetric. `bits`: of a code in words of 32 bits, along a row, and of a zero point along a
-    column; 0: each is a number of its own. Rounded to the type of the scales."""
+    """A matrix of codes with one scale and, if asymmetric, one zero point per block.
+
+    `bits` is the size of a code if codes are packed into 32-bit words, or 0 if each code is an
+    element of its own. Codes are packed along rows, zero points along columns. Values are rounded
+    to the dtype of the scales.
+    """
 
     name: str
     scales: str
@@ -489,7 +504,7 @@ class Compressed:
 
     def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
         columns, (block_rows, block_columns) = self.shape[1], self.block
-        first, last = start // columns, math.ceil(stop / columns)  # whole rows
+        first, last = start // columns, math.ceil(stop / columns)  # Whole rows are read.
         values = self._codes(first, last, packed)
         low, high, wide = first // block_rows, (last - 1) // block_rows + 1, self._wide
         own = torch.arange(first, last) // block_rows - low
@@ -527,7 +542,7 @@ class Compressed:
 
 
 def _unpacked(words: torch.Tensor, bits: int, start: int, stop: int) -> torch.Tensor:
-    """Codes [start, stop) of every row; the lowest bits of a word come first."""
+    """Return codes [start, stop) of every row, signed; the lowest bits of a word come first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: torch.Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
     return codes.reshape(len(words), -1)[:, start:stop].float() - float(1 << (bits - 1))
@@ -587,7 +602,7 @@ def _compressed_tensors(
 
 
 def _packed_shape(folder: TensorFolder, stem: str) -> tuple[tuple[int, ...], int]:
-    """Of the matrix, and how many bits a value has."""
+    """Return the shape of a packed matrix and the number of bits per value."""
     said, packed = f"{stem}.weight_shape", folder.shape(f"{stem}.weight_packed")
     shape = tuple(map(int, folder.read(said).tolist())) if said in folder else ()
     fits = len(shape) == 2 and len(packed) == 2 and shape[0] == packed[0] and shape[1] > 0
@@ -603,22 +618,25 @@ def _packed_shape(folder: TensorFolder, stem: str) -> tuple[tuple[int, ...], int
 # -- GPTQ and AWQ ----------------------------------------------------------------------------------
 
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the outputs stand
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in the word of each of eight consecutive outputs
 
 
 @dataclass(frozen=True)
 class InputGroups:
-    """A matrix whose inputs share scales and zero points in groups. The file has it by inputs,
-    ranges of it are by outputs: the packed words of one matrix are kept until another one is read.
-    Rounded to the type of the scales."""
+    """A matrix in which groups of inputs share scales and zero points.
+
+    The file stores the matrix with inputs first, but ranges are read with outputs first. The packed
+    words of one matrix are therefore kept until another matrix is read. Values are rounded to the
+    dtype of the scales.
+    """
 
     stem: str
     shape: tuple[int, ...]  # outputs, inputs
     bits: int
-    group: int  # inputs in one, where the file does not say it for each of them
-    add: int  # to zero points: some are stored less one
-    by_output: bool  # a word has values of neighbouring outputs, else of neighbouring inputs
-    ordered: bool  # whether the file says each input's group
+    group: int  # inputs per group; if `ordered`, it only gives the number of groups
+    add: int  # added to stored zero points, because some formats store them minus one
+    by_output: bool  # a word packs neighbouring outputs (AWQ) instead of neighbouring inputs (GPTQ)
+    ordered: bool  # whether the file lists the group of each input in g_idx
     kept: dict[str, torch.Tensor] = field(compare=False, repr=False)
 
     @property
@@ -628,9 +646,9 @@ class InputGroups:
 
     def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
         outputs, inputs = self.shape
-        first, last = start // inputs, math.ceil(stop / inputs)  # whole rows
+        first, last = start // inputs, math.ceil(stop / inputs)  # Whole rows are read.
         each = 32 // self.bits
-        low, high = first // each, math.ceil(last / each)  # words
+        low, high = first // each, math.ceil(last / each)  # in words along the outputs
         own = slice(first - low * each, last - low * each)
         groups, zeros, scales = self._groups(packed)
         words = self._read_whole("qweight", inputs * outputs // each, packed)
@@ -644,7 +662,7 @@ class InputGroups:
         return values[start - first * inputs : stop - first * inputs].to(scales.dtype).float()
 
     def _groups(self, packed: ReadFlat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The group of each input; zero points in words and scales of each group."""
+        """Return each input's group, and the packed zero points and scales of all groups."""
         outputs, inputs = self.shape
         count = math.ceil(inputs / self.group)
         groups = torch.arange(inputs) // self.group
@@ -658,7 +676,7 @@ class InputGroups:
         )
 
     def _values(self, words: torch.Tensor) -> torch.Tensor:
-        """Along rows, in the order of the matrix."""
+        """Unpack words along each row, in the order of the matrix."""
         each = 32 // self.bits
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
         codes: torch.Tensor = (words[:, :, None] >> shifts) & (2**self.bits - 1)

@@ -1,14 +1,14 @@
-"""A folder that takes another's place: complete or not there at all.
+"""Atomic replacement of a folder by an export, and atomic addition of files to a folder.
 
-All is written to a hidden folder next to the target, synced, then renamed. The folder that it
-replaces is set aside first and removed last; after a crash in between it is put back. A journal
-next to the target says which two folders these are, by their inodes: another folder at such a name
-is not touched. One process at a time does this, by a lock file next to the target. The exports that
-a run makes by itself carry a mark with the run's id and what was written: only such a folder is
-replaced without being asked.
+An export is written to a hidden folder next to the target, synced, and renamed. The folder that it
+replaces is renamed first and removed last; if the process dies in between, the next export puts it
+back. A journal next to the target identifies both folders by inode, so that an unrelated folder of
+the same name is not touched. A lock file next to the target admits one process at a time. Every
+export contains a mark with the id of its run and a record of the files written. A run replaces a
+folder on its own only if the mark shows that this run has written it.
 
-`save_pretrained` adds its files to a folder that may hold anything else, so that is not replaced as
-a whole: see "Files that join others" below.
+`save_pretrained` adds its files to a folder that may hold anything else, so that folder is not
+replaced as a whole; see "Adding files to a folder" below.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from lohan.util.files import checked, load_json, sync_folder, sync_path, write_a
 from lohan.util.units import MiB, counted, format_bytes
 
 MARK = ".lohan-exported"
-EXPORTED = "export"  # in the place of a run's id: an export that the user has asked for
+EXPORTED = "export"  # the run id in the mark of an export that the user requested
 PARTIAL, REPLACED, JOURNAL = "lohan-partial", "lohan-replaced", "lohan-journal"
 LOCK = "lohan-lock"
-DIGESTED = 16 * MiB  # files up to this size are known by their content, larger ones by their time
+DIGESTED = 16 * MiB  # Larger files are identified by size and time instead of a digest.
 _EXPORTED = (
     r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template"
     r"|adapter_config|preprocessor_config|processor_config|.*\.index)\.json"
@@ -65,15 +65,17 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def target_check(target: Path, *, overwrite: bool, mark: str | None) -> Callable[[], None]:
-    """What must hold whenever the target is about to be replaced."""
+    """Return a function that raises if the target must not be replaced."""
     if mark is not None:
         return partial(check_own, target, mark)
     return partial(check_target, target, overwrite=overwrite)
 
 
 def check_unmarked(target: Path) -> None:
-    """Of a run of an earlier version, which has no mark: refuses a folder that holds anything but
-    what an export writes."""
+    """Refuse a folder that holds anything other than exported files.
+
+    This is for runs of an earlier version, which have no id to mark their exports with.
+    """
     strange = _not_exported(target) if target.is_dir() else []
     if strange or (os.path.lexists(target) and not target.is_dir()):
         what = f"holds {strange[0]!r}" if strange else "is a file"
@@ -84,8 +86,11 @@ def check_unmarked(target: Path) -> None:
 
 
 def _not_exported(folder: Path) -> list[str]:
-    """What is in a folder and not of an export: not as some export has left it or, of a folder
-    without a mark, by its name."""
+    """Return the names of the files in a folder that do not belong to an export.
+
+    If the folder has a mark, these are the files that differ from the mark's record. Otherwise,
+    files are judged by their names.
+    """
     known = _marked(folder)
     if known is not None:
         return [name for name, what in _files(folder).items() if known.get(name) != what]
@@ -110,9 +115,11 @@ def check_space(target: Path, needed: int) -> None:
 def replacing(
     target: Path, *, check: Callable[[], None], mark: str | None = None
 ) -> Iterator[Path]:
-    """A fresh folder that takes the target's place at the end, or vanishes on any error. A target
-    that is a symbolic link stays one. `check` raises if the target may not be replaced; it is asked
-    again at the end, since writing takes long."""
+    """Yield a new folder that replaces the target at the end, or is removed on any error.
+
+    A target that is a symbolic link remains one. `check` raises if the target must not be replaced.
+    It is called again at the end, because writing takes a long time.
+    """
     target = target.resolve()
     created = [path for path in target.parents if not path.exists()]
     folder, old = _hidden(target, PARTIAL), _hidden(target, REPLACED)
@@ -126,7 +133,7 @@ def replacing(
                 _note(target, folder)
                 yield folder
                 write_mark(folder, mark or EXPORTED)
-                for path in sorted(folder.rglob("*")):  # what is durable already costs nothing
+                for path in sorted(folder.rglob("*")):  # cheap for files already synced
                     sync_folder(path) if path.is_dir() else sync_path(path)
                 sync_folder(folder)
                 check()
@@ -164,8 +171,11 @@ def write_mark(folder: Path, run: str) -> None:
 
 
 def export_digest(target: Path, run: str) -> str | None:
-    """Which export of this run a folder holds; None: none, or a file of it is gone, or is not as it
-    was written."""
+    """Return a digest that identifies this run's export in a folder.
+
+    Return None if the folder holds no export of this run, or if its files are not as they were
+    written.
+    """
     files = _marked(target, run)
     if files is None or _files(target) != files:
         return None
@@ -173,7 +183,7 @@ def export_digest(target: Path, run: str) -> str | None:
 
 
 def check_own(target: Path, run: str) -> None:
-    """Refuses a folder unless it is empty, or holds what this run has exported and nothing else."""
+    """Refuse a folder unless it is empty or holds only what this run has exported."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if not os.path.lexists(target):
@@ -191,9 +201,11 @@ def check_own(target: Path, run: str) -> None:
 
 
 def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str, str] | None:
-    """What the files of a folder held when a run, or any if none is given, marked it; None: it has
-    not."""
-    with suppress(OSError, ValueError):  # BadJson and WrongType are such
+    """Return the files recorded in a folder's mark, or None if there is no such mark.
+
+    If `run` is given, only a mark of that run counts.
+    """
+    with suppress(OSError, ValueError):  # BadJson and WrongType are ValueErrors
         body = checked(load_json(folder / mark), dict[str, Any], mark)
         if run is None or body.get("run") == run:
             files: dict[str, str] = checked(body.get("files"), dict[str, str], "files")
@@ -202,7 +214,7 @@ def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str,
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """What all files hold, by their path, without the mark."""
+    """Map the path of every file in a folder, except the mark, to its fingerprint."""
     found = {}
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
@@ -214,7 +226,11 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _held_by(path: Path) -> str:
-    """Weights are not read again for this: a time tells whether someone has changed them."""
+    """Return a fingerprint of a file's content.
+
+    Large files, that is weights, are identified by size and modification time instead of being
+    read.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         return f"link to {path.readlink()}" if path.is_symlink() else "not a file"
@@ -229,7 +245,7 @@ def _hidden(target: Path, what: str) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """The holder is the only one at work on the target; the kernel frees it with a process."""
+    """Hold the target's lock, which the kernel releases if the process dies."""
     file = _hidden(target, LOCK)
     lock = StoreLock([target.parent], name=file.name)
     try:
@@ -240,14 +256,17 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _note(target: Path, partial: Path, replaced: Path | None = None) -> None:
-    """Which folders of this export a later one may settle."""
+    """Write the journal, which lists the folders that a later export may recover or remove."""
     body = {PARTIAL: partial.stat().st_ino, REPLACED: replaced.stat().st_ino if replaced else 0}
     write_atomic(_hidden(target, JOURNAL), (json.dumps(body) + "\n").encode())
 
 
 def _recover_leftovers(target: Path) -> None:
-    """Of processes that were killed: a folder that was set aside and not yet replaced is put back,
-    the rest goes. What is there by these names and is not of an export of ours is refused."""
+    """Clean up after an export whose process was killed.
+
+    A folder that was renamed but not yet replaced is put back; other leftovers are removed. A
+    folder that has one of these names but does not match the journal is refused.
+    """
     journal, known = _hidden(target, JOURNAL), {PARTIAL: 0, REPLACED: 0}
     with suppress(OSError, ValueError):
         known |= checked(load_json(journal), dict[str, int], JOURNAL)
@@ -256,7 +275,7 @@ def _recover_leftovers(target: Path) -> None:
         if not os.path.lexists(path):
             continue
         with suppress(OSError):
-            path.rmdir()  # an empty one: of an export that died before its journal
+            path.rmdir()  # succeeds if an export died before it wrote its journal
             continue
         if path.is_symlink() or path.stat().st_ino != known[what]:
             raise ModelError(
@@ -272,33 +291,37 @@ def _recover_leftovers(target: Path) -> None:
 
 
 def _forget(target: Path) -> None:
-    """The journal goes when what it names is gone, also after a power cut."""
+    """Remove the journal after the removal of the folders that it names is durable."""
     sync_folder(target.parent)
     _hidden(target, JOURNAL).unlink(missing_ok=True)
 
 
-# -- Files that join others in a folder ------------------------------------------------------------
+# -- Adding files to a folder ----------------------------------------------------------------------
 #
-# All is written to a hidden folder in the target first. That this is complete is said by its
-# renaming; from then on it is installed, by this process or, if that is killed, by the next one
-# that saves there: what it replaces is set aside, the file that loading begins with first, and the
-# new files take their places, that file last. In between a loader finds no model, never a mixture.
-# A mark in the target says what was saved, and only that is replaced, if it is as it was left.
+# All files are first written to a hidden folder inside the target. Renaming this folder marks it as
+# complete. Its files are then installed by this process or, if this process is killed, by the next
+# one that saves there. Installation first moves the files to be replaced into a subfolder, starting
+# with the file that a loader opens first, and then moves the new files to their places, ending with
+# that file. In between, a loader finds no model, but never a mixture of two. A mark in the target
+# records the saved files. Only files that still match this record are replaced.
 
 
-SAVED = "save_pretrained"  # in the place of a run's id
-SAVED_MARK = ".lohan-saved"  # the target may be an export that has a mark of its own
+SAVED = "save_pretrained"  # the run id in the mark of a save
+SAVED_MARK = ".lohan-saved"  # differs from MARK, because the target may also be an export
 NEW, COMPLETE = ".lohan-export", ".lohan-saving"
-ASIDE = ".replaced"  # in that folder
+ASIDE = ".replaced"  # the subfolder of COMPLETE that holds the replaced files
 SAVING = ".lohan-saving.lock"
-CARD = "README.md"  # one of the user's stays
+CARD = "README.md"  # the model card; an existing one is kept
 _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 @contextmanager
 def joining(target: Path) -> Iterator[Path]:
-    """Where to write a folder (with SAVED as its mark) whose files are to join those of `target`:
-    all of them, or on any error none."""
+    """Yield the path at which to write a folder whose files are then added to `target`.
+
+    The written folder must have a mark with SAVED as its run id. Either all of its files are added
+    or, on an error, none.
+    """
     created = [path for path in (target, *target.parents) if not path.exists()]
     made, complete = target / NEW, target / COMPLETE
     try:
@@ -331,8 +354,11 @@ def joining(target: Path) -> Iterator[Path]:
 def check_joinable(
     target: Path, new: Mapping[str, str], *, stems: Collection[str] = ()
 ) -> None:  # fmt: skip
-    """Refuses if a file that the new ones would replace is not as an earlier save has left it, or
-    if there are other weights for the same loader: by the names of the new ones, or `stems`."""
+    """Refuse to replace files that do not match the record of an earlier save.
+
+    Weights that the same loader would read are included: files with the stem of one of the new
+    weight files or with one of `stems`.
+    """
     known = _marked(target, SAVED, SAVED_MARK) or {}
     for name in sorted({*new, *_weights_in(target, {*stems, *_stems(new)})}):
         path = target / name
@@ -353,19 +379,22 @@ def _weights_in(folder: Path, stems: Collection[str]) -> set[str]:
 
 
 def _begins_loading(name: str) -> bool:
-    """Of a folder's weights: their index, or the file that has all of them."""
+    """Return whether a loader opens this weight file first: the index, or the only weight file."""
     found = _WEIGHTS.fullmatch(name)
     return found is not None and (found[3] is not None or found[2] is None)
 
 
 def _install(target: Path) -> None:
-    """The files of a complete folder take their places, if there is one. On an error those that
-    were there before are put back; until that has succeeded, the next process can go on."""
+    """Install the files of a complete hidden folder, if there is one.
+
+    On an error the previous files are put back. If that is interrupted too, the next process that
+    saves there continues the installation.
+    """
     made = target / COMPLETE
     new = None if made.is_symlink() else _marked(made, SAVED)
     if new is None:
         if made.is_dir() and not _files(made):
-            shutil.rmtree(made)  # what it held is installed
+            shutil.rmtree(made)  # All of its files are installed.
         return
     check_joinable(target, new)
     waiting = [name for name in new if os.path.lexists(made / name)]
@@ -388,7 +417,11 @@ def _install(target: Path) -> None:
 
 
 def _move(names: Sequence[str], source: Path, to: Path) -> None:
-    """In this order, also after a power cut."""
+    """Move files in the given order.
+
+    The folders are synced between the file that a loader opens first and the others, so that this
+    order also holds after a power failure.
+    """
     for number, name in enumerate(names):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         if number and _begins_loading(name) != _begins_loading(names[number - 1]):

@@ -1,4 +1,4 @@
-"""The stores of one run, one per rank, and its state resharded for another number of ranks."""
+"""The stores of a run, one per rank, and resharding them for another number of ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 from lohan.errors import StoreError
 from lohan.model.layout import FlatGroup, RankInfo, parse_store_name
 from lohan.model.state import (
+    EXACT_ARRAYS,
     StateArray,
     chunks,
+    exact_key,
     regions,
     state_key,
     stored,
@@ -38,19 +40,17 @@ from lohan.store.store import Store
 
 # -- The stores of one run: one per rank -----------------------------------------------------------
 #
-# Which are there, which of them count, all of them opened.
-#
-# While a run changes its number of ranks it has two sets of stores; a crash may leave parts of one
-# behind. A set counts if every rank's store is there and all agree on a commit; the one that has
-# come furthest is the run's.
+# While a run changes its number of ranks it has two sets of stores, and a crash may leave an
+# incomplete set behind. A set is complete if the store of every rank exists and all stores agree on
+# a commit. The complete set with the highest step is the current one.
 
 
-FoldersOf = Callable[[int], Sequence[Path]]  # folders in which a rank's store is spread
+FoldersOf = Callable[[int], Sequence[Path]]  # rank -> folders that its store is spread over
 
 
 @dataclass(frozen=True)
 class StoreSet:
-    """Directories of every rank's store, its first one first."""
+    """The directories of every rank's store, with each store's primary directory first."""
 
     dirs: tuple[tuple[Path, ...], ...]
 
@@ -66,12 +66,12 @@ class StoreSet:
         return "one rank" if self.world == 1 else f"{self.world} ranks"
 
     def missing(self) -> list[int]:
-        """Ranks whose store is not there."""
+        """Return the ranks whose store does not exist."""
         found = enumerate(self.primaries)
         return [rank for rank, path in found if not (path / IDENTITY).is_file()]
 
     def step(self) -> int | None:
-        """The last step of all ranks; None: some have never committed one."""
+        """Return the last step that all ranks agree on, or None if the set is incomplete."""
         if self.missing():
             return None
         states = [commit_state_of(path) for path in self.primaries]
@@ -83,14 +83,14 @@ class StoreSet:
         return max(step_of(found) or 0 for found in manifests)
 
     def remove(self) -> None:
-        """Takes away what is there of it; the first rank's comes last, it leads to the rest."""
+        """Remove the existing stores of the set; rank 0 is last, as the others are found by it."""
         for dirs in reversed(self.dirs):
             if (dirs[0] / IDENTITY).exists():
                 remove(dirs)
 
 
 def set_of(folders_of: FoldersOf, name: str, world: int) -> StoreSet:
-    """The stores that so many ranks have, or would have."""
+    """Return the stores that `world` ranks have or would have."""
     return StoreSet(
         tuple(
             tuple(parent / ranks.store_name(name) for parent in folders_of(ranks.rank))
@@ -100,8 +100,10 @@ def set_of(folders_of: FoldersOf, name: str, world: int) -> StoreSet:
 
 
 def find_sets(folders_of: FoldersOf, name: str, *, seen_by: int = 0) -> list[StoreSet]:
-    """Whatever there is of the run's stores where a rank has its own, whole or not; the smallest
-    number of ranks first."""
+    """Return all sets of stores of a run, complete or not, ordered by number of ranks.
+
+    A set is found if the folders of rank `seen_by` hold one of its stores.
+    """
     worlds = set()
     for parent in folders_of(seen_by):
         for folder in parent.iterdir() if parent.is_dir() else ():
@@ -112,7 +114,10 @@ def find_sets(folders_of: FoldersOf, name: str, *, seen_by: int = 0) -> list[Sto
 
 
 def current_set(sets: Sequence[StoreSet], *, wanted: int | None = None) -> StoreSet | None:
-    """The one that has come furthest, of equal ones that of `wanted` ranks; None: none is whole."""
+    """Return the complete set with the highest step, or None if no set is complete.
+
+    Of sets at the same step, the one with `wanted` ranks is preferred.
+    """
     steps = [(found.step(), found.world == wanted, found) for found in sets]
     whole = [(step, same, found) for step, same, found in steps if step is not None]
     return max(whole, key=lambda entry: entry[:2])[2] if whole else None
@@ -120,7 +125,7 @@ def current_set(sets: Sequence[StoreSet], *, wanted: int | None = None) -> Store
 
 @contextmanager
 def open_set(found: StoreSet) -> Iterator[tuple[Store, ...]]:
-    """All stores of a set at the commit that they agree on, to read from."""
+    """Open all stores of a set for reading, at the commit that they agree on."""
     with ExitStack() as opened:
         if found.world > 1:
             _recover(found)
@@ -129,7 +134,7 @@ def open_set(found: StoreSet) -> Iterator[tuple[Store, ...]]:
 
 
 def _recover(found: StoreSet) -> None:
-    """Brings all ranks to the agreed commit. No process may be using one of them."""
+    """Bring all ranks to the commit that they agree on; no other process may use their stores."""
     for rank in found.missing():
         raise StoreError(
             f"rank {rank} of {found.world} has no store at {found.dirs[rank][0]}; mount its drive, "
@@ -141,15 +146,15 @@ def _recover(found: StoreSet) -> None:
             apply_recovery(path, action)
 
 
-# -- The state of a run, resharded for another number of ranks -------------------------------------
+# -- Resharding a run for another number of ranks --------------------------------------------------
 #
-# Every byte is streamed from the old stores to new ones in the same folders, through a few chunks
-# of memory. The old stores go when all new ones are committed: until then they are the run's,
-# whatever happens.
+# All state is streamed from the old stores to new ones in the same folders, with a few chunks in
+# memory. The old stores are removed after all new ones are committed; until then they remain the
+# current set.
 
 
-OnProgress = Callable[[int, int], None]  # bytes done, in all
-RANK, WORLD = "rank", "world"  # in the meta of a rank's store
+OnProgress = Callable[[int, int], None]  # called with the bytes done and the total
+RANK, WORLD = "rank", "world"  # keys in the metadata of a rank's store
 
 
 def reshard_to_world(
@@ -157,8 +162,12 @@ def reshard_to_world(
     note: Callable[[str], None] = lambda text: None,
     progress: OnProgress = lambda done, total: None,
 ) -> None:  # fmt: skip
-    """Brings a run's stores to those of `world` ranks. What an interrupted change has left behind
-    goes. Stores that are not on this machine are left to those who have them."""
+    """Reshard a run's stores for `world` ranks, if they are for another number.
+
+    Sets of stores that an interrupted reshard left behind are removed. If no complete set exists
+    but there are stores for `world` ranks, nothing is done: the missing ones may be on other
+    machines.
+    """
     sets = find_sets(folders_of, name)
     now = current_set(sets, wanted=world)
     if now is None:
@@ -187,8 +196,8 @@ def reshard_to_world(
 def reshard(
     old: StoreSet, new: StoreSet, *, progress: OnProgress = lambda done, total: None
 ) -> None:
-    """Fills and commits the stores of `new` with the state of `old`."""
-    new.remove()  # what is left of an attempt that did not end
+    """Create, fill and commit the stores of `new` with the state of `old`."""
+    new.remove()  # Remove what an interrupted attempt has left.
     with open_set(old) as sources, ExitStack() as opened:
         source = _Source(sources)
         targets = []
@@ -209,8 +218,11 @@ def reshard(
 
 
 def _meta(sources: Sequence[Store], ranks: RankInfo) -> dict[str, Any]:
-    """What the manifest of a new rank carries. Random numbers go on where those of the old rank
-    end; a rank that was not there begins with its own."""
+    """Return the metadata of a new rank's manifest.
+
+    A rank that existed before continues its random state. A new rank gets a random state derived
+    from that of rank 0.
+    """
     there = ranks.rank < len(sources)
     meta = sources[ranks.rank if there else 0].meta
     if not there:
@@ -221,8 +233,8 @@ def _meta(sources: Sequence[Store], ranks: RankInfo) -> dict[str, Any]:
 
 
 def _fresh_rng(known: str, rank: int) -> str:
-    """A random state, as manifests have it, that follows from that of the first rank."""
-    import torch  # nothing else here needs it
+    """Return an encoded random state for a new rank, derived from the encoded state `known`."""
+    import torch  # Imported here, because nothing else in this module needs it.
 
     seed = int.from_bytes(hashlib.sha256(f"{rank} {known}".encode()).digest()[:7])
     state = torch.Generator().manual_seed(seed).get_state()
@@ -231,8 +243,10 @@ def _fresh_rng(known: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class _Span:
-    """Elements [start, stop) of a group that lie in one chunk of one rank's store, which begins
-    at `first` and has `count` elements."""
+    """Elements [start, stop) of a group that lie in one chunk of one rank's store.
+
+    The chunk begins at element `first` of the group and has `count` elements.
+    """
 
     rank: int
     chunk: int
@@ -243,13 +257,13 @@ class _Span:
 
 
 class _Source:
-    """The state of all groups, whichever stores it lies in."""
+    """The state of all groups, read from the stores of all old ranks."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         held = stored_model(stores[0].meta, stores[0].regions)
         self._stores, self._world = stores, RankInfo(world=len(stores))
         self._groups, self._state_format = held.groups, held.state_format
-        self._chunk_params = held.chunk_params
+        self._chunk_params, self._exact = held.chunk_params, held.exact
         self._gradients = any(region.scratch for region in stores[0].regions)
         largest = max(store.layout.largest_chunk for store in stores)
         self._buffer = aligned_buffer(largest)
@@ -262,10 +276,11 @@ class _Source:
             state_format=self._state_format,
             chunk_params=self._chunk_params,
             gradients=self._gradients,
+            exact=self._exact,
         )
 
     def fill(self, target: Store, ranks: RankInfo) -> Iterator[int]:
-        """Writes a rank's shards of all groups; tells the bytes of each chunk."""
+        """Write a rank's shards of all groups, and yield the bytes of each chunk written."""
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
@@ -273,14 +288,16 @@ class _Source:
             kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
             if not group.frozen:
                 kinds[state_key(group)] = self._state_format.arrays
+            if group.key in self._exact:
+                kinds[exact_key(group)] = (EXACT_ARRAYS[self._state_format.name],)
             for (key, arrays), chunk in product(kinds.items(), cuts):
                 piece = out[: target.layout.find(key, chunk.index).nbytes]
-                piece[:] = 0  # padding behind the group's end and behind the last array
+                piece[:] = 0  # zeros after the end of the group and after the last array
                 low, high = begin + chunk.start, begin + chunk.stop
-                # The group's elements [low, high), as far as it has them.
+                # The last shard may extend past the end of the group.
                 for span in self._spans(group, low, min(high, group.numel)):
                     data = self._read(span.rank, key, span.chunk)
-                    here = there = 0  # where the array begins in the new chunk and in the old one
+                    here = there = 0  # byte offsets of the array in the new and in the old chunk
                     for array in arrays:
                         size = array.size(span.stop - span.start)
                         to = here + array.size(span.start - low)
@@ -303,7 +320,7 @@ class _Source:
             low = stop
 
     def _read(self, rank: int, key: str, chunk: int) -> Buffer:
-        """A chunk of an old store; the last one that was read is still there."""
+        """Return a chunk of an old store; the chunk that was read last is cached."""
         store = self._stores[rank]
         data = self._buffer[: store.layout.find(key, chunk).nbytes]
         if self._loaded != (rank, key, chunk):

@@ -1,4 +1,4 @@
-"""Safetensors files read and written as streams, in pieces of any size."""
+"""Streaming readers and writers of safetensors files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lohan.util.files import (
 )
 from lohan.util.units import MiB, align_up, format_bytes
 
-# -- A tensor that is put together from runs of other tensors --------------------------------------
+# -- Tensors assembled from ranges of other tensors ------------------------------------------------
 #
-# Without ever being whole in memory.
+# The assembled tensor is never in memory as a whole.
 
 
 ReadFlat = Callable[[str, int, int], torch.Tensor]  # name, start, stop -> flattened elements
@@ -38,7 +38,7 @@ ReadFlat = Callable[[str, int, int], torch.Tensor]  # name, start, stop -> flatt
 
 @dataclass(frozen=True)
 class Run:
-    """`count` elements of a tensor from `start` on."""
+    """The range of `count` elements from `start` of a flattened tensor."""
 
     tensor: str
     start: int
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Assembly:
-    """The runs, one after the other, are the flattened tensor."""
+    """A tensor whose flattened elements are the concatenation of `runs`."""
 
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
@@ -78,7 +78,11 @@ class Assembly:
 
 
 def runs_of(rows: torch.Tensor, width: int, sources: Sequence[tuple[str, int]]) -> tuple[Run, ...]:
-    """From numbers of rows of `width` elements, counted through all `sources` (name, rows)."""
+    """Convert row numbers into contiguous runs.
+
+    A row has `width` elements. Rows are numbered consecutively through all `sources`, which are
+    pairs of a name and a number of rows.
+    """
     flat = rows.reshape(-1).to(torch.int64)
     ends = torch.tensor([count for _, count in sources]).cumsum(0)
     owner = torch.bucketize(flat, ends, right=True)
@@ -92,15 +96,16 @@ def runs_of(rows: torch.Tensor, width: int, sources: Sequence[tuple[str, int]]) 
     return tuple(found)
 
 
-# -- Safetensors files read as a stream, in pieces of any size -------------------------------------
+# -- Reading safetensors files in ranges of any size -----------------------------------------------
 #
-# A file is 8 bytes of little-endian header length, that many bytes of JSON (name -> dtype, shape,
-# data_offsets relative to the end of the header), then the tensors without gaps. Reads go through
-# pread into a fresh buffer, not through mmap: mapped pages would count as process memory. Pages
-# read are dropped from the page cache, so that memory stays flat inside a cgroup too.
+# A file starts with 8 bytes of little-endian header length and that many bytes of JSON (name ->
+# dtype, shape, data_offsets relative to the end of the header). The tensors follow without gaps.
+# Files are read with pread into a new buffer instead of mmap, because mapped pages count as memory
+# of the process. The pages read are dropped from the page cache, so that memory use stays constant
+# inside a cgroup too.
 
 
-STEMS = ("model", "diffusion_pytorch_model")  # of weight files: transformers', diffusers'
+STEMS = ("model", "diffusion_pytorch_model")  # of weight file names: transformers, diffusers
 
 _MAX_HEADER_BYTES = 100_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -121,13 +126,13 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-if hasattr(torch, "float8_e8m0fnu"):  # since torch 2.7
+if hasattr(torch, "float8_e8m0fnu"):  # requires torch 2.7
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """What a tensor is called and how large it is, without its values."""
+    """The name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -144,7 +149,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor and the offset in a file where its bytes begin."""
+    """A tensor and the byte offset at which its data begins in a file."""
 
     spec: FileTensor
     file: Path
@@ -152,7 +157,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Every tensor of one safetensors file, its header checked against the file's size."""
+    """Return every tensor of a safetensors file; check the header against the file's size."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
@@ -179,7 +184,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor in a header."""
+    """The description of a tensor in a header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -257,7 +262,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def refuse_gguf(path: Path) -> None:
-    """A file of llama.cpp, or a folder that has nothing else."""
+    """Raise an error if the path is a GGUF file or a folder that holds one."""
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         raise ModelError(
             f"{path}: the weights are in GGUF, without the config.json that they are for; give a "
@@ -267,7 +272,7 @@ def refuse_gguf(path: Path) -> None:
 
 
 def folder_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of model.safetensors, or of the shards that the index names."""
+    """Return every tensor of a folder's single weight file, or of the shards in its index."""
     for stem in STEMS:
         if (folder / single_file(stem)).is_file():
             return read_header(folder / single_file(stem))
@@ -314,7 +319,7 @@ def _indexed_entries(folder: Path, index: Path) -> dict[str, TensorEntry]:
 
 
 def _check_inside(index: Path, name: str) -> None:
-    """A name in an index is a file of the folder, nothing else."""
+    """Refuse a shard name in an index that is not the path of a file inside the folder."""
     if not usable_path(name):
         raise ModelError(
             f"{index}: names the shard {name[:60]!r}, {len(name)} characters, which no file can be "
@@ -337,7 +342,7 @@ class TensorFolder:
         self._assembled: dict[str, Assembly] = {}
 
     def assemble(self, name: str, assembly: Assembly) -> str:
-        """Adds a tensor that is put together from those of the folder; returns its name here."""
+        """Add a tensor that is assembled from others, and return the name to read it by."""
         name = f"{name} (assembled)"
         self._assembled[name] = assembly
         return name
@@ -363,7 +368,7 @@ class TensorFolder:
         return self.read_flat(name, 0, math.prod(shape)).view(shape)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements start..stop of the flattened tensor, in the dtype of the file."""
+        """Return elements [start, stop) of the flattened tensor, in the dtype of the file."""
         if name in self._assembled:
             return self._assembled[name].read(start, stop, self.read_flat)
         entry = self._entry(name)
@@ -411,12 +416,11 @@ def _pread(entry: TensorEntry, piece: torch.Tensor, offset: int) -> None:
         ) from error
 
 
-# -- Safetensors files written as a stream ---------------------------------------------------------
+# -- Writing safetensors files in pieces -----------------------------------------------------------
 #
-# Shards and headers are fixed first, then come the bytes.
-#
-# Every shard is synced and dropped from the page cache as it grows, so that memory stays flat
-# inside a cgroup; the index is written last, when there is more than one shard.
+# The division into shards and all headers are determined before any data is written. Every shard is
+# synced and dropped from the page cache as it grows, so that memory use stays constant inside a
+# cgroup. If there is more than one shard, an index is written last.
 
 
 _SYNC_EVERY_BYTES = 64 * MiB
@@ -426,7 +430,10 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 def shard_tensors(
     tensors: Iterable[FileTensor], *, max_shard_bytes: int, stem: str = "model"
 ) -> dict[str, list[FileTensor]]:
-    """File name -> tensors in the given order; one above the limit gets a shard of its own."""
+    """Map file names to tensors, keeping the given order.
+
+    A tensor that is larger than `max_shard_bytes` gets a shard of its own.
+    """
     shards: list[list[FileTensor]] = [[]]
     used = 0
     for spec in tensors:
@@ -444,9 +451,9 @@ def shard_tensors(
 
 
 def encode_header(tensors: Iterable[FileTensor]) -> tuple[bytes, dict[str, int]]:
-    """Header bytes, and where each tensor's bytes begin in the file.
+    """Return the header bytes and the byte offset of each tensor in the file.
 
-    Wider dtypes come first, as the format's own writer orders them, so that each tensor is aligned.
+    Wider dtypes come first, as in the format's reference writer, so that each tensor is aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
@@ -466,7 +473,7 @@ def encode_header(tensors: Iterable[FileTensor]) -> tuple[bytes, dict[str, int]]
 
 
 class _Shard:
-    """One file being written: positioned writes, synced and dropped from the page cache."""
+    """A file that is being written at explicit offsets, synced and dropped from the page cache."""
 
     def __init__(self, file: Path, tensors: list[FileTensor]) -> None:
         self.file = file
@@ -520,9 +527,9 @@ class _Shard:
 
 
 class ShardedWriter:
-    """Writes tensors given in pieces; all names, dtypes and shapes are known from the start.
+    """Writes tensors in pieces; all names, dtypes and shapes are known in advance.
 
-    Tensors may come in any order, the pieces of one tensor from its beginning to its end.
+    Tensors may be written in any order, but the pieces of one tensor must be in order.
     """
 
     def __init__(
@@ -547,7 +554,7 @@ class ShardedWriter:
         self._written = dict.fromkeys(self._specs, 0)
 
     def write(self, name: str, piece: torch.Tensor) -> None:
-        """The next elements of a tensor, flattened, in the dtype announced for it."""
+        """Write the next elements of a tensor, in the dtype declared for it."""
         spec, done = self._specs[name], self._written[name]
         if piece.dtype != spec.dtype or done + piece.numel() > spec.numel:
             raise ValueError(
@@ -565,7 +572,7 @@ class ShardedWriter:
             shard.finish()
 
     def close(self) -> None:
-        """Check that every element arrived, then make the files and the index durable."""
+        """Check that every element was written, then make the files and the index durable."""
         short = [n for n, spec in self._specs.items() if self._written[n] != spec.numel]
         if short:
             first = self._specs[short[0]]
@@ -574,7 +581,7 @@ class ShardedWriter:
                 f"{self._written[first.name]} of {first.numel} elements"
             )
         for shard in self._shards:
-            if not shard.file.exists():  # only tensors without elements
+            if not shard.file.exists():  # All of its tensors are empty.
                 shard.finish()
         if len(self._files) > 1:
             index = {
@@ -586,7 +593,7 @@ class ShardedWriter:
         sync_folder(self.folder)
 
     def abort(self) -> None:
-        """Close and remove what was written so far."""
+        """Close and remove the files written so far."""
         for shard in self._shards:
             shard.abort()
             shard.file.unlink(missing_ok=True)

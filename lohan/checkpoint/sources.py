@@ -1,4 +1,4 @@
-"""Where the first value of every parameter comes from: folders, modules, converted layouts."""
+"""Sources of the initial parameter values: folders, modules, initialisation, layout conversion."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.capture.blocks import lacks_values, site_names
+from lohan.capture.blocks import site_names
+from lohan.capture.placeholders import lacks_values
 from lohan.capture.recompute import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
 from lohan.util.files import checked, load_json, write_atomic
 
-# -- Checkpoints that lay their tensors out otherwise than the model in memory ---------------------
+# -- Checkpoints whose tensor layout differs from that of the model in memory ----------------------
 #
-# Experts one by one.
-#
-# transformers has the rules, one way for loading and one for saving. They are asked where each row
-# of a tensor comes from: instead of weights they are given the numbers of rows, and what comes out
-# says which row of which tensor goes where. So weights themselves are only read in runs.
+# For example, a checkpoint may store each expert as a tensor of its own. transformers has rules
+# that convert layouts for loading and for saving. Instead of weights, a rule is applied to tensors
+# of row numbers. The result shows which row of which tensor goes where, so that the weights
+# themselves can be read in contiguous runs.
 
 
 Shapes = Mapping[str, tuple[int, ...]]
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-MOST_ELEMENTS = 2**24  # of tensors whose elements are numbered one by one
+MOST_ELEMENTS = 2**24  # maximum size of tensors whose elements are numbered individually
 
 
 class _NotRows(Exception):
-    """The rule does something else than move rows of this width."""
+    """Raised when a conversion rule does more than permute rows or elements."""
 
 
 def assembled(convert: Convert, sources: Shapes, results: Shapes) -> dict[str, Assembly]:
-    """How a rule puts `results` together from `sources`, as a whole: nothing is left out, nothing
-    comes twice."""
+    """Return how a conversion rule assembles `results` from `sources`.
+
+    The rule must use every element of the sources exactly once.
+    """
     widths = {shape[-1] for shape in (*sources.values(), *results.values()) if shape}
     elements = sum(torch.Size(shape).numel() for shape in sources.values())
     if len(widths) == 1:
-        with suppress(Exception):  # a rule that looks at more than rows fails in any way
+        with suppress(Exception):  # A rule that does not work on rows may fail with any error.
             return _numbered(convert, sources, results, widths.pop())
     if elements > MOST_ELEMENTS:
         raise _NotRows(f"{elements:,} elements, {MOST_ELEMENTS:,} at most")
@@ -57,7 +59,7 @@ def assembled(convert: Convert, sources: Shapes, results: Shapes) -> dict[str, A
 def _numbered(
     convert: Convert, sources: Shapes, results: Shapes, width: int
 ) -> dict[str, Assembly]:
-    """`width` elements are one row; 0: each element has its own number."""
+    """Apply a rule to row numbers (element numbers if `width` is 0); return the assemblies."""
     numbers, counts, at = {}, [], 0
     for name, shape in sources.items():
         rows = (*shape[:-1], 1) if width else shape
@@ -77,19 +79,21 @@ def _numbered(
     }
 
 
-# -- loading --------------------------------------------------------------------------------------
+# -- Loading --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Merger:
-    """One rule of transformers and the checkpoint tensors that it takes for one target."""
+    """A conversion rule of transformers and the checkpoint tensors it uses for one target."""
 
     rule: Any
-    sources: dict[str, str] = field(default_factory=dict)  # tensor -> the pattern it fits
+    sources: dict[str, str] = field(default_factory=dict)  # tensor -> the pattern that it matches
 
     def assemblies(self, model: nn.Module, target: str, shapes: Shapes) -> dict[str, Assembly]:
-        """All parameters that the rule makes of them. `shapes` has those of checkpoint and model,
-        under their names."""
+        """Return the assemblies of all parameters that the rule produces.
+
+        `shapes` maps the names of the checkpoint tensors to their shapes.
+        """
         sources = {name: tuple(shapes[name]) for name in self.sources}
 
         def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,13 +115,16 @@ class Merger:
             ) from error
 
 
-# -- saving ---------------------------------------------------------------------------------------
+# -- Saving ---------------------------------------------------------------------------------------
 
 
 def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Assembly]:
-    """What `save_pretrained` writes for the tensors of a model: name in the file -> tensor of the
-    model, or the part of it. Where that would merge tensors the model's own layout is written,
-    which transformers loads as well."""
+    """Return the layout that `save_pretrained` writes for the tensors of a model.
+
+    The layout maps each name in the file to a tensor of the model or to an assembly of a part of
+    one. If `save_pretrained` would merge several tensors into one, the model's own layout is
+    returned, which transformers loads as well.
+    """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "base_model_prefix"):
         return {name: name for name in shapes}
     from transformers.core_model_loading import revert_weight_conversion
@@ -138,9 +145,9 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
         try:
             results = {key: tuple(t.shape) for key, t in convert({name: meta[name]}).items()}
         except (ValueError, KeyError):
-            break  # it goes with others, as ERNIE's experts for text with those for images
+            break  # The rule needs other tensors too, as for the text and image experts of ERNIE.
         if any(key not in made or made[key].shape != shape for key, shape in results.items()):
-            break  # it is merged with others
+            break  # The tensor is merged with others.
         with suppress(_NotRows):
             layout |= assembled(convert, {name: tuple(shapes[name])}, results)
     return layout if layout.keys() == made.keys() else {name: name for name in shapes}
@@ -148,7 +155,7 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors of a folder to be written, in an order that reads those of the model in turn."""
+    """The tensors of a folder to be written, in the order in which the model's tensors are read."""
 
     layout: Mapping[str, str | Assembly]
     tensors: Shapes
@@ -158,7 +165,10 @@ class Saved:
     def of(
         cls, model: nn.Module | None, shapes: Shapes, buffers: Mapping[str, torch.Tensor]
     ) -> Saved:
-        """`shapes` are the parameters; a model that is not known is written as it is."""
+        """Return the saved form of a model with parameters `shapes` and the given buffers.
+
+        If the model is None, its tensors are written without conversion.
+        """
         every = {**shapes, **{name: tuple(buffer.shape) for name, buffer in buffers.items()}}
         layout = saved_layout(model, every)
         order = {name: number for number, name in enumerate(shapes)}
@@ -177,7 +187,7 @@ class Saved:
         return cls(layout, tensors, used)
 
     def reading(self, read_flat: ReadFlat) -> ReadFlat:
-        """By the names of the folder, from a reader by those of the model."""
+        """Return a reader by the folder's names, given a reader by the model's names."""
 
         def read(name: str, start: int, stop: int) -> torch.Tensor:
             found = self.layout[name]
@@ -188,14 +198,12 @@ class Saved:
         return read
 
 
-# -- Where the first value of every parameter comes from -------------------------------------------
+# -- Initial values from a safetensors folder or a module in memory --------------------------------
 #
-# A safetensors folder or a module in memory.
-#
-# A checkpoint may name its tensors otherwise than the model does: without the base model's prefix,
-# by names of older releases, with or without the second name of a tied weight, with experts apart.
-# `checkpoint_map` finds the tensor of every parameter before anything is read, or says which one
-# is missing.
+# The tensor names of a checkpoint may differ from those of the model: they may lack the base
+# model's prefix, come from an older release, include or omit the second name of a tied weight, or
+# list experts separately. `checkpoint_map` finds the tensor of every parameter before any data is
+# read, and names a parameter that is missing.
 
 
 RANGE_ELEMENTS = 2**24
@@ -203,7 +211,11 @@ RANGE_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class CheckpointMap:
-    """Model name -> checkpoint tensor, for all names of a tied weight; and what is left over."""
+    """The checkpoint tensor of each parameter and buffer, and the unused checkpoint tensors.
+
+    `parameters` and `buffers` map model names to checkpoint names. A tied weight is listed under
+    all of its names.
+    """
 
     parameters: Mapping[str, str]
     buffers: Mapping[str, str]
@@ -211,7 +223,7 @@ class CheckpointMap:
 
 
 def element_ranges(numel: int, *, most: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Ranges (start, stop) of `most` elements at most that cover numel."""
+    """Yield ranges (start, stop) of at most `most` elements that cover `numel` elements."""
     for start in range(0, numel, most):
         yield start, min(start + most, numel)
 
@@ -220,8 +232,11 @@ def checkpoint_map(
     model: nn.Module, folder: TensorFolder | str | os.PathLike[str],
     names: Mapping[str, str] | None = None,
 ) -> CheckpointMap:  # fmt: skip
-    """The checkpoint tensor of every parameter and persistent buffer of the model. `names` says
-    which of them to look for, and under what name, where adapters have changed the model."""
+    """Return the checkpoint tensor of every parameter and persistent buffer of the model.
+
+    If adapters have changed the model, `names` maps the names to look up to their names without
+    adapters.
+    """
     tensors = folder if isinstance(folder, TensorFolder) else open_folder(folder)
     held = model.state_dict(keep_vars=True)
     plain = names or {name: name for name in held}
@@ -256,14 +271,14 @@ def checkpoint_map(
 
 
 def _is_computed(model: nn.Module, name: str) -> bool:
-    """Whether transformers does without it in a checkpoint: positions that are computed."""
+    """Return whether transformers lets a checkpoint omit this tensor because it is computed."""
     known = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return any(re.search(pattern, name) for pattern in (*known, *left_out))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """For each parameter all of its names, first the one that named_parameters() gives."""
+    """Return all names of each parameter, the one that named_parameters() gives first."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -273,7 +288,10 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 def _match(
     model: nn.Module, tensors: TensorFolder, targets: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[str]]:
-    """Model name -> checkpoint name by the rules of from_pretrained, and unmatched tensors."""
+    """Return a map of model names to checkpoint names, and the checkpoint tensors without a match.
+
+    The rules are those of from_pretrained.
+    """
     found: dict[str, str] = {}
     ignored: list[str] = []
     mergers: dict[str, Merger] = {}
@@ -296,8 +314,10 @@ def _match(
 def _renamed(
     model: nn.Module, names: list[str], targets: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, str, str, Any]]:
-    """(checkpoint name, model name, pattern that fits, the rule if it needs more than renaming) for
-    every tensor."""
+    """Yield (checkpoint name, model name, matching pattern, rule) for every checkpoint tensor.
+
+    The rule is None if renaming is sufficient.
+    """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -331,7 +351,7 @@ def _check_float(tensors: TensorFolder, source: str, name: str) -> None:
 
 
 def _check_tied(tensors: TensorFolder, sources: list[str]) -> None:
-    """Weights that the config ties must be equal where the file holds both."""
+    """Check that tied weights are equal if the checkpoint holds both."""
     for first, other in pairwise(sources):
         numel = torch.Size(tensors.shape(first)).numel()
         if not all(
@@ -345,7 +365,7 @@ def _check_tied(tensors: TensorFolder, sources: list[str]) -> None:
 
 
 class FolderSource:
-    """Values from a safetensors folder, by the names of the model."""
+    """Reads values from a model folder by the names of the model."""
 
     def __init__(self, folder: TensorFolder, names: Mapping[str, str]) -> None:
         self._folder = folder
@@ -365,7 +385,7 @@ class FolderSource:
 
 
 class ModuleSource:
-    """Values from the parameters of a module in memory, or of those with these names."""
+    """Reads values from the parameters of a module in memory, optionally only those in `names`."""
 
     def __init__(self, module: nn.Module, names: Collection[str] | None = None) -> None:
         named = module.named_parameters(remove_duplicate=False)
@@ -382,14 +402,15 @@ class ModuleSource:
         return flat.to(device="cpu", dtype=torch.float32, copy=True)
 
 
-# -- First values of a model that has no weights yet: its own initialisation, block by block -------
+# -- Initial values of a model without weights: its own initialisation, block by block -------------
 #
-# A block's parameters get memory, the model's `initialize_weights` runs over all of it, which does
-# nothing to what is on the meta device, and the values are read off. Each block has random numbers
-# of its own, made of the seed and its name: what it starts with does not depend on the others.
+# The parameters of one block are allocated, the model's `initialize_weights` runs over the whole
+# model, where it has no effect on meta tensors, and the block's values are read. The random numbers
+# of a block are seeded with the seed and the block's name, so that its values do not depend on
+# other blocks.
 
 
-MARK = ".lohan-init"  # in a folder without weights: the seed of those that it is to start with
+MARK = ".lohan-init"  # file with the seed from which the weights of this folder are drawn
 
 
 def mark_initial(folder: Path, seed: int) -> None:
@@ -397,7 +418,7 @@ def mark_initial(folder: Path, seed: int) -> None:
 
 
 def initial_seed(folder: Path) -> int | None:
-    """Of a folder whose weights are drawn, not read."""
+    """Return the seed of a folder whose weights are drawn at random, or None for other folders."""
     if not (folder / MARK).is_file():
         return None
     try:
@@ -410,12 +431,12 @@ def initial_seed(folder: Path) -> int | None:
 
 
 def seed_of(seed: int, block: str) -> int:
-    """The CPU generator uses 32 bits of a seed."""
+    """Return the seed of a block; the CPU generator uses 32 bits of a seed."""
     return int.from_bytes(hashlib.sha256(f"{seed} {block}".encode()).digest()[:4], "little")
 
 
 class InitialValues:
-    """Values of a model on the meta device, one block in memory at a time."""
+    """Draws the initial values of a model on the meta device, one block at a time."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model: Any = model
@@ -423,7 +444,7 @@ class InitialValues:
         self._first = {name: names[0] for names in tied_names(model) for name in names}
         names = set(site_names(model))
         self._block = {name: _block_of(name, names) for name in self._first.values()}
-        self._at: str | None = None  # the block whose values are here
+        self._at: str | None = None  # the block whose values are in self._values
         self._values: dict[str, torch.Tensor] = {}
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -435,7 +456,10 @@ class InitialValues:
         return self._values[name].reshape(-1)[start:stop].clone()
 
     def _draw(self, block: str) -> dict[str, torch.Tensor]:
-        """A tied weight is drawn by the module that has it first."""
+        """Return the initial values of a block's parameters.
+
+        A tied weight is drawn by the module that holds its first name.
+        """
         model, own = self._model, [n for n, found in self._block.items() if found == block]
         others: list[tuple[dict[str, Any], str, Any]] = []
         made: dict[str, torch.Tensor] = {}
@@ -463,7 +487,7 @@ class InitialValues:
 
 
 def _block_of(name: str, site_names: set[str]) -> str:
-    """The block that a parameter lies in; of what lies in none, its module."""
+    """Return the block that contains a parameter, or its module if no block contains it."""
     parts = name.split(".")
     for length in range(1, len(parts)):
         if ".".join(parts[:length]) in site_names:

@@ -1,10 +1,10 @@
-"""Parameters into a model's store and out of it, chunk by chunk: never the model in memory."""
+"""Reading and writing a model's store chunk by chunk, without holding the model in memory."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lohan import _core
-from lohan.capture.blocks import dtype_of, lacks_values, replace_parameters, split
+from lohan.capture.blocks import dtype_of, split
+from lohan.capture.placeholders import lacks_values, replace_parameters
 from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, copied_names, prefix_of
 from lohan.checkpoint.packed import PackingSource, dequantised_range
 from lohan.checkpoint.quantized import open_folder
@@ -26,6 +27,7 @@ from lohan.checkpoint.sources import (
     InitialValues,
     ModuleSource,
     checkpoint_map,
+    element_ranges,
     initial_seed,
 )
 from lohan.device.base import Device
@@ -35,12 +37,14 @@ from lohan.model.layout import Blocks, FlatGroup, RankInfo, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import (
     EMA,
+    EXACT_ARRAYS,
     STATE_FORMATS,
     Chunk,
     StateFormat,
     StoredModel,
     chunks,
     damaged,
+    exact_key,
     regions,
     state_format_of,
     state_key,
@@ -54,26 +58,25 @@ from lohan.optim import StateKind
 from lohan.store.extents import Region
 from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.store import Store
-from lohan.util.files import json_key, json_object
 from lohan.util.units import MiB, format_bytes
 
-# -- What every manifest has of a run: step counters, loss scale, random state, changed buffers ----
+# -- Training state in every manifest: step counters, loss scale, random state, changed buffers ----
 
-GROWTH_INTERVAL = 2000  # clean updates before the fp16 loss scale doubles, as in PyTorch
+GROWTH_INTERVAL = 2000  # consecutive updates without overflow before the fp16 loss scale doubles
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """`step` counts batches seen, `updates` the ones that changed the weights."""
+    """Step counters and loss scale; `step` counts batches, `updates` those that changed weights."""
 
     step: int = 0
     updates: int = 0
-    skipped_steps: int = field(default=0, metadata=json_key("skipped"))  # after an overflow
+    skipped_steps: int = 0  # number of steps without an update because of an overflow
     loss_scale: float = 1.0
     clean_updates: int = 0
-    # By parameter: it had no gradient.
-    missed_updates: Mapping[str, int] = field(default_factory=dict, metadata=json_key("missed"))
+    # Parameter name -> number of updates in which the parameter had no gradient.
+    missed_updates: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> TrainState:
@@ -105,15 +108,21 @@ class TrainState:
         )  # fmt: skip
 
     def to_meta(self, random_state: Any = None) -> dict[str, Any]:
-        """With the random state, so that dropout after a resume continues the same stream. That of
-        an accelerator comes behind the host's."""
+        """Return the metadata of this state and of the random state.
+
+        The random state is included so that dropout continues the same stream after a resume. The
+        state of an accelerator follows that of the host.
+        """
         states = random_state if isinstance(random_state, tuple) else (torch.get_rng_state(),)
         texts = [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
-        return {"progress": json_object(self), "rng": ",".join(texts)}
+        return {"progress": asdict(self), "rng": ",".join(texts)}
 
 
 def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
-    """Goes on with what was drawn last, as far as it was drawn on a device of this kind."""
+    """Restore the committed random state.
+
+    The device's state is restored only if the commit has one of the same kind.
+    """
     texts = stored(meta, "rng", str).split(",")
     try:
         raw = [np.frombuffer(base64.b64decode(text), np.uint8).copy() for text in texts]
@@ -128,17 +137,20 @@ def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
 
 # -- Buffers that a model changes while it trains --------------------------------------------------
 #
-# Statistics of BatchNorm, vectors of spectral norm, counters: those that belong to the checkpoint
-# are committed with each step, so a resumed run has them too.
+# Examples are the statistics of BatchNorm, the vectors of spectral norm, and counters. Persistent
+# buffers are committed with each step, so that a resumed run continues with their values.
 
 
-LIMIT = 4 * MiB  # what a manifest can carry
+LIMIT = 4 * MiB  # maximum size of all changed buffers in a manifest
 KEY = "buffers"
 
 
 class ChangedBuffers:
-    """Those of a whole model that have changed since the run began and belong to its state. Once
-    committed, a buffer stays among them: each commit replaces all that came before."""
+    """The persistent buffers of a model that have changed since the run began.
+
+    A buffer that was committed once is included in every later commit, because each commit replaces
+    the previous one entirely.
+    """
 
     def __init__(self, model: nn.Module, committed: Mapping[str, Any]) -> None:
         self._model = model
@@ -147,7 +159,8 @@ class ChangedBuffers:
             name: (id(tensor), tensor._version) for name, tensor in _persistent(model).items()
         }
         self._at_first = _versions(model)
-        self._counting = {  # they count no versions
+        # Normalisation layers update their buffers without increasing the version counter.
+        self._counting = {
             f"{name}.{key}" if name else key
             for name, module in model.named_modules()
             if isinstance(module, _NormBase)
@@ -156,8 +169,10 @@ class ChangedBuffers:
 
     @property
     def unchanged(self) -> bool:
-        """No buffer, of the checkpoint or not, has changed since the run began: a step that is run
-        again finds what it found."""
+        """True if no buffer, persistent or not, has changed since the run began.
+
+        A step that is repeated then sees the same buffers.
+        """
         return not self._known and not self._counting and _versions(self._model) == self._at_first
 
     def to_meta(self) -> dict[str, Any]:
@@ -180,7 +195,7 @@ class ChangedBuffers:
 
 
 def restore_buffers(model: nn.Module, meta: Mapping[str, Any]) -> None:
-    """The values that were committed with the last step."""
+    """Copy the committed buffer values into the model."""
     there = _persistent(model)
     kind = dict[str, tuple[str, tuple[int, ...], str]]
     for name, found in stored(meta, KEY, kind, {}).items():
@@ -221,10 +236,10 @@ def _decode(dtype: str, shape: tuple[int, ...], text: str) -> torch.Tensor:
     return flat.view(getattr(torch, dtype)).view(shape)
 
 
-# -- Parameters into the store and out of it, chunk by chunk: never the model in memory ------------
+# -- Filling a store and reading parameters from it ------------------------------------------------
 
 
-OnProgress = Callable[[int, int], None]  # parameters done, in all
+OnProgress = Callable[[int, int], None]  # called with the number of parameters done and the total
 
 
 def fill(
@@ -236,11 +251,17 @@ def fill(
     chunk_params: int,
     progress: OnProgress,
     weights_only: bool = False,
+    exact: Collection[str] = (),
 ) -> None:  # fmt: skip
-    """Writes first weights of every group, and zero moments of those that are trained."""
+    """Write the initial weights and optimizer state of every group.
+
+    Trained groups get zero moments. Frozen groups in `exact` get the part of their values that
+    rounding to the compute dtype removes.
+    """
     read = PackingSource(read, groups, dtype_of(state_format)).read_flat
     trained = [] if weights_only else [group for group in groups if not group.frozen]
-    values = aligned(_largest_chunk(trained, chunk_params) * 4).view(torch.float32)
+    rounded = [group for group in groups if group.key in exact]
+    values = aligned(_largest_chunk(trained + rounded, chunk_params) * 4).view(torch.float32)
     weights = aligned(_largest_chunk(groups, chunk_params) * state_format.weight_bytes)
     state = aligned(state_format.state_size(_largest_chunk(trained, chunk_params)))
     done, total = 0, sum(group.numel for group in groups)
@@ -248,15 +269,19 @@ def fill(
         for chunk in chunks(group, chunk_params):
             count = chunk.stop - chunk.start
             w = weights[: count * state_format.weight_bytes]
-            learns = group in trained
-            # Of what is packed every bit counts: it is not taken for numbers on its way.
-            part = (values[:count] if learns else w.view(dtype_of(state_format))).zero_()
+            learns, splits = group in trained, group in rounded
+            # Packed weights are copied bit for bit and never converted.
+            in_fp32 = learns or splits
+            part = (values[:count] if in_fp32 else w.view(dtype_of(state_format))).zero_()
             for own_range in chunk.ranges:
                 spec = group.tensors[own_range.tensor]
                 part[own_range.at : own_range.at + own_range.stop - own_range.start] = read(
                     spec.name, spec.begin + own_range.start, spec.begin + own_range.stop
                 )
             tickets = []
+            if splits:
+                removed = _rounded_off(part, w, state_format)
+                tickets.append(store.write(exact_key(group), chunk.index, removed.numpy()))
             if learns:
                 s = state[: state_format.state_size(count)].zero_()
                 arrays = split(state_format, s, count)
@@ -274,13 +299,62 @@ def fill(
             progress(done, total)
 
 
+def groups_that_lose_bits(
+    read: ReadFlat, groups: Sequence[FlatGroup], names: Collection[str], dtype: str
+) -> list[str]:
+    """Return the keys of the frozen groups whose values the compute dtype cannot all represent.
+
+    Only parameters in `names` are read, each up to the first value that would be rounded.
+    """
+    rounding = dtype_of(STATE_FORMATS[dtype])
+
+    def loses_bits(spec: TensorSpec) -> bool:
+        parts = (read(spec.name, a, b) for a, b in element_ranges(spec.numel, most=2**20))
+        return any(not torch.equal(part.to(rounding).to(part.dtype), part) for part in parts)
+
+    return [
+        group.key
+        for group in groups
+        if group.frozen
+        and not any(spec.packing for spec in group.tensors)
+        and any(spec.name in names and loses_bits(spec) for spec in group.tensors)
+    ]
+
+
+def _rounded_off(
+    values: torch.Tensor, weights: torch.Tensor, state_format: StateFormat
+) -> torch.Tensor:
+    """Round fp32 values into `weights` and return what `_exact_values` needs to undo it."""
+    array = EXACT_ARRAYS[state_format.name]
+    removed = aligned(array.size(len(values)))
+    if state_format.name == "bf16":
+        _core.split_bf16(values, weights.view(torch.bfloat16), removed.view(torch.int16))
+    else:
+        weights.view(dtype_of(state_format)).copy_(values)
+        removed.view(torch.float32).copy_(values)
+    return removed
+
+
+def _exact_values(
+    weights: torch.Tensor, removed: torch.Tensor, state_format: StateFormat
+) -> torch.Tensor:
+    """Return the fp32 values of weights that `_rounded_off` has rounded."""
+    if state_format.name == "fp16":
+        return removed.view(torch.float32)
+    values = aligned(2 * len(weights)).view(torch.float32)
+    _core.join_bf16(weights.view(torch.bfloat16), removed.view(torch.int16), values)
+    return values
+
+
 def _largest_chunk(groups: Sequence[FlatGroup], chunk_params: int) -> int:
     return min(chunk_params, max((group.numel for group in groups), default=0))
 
 
 class ShardReader:
-    """Reads what a rank has of the committed generation's parameters: all of them, or its shards.
-    `ema`: their average, if they are trained."""
+    """Reads a rank's part of the committed parameters: all of them, or the rank's shards.
+
+    If `ema` is true, the moving average of trained parameters is read instead of their values.
+    """
 
     def __init__(self, store: Store, ranks: RankInfo, *, ema: bool = False) -> None:
         held = stored_model(store.meta, store.regions)
@@ -290,6 +364,7 @@ class ShardReader:
                 "that is started with --ema"
             )
         self._store, self._state_format, self._ema = store, held.state_format, ema
+        self._exact = held.exact
         groups = tuple(map(ranks.shard, held.groups))
         self._where = {
             tensor.name: (group, index)
@@ -301,17 +376,26 @@ class ShardReader:
         largest = _largest_chunk(groups, held.chunk_params)
         self._weights = aligned(largest * held.state_format.weight_bytes)
         largest = _largest_chunk(trained, held.chunk_params)
-        self._state = aligned(held.state_format.state_size(largest))
+        state_bytes = held.state_format.state_size(largest)
+        if self._exact:
+            rounded = [group for group in groups if group.key in self._exact]
+            largest = _largest_chunk(rounded, held.chunk_params)
+            state_bytes = max(state_bytes, EXACT_ARRAYS[held.state_format.name].size(largest))
+        # Holds the optimizer state of one chunk, or what was rounded off its weights.
+        self._state = aligned(state_bytes)
         self._loaded: tuple[str, int] | None = None
 
     def overlap(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Which of a parameter's elements [start, stop) are here."""
+        """Return which of a parameter's elements [start, stop) are in this shard, as a range."""
         group, index = self._where[name]
         return _overlap(group.tensors[index], start, stop)
 
     def read_into(self, out: torch.Tensor, name: str, start: int) -> None:
-        """A parameter's elements from `start` on, as far as they are here, in the type of `out`: of
-        the master where it has one, and of a packed one those that it takes in the store."""
+        """Read the elements of a parameter from `start` that are in this shard into `out`.
+
+        Values are converted to the dtype of `out`, from the master copy if there is one. A packed
+        parameter is read as the elements that the store holds.
+        """
         group, index = self._where[name]
         start -= group.tensors[index].begin
         for chunk in self._chunks[group.key]:
@@ -323,21 +407,27 @@ class ShardReader:
                     out[low - start : high - start] = values[at : at + high - low]
 
     def _master(self, group: FlatGroup, chunk: Chunk) -> torch.Tensor:
+        """Return the values of a chunk in the widest dtype that the store has them in."""
         count, fmt = chunk.stop - chunk.start, self._state_format
         w = self._weights[: count * fmt.weight_bytes]
-        s = self._state[: fmt.state_size(count)]
-        # Of some the weights are all there is.
-        alone = group.frozen or (fmt.name == "fp32" and not self._ema)
+        rounded = group.key in self._exact
+        size = EXACT_ARRAYS[fmt.name].size(count) if rounded else fmt.state_size(count)
+        s = self._state[:size]
+        # Only the weights are stored, or only they are needed.
+        alone = not rounded and (group.frozen or (fmt.name == "fp32" and not self._ema))
         if self._loaded != (group.key, chunk.index):
             self._loaded = None
             tickets = [self._store.read(weight_key(group), chunk.index, w.numpy())]
             if not alone:
-                tickets.append(self._store.read(state_key(group), chunk.index, s.numpy()))
+                key = exact_key(group) if rounded else state_key(group)
+                tickets.append(self._store.read(key, chunk.index, s.numpy()))
             for ticket in tickets:
                 self._store.wait(ticket)
             self._loaded = (group.key, chunk.index)
         if alone:
             return w.view(dtype_of(fmt))
+        if rounded:
+            return _exact_values(w, s, fmt)
         arrays = split(fmt, s, count)
         if self._ema:
             return arrays[EMA]
@@ -353,8 +443,10 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
-    """Reads parameters of the committed generation by name, or their average, from a run's store or
-    from those of all its ranks, in their order."""
+    """Return a reader of the committed parameters by name, or of their moving average.
+
+    `stores` is the store of a run, or the stores of all its ranks in rank order.
+    """
     every = zip(stores, RankInfo(world=len(stores)).all(), strict=True)
     shards = [ShardReader(store, ranks, ema=ema) for store, ranks in every]
 
@@ -368,8 +460,10 @@ def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
 
 
 def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadFlat:
-    """Reads values in fp32, by what reads the elements of a store in any type. One packed tensor is
-    in memory."""
+    """Return a reader of fp32 values, given a reader of stored elements in any dtype.
+
+    At most one packed tensor is in memory.
+    """
     packed = {t.name: t for group in held.groups for t in group.tensors if t.packing}
     last: tuple[str, torch.Tensor] = "", torch.empty(0)
 
@@ -390,8 +484,11 @@ def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadF
 def gathering_reader(
     process_group: ProcessGroup, store: Store, *, ema: bool = False
 ) -> Iterator[ReadFlat | None]:
-    """The same while the ranks of a run have their stores open, on whichever machines. The first
-    rank gets the reader; the others send what it asks for until it is done, and get None."""
+    """Yield a reader on rank 0 that gathers parameters from the open stores of all ranks.
+
+    The ranks may be on different machines. All other ranks send the ranges that rank 0 requests
+    until it is done, and then get None.
+    """
     own = ShardReader(store, process_group.ranks, ema=ema)
     if not process_group.ranks.first:
         while (asked := process_group.all_gather_object(None)[0]) is not None:
@@ -430,17 +527,18 @@ def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
     return max(start, spec.begin), min(stop, spec.begin + spec.numel)
 
 
-# -- The store of a model --------------------------------------------------------------------------
-#
-# Made from its weights, checked against it, and the model without them.
+# -- The store of a model: creating it, checking it, and moving the model to the meta device -------
 
 
 def create_store(
     read: ReadFlat, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
     durability: str, engine: str | IOEngine, meta: Mapping[str, Any], progress: OnProgress,
-    process_group: ProcessGroup = ALONE,
+    process_group: ProcessGroup = ALONE, exact: Collection[str] = (),
 ) -> Store:  # fmt: skip
-    """A store with a model's first weights, or a rank's shard of them, committed."""
+    """Return a store in which the initial weights of a model, or a rank's shard, are committed.
+
+    `exact` has the keys of the frozen groups for which the part removed by rounding is stored.
+    """
     state_format = state_format_of(plan.dtype, plan.kind)
     ranks = process_group.ranks
     own = ranks.shards(blocks).groups
@@ -449,6 +547,7 @@ def create_store(
         state_format=state_format,
         chunk_params=plan.chunk_params,
         gradients=plan.needs_all_gradients,
+        exact=exact,
     )
     barrier = process_group.barrier if ranks.several else None
     store = Store.create(dirs, layout, durability=durability, engine=engine, barrier=barrier)
@@ -464,7 +563,7 @@ def create_store(
         }
         fill(
             store, own, read, state_format=state_format, chunk_params=plan.chunk_params,
-            progress=progress,
+            progress=progress, exact=exact,
         )  # fmt: skip
         store.commit(first)
     except BaseException:
@@ -473,8 +572,64 @@ def create_store(
     return store
 
 
+def overwrite(store: Store, values: Mapping[str, torch.Tensor]) -> None:
+    """Replace the values of parameters, by name, and commit; optimizer state is kept.
+
+    Frozen parameters cannot be replaced: values that differ from those of the store are refused.
+    """
+    held = stored_model(store.meta, store.regions)
+    _check_frozen(store, held, values)
+    fmt = held.state_format
+    for group in held.groups:
+        if group.frozen:
+            continue
+        for chunk in chunks(group, held.chunk_params):
+            count = chunk.stop - chunk.start
+            weights, state = aligned(count * fmt.weight_bytes), aligned(fmt.state_size(count))
+            for key, flat in ((weight_key(group), weights), (state_key(group), state)):
+                store.wait(store.read(key, chunk.index, flat.numpy()))
+            arrays = split(fmt, state, count)
+            for own_range in chunk.ranges:
+                spec = group.tensors[own_range.tensor]
+                if spec.name not in values:
+                    continue
+                span = slice(own_range.at, own_range.at + own_range.stop - own_range.start)
+                new = values[spec.name].reshape(-1)[own_range.start : own_range.stop]
+                new = new.detach().to("cpu", torch.float32).contiguous()
+                own = weights.view(dtype_of(fmt))[span]
+                if fmt.name == "bf16":
+                    _core.split_bf16(new, own, arrays["remainder"][span])
+                else:
+                    own.copy_(new)
+                if "master" in arrays:
+                    arrays["master"][span] = new
+            tickets = [
+                store.write(key, chunk.index, flat.numpy())
+                for key, flat in ((weight_key(group), weights), (state_key(group), state))
+            ]
+            store.wait_all(tickets)
+    store.commit(clean=True)
+
+
+def _check_frozen(store: Store, held: StoredModel, values: Mapping[str, torch.Tensor]) -> None:
+    frozen = {t.name: t for group in held.groups if group.frozen for t in group.tensors}
+    read = store_reader(store)
+    for name, tensor in values.items():
+        if name not in frozen:
+            continue
+        flat, dtype = tensor.reshape(-1), dtype_of(held.state_format)
+        for start, stop in element_ranges(flat.numel()):
+            before = read(name, start, stop).to(dtype)
+            if not torch.equal(before, flat[start:stop].to("cpu", dtype)):
+                raise ModelError(
+                    f"{name} is frozen, and the store holds it once and for all, but other values "
+                    "are to be loaded into it; load them before the model is attached or the "
+                    "Trainer is made"
+                )
+
+
 def check_same(store: Store, blocks: Blocks, dtype: str, kind: StateKind | None = None) -> None:
-    """Whether the store was made for this model and, if it is to be trained, optimizer."""
+    """Check that the store was created for this model, dtype and, if `kind` is given, optimizer."""
     if store.meta.get("layout") != json.loads(json.dumps(blocks.to_json())):
         raise StoreError(
             f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
@@ -496,8 +651,12 @@ def check_same(store: Store, blocks: Blocks, dtype: str, kind: StateKind | None 
 
 
 def source_of(model: nn.Module) -> ReadFlat:
-    """What is on the meta device comes from the model's folder, all else from memory. Adapters that
-    are not there start from first values."""
+    """Return a reader of the initial values of a model's parameters.
+
+    Parameters on the meta device are read from the model's folder, or drawn if the folder has no
+    weights. All other parameters are read from memory. Adapters on the meta device get initial
+    values.
+    """
     if not any(lacks_values(parameter) for parameter in model.parameters()):
         return ModuleSource(model).read_flat
     base, prefix = base_of(model), prefix_of(model)
@@ -511,7 +670,7 @@ def source_of(model: nn.Module) -> ReadFlat:
     if seed is not None:
         return InitialValues(model, seed).read_flat
     tensors, held = open_folder(folder), base.state_dict(keep_vars=True)
-    # What is in memory counts as it is there: a new head over the body of a folder.
+    # Parameters in memory keep their values, such as a new head on a body from a folder.
     names = {
         name: plain
         for name, plain in base_names(base).items()
@@ -522,7 +681,7 @@ def source_of(model: nn.Module) -> ReadFlat:
     own = {**names, **copied}.items()
     stored = {prefix + name: found[plain] for name, plain in own if plain in found}
     by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)
-    if not prefix:  # what a checkpoint does without
+    if not prefix:  # A checkpoint may omit parameters that are computed.
         absent = [name for name in names if name not in stored]
         by_name |= dict.fromkeys(absent, InitialValues(base, 0).read_flat)
     added = {name: lacks_values(p) for name, p in model.named_parameters() if name not in by_name}
@@ -534,28 +693,28 @@ def source_of(model: nn.Module) -> ReadFlat:
 
 
 def folder_of(model: nn.Module) -> Path | None:
-    """The Hugging Face folder that a model names as its origin, if it is there."""
+    """Return the model folder that a model's config names, or None if it does not exist."""
     config = getattr(model, "config", None)
     name = getattr(config, "name_or_path", "") or getattr(config, "_name_or_path", "")
     return Path(name) if name and (Path(name) / "config.json").is_file() else None
 
 
 def to_meta(model: nn.Module) -> None:
-    """The store owns the weights now: the module keeps only their shapes."""
+    """Replace parameters by meta tensors of the same shape, since the store holds their values."""
     held = [p for p in model.parameters() if not lacks_values(p)]
     replace_parameters(
         model, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
     )
 
 
-# -- A store with nothing but a model's weights, for a model that only runs forward ----------------
+# -- A store with only the weights, for a model that only runs forward -----------------------------
 
 
 def create_weights_store(
     read: ReadFlat, blocks: Blocks, dtype: str, *, chunk_params: int, dirs: Sequence[Path],
     progress: OnProgress = lambda done, total: None,
 ) -> Store:  # fmt: skip
-    """The weights in the type that compute uses, rounded as transformers rounds them."""
+    """Return a store with a model's weights in the compute dtype, rounded as in transformers."""
     made, groups = STATE_FORMATS[dtype], blocks.groups
     sizes = {
         weight_key(group): [c.stop - c.start for c in chunks(group, chunk_params)]

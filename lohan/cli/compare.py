@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,6 +155,7 @@ def about(policy: str) -> str:
 DEFAULT = ("auto", "lohan", "zero-infinity", "zero-offload", "colossal-ai")
 OPTIONS = {"batch": "--batch", "host": "--host", "ssds": "--ssds"}
 UNIT = "tokens/s"
+MOST_CASES = 64  # combinations of values; each takes a plan for every policy
 
 
 def compare_command(
@@ -161,10 +163,14 @@ def compare_command(
     ssds: Sequence[int] = (), policies: Sequence[str] = DEFAULT, seq: int,
     clip: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `--json` prints. One of batches, hosts (bytes) and ssds may have several values."""
-    over, at = _axis({"batch": batches, "host": hosts, "ssds": ssds})
+    """Return what `--json` prints: each policy at every combination of batch, host and drives.
+
+    If one of them has several values, "over" is its name and "at" has the values. If several have,
+    "over" is a list of names and "at" a list of lists.
+    """
+    over, at = _axes({"batch": batches, "host": hosts, "ssds": ssds})
     first = _Case(batches[0], hosts[0] if hosts else None, ssds[0] if ssds else None)
-    cases = [replace(first, **{over: value}) for value in at]
+    cases = [replace(first, **dict(zip(over, values, strict=True))) for values in at]
     outcomes = {
         name: [
             outcome_of(name, model, case.on(machine), batch=case.batch, seq=seq, clip=clip)
@@ -172,11 +178,14 @@ def compare_command(
         ]
         for name in policies
     }
-    fixed = {key: x for key, x in asdict(first).items() if key != over and x is not None}
+    fixed = {key: x for key, x in asdict(first).items() if key not in over and x is not None}
+    one_axis = len(over) == 1
     return {
         "model": model.name, "machine": machine.name, "gpus": machine.gpus,
-        "seq": model.sample_tokens or seq, "over": over, "at": list(at), "unit": UNIT,
-        "fixed": fixed,
+        "seq": model.sample_tokens or seq, "unit": UNIT,
+        "over": over[0] if one_axis else over,
+        "at": [values[0] if one_axis else list(values) for values in at],
+        "fixed": fixed, "usd": [case.on(machine).usd or None for case in cases],
         "policies": {
             name: [one.tokens_per_s if one.feasible else None for one in row]
             for name, row in outcomes.items()
@@ -197,15 +206,18 @@ class _Case:
         return machine if self.ssds is None else machine.with_drives(self.ssds)
 
 
-def _axis(choices: dict[str, Sequence[int]]) -> tuple[str, Sequence[int]]:
+def _axes(choices: dict[str, Sequence[int]]) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Return the names that have several values, and every combination of these values."""
     if not choices["batch"]:
         raise ConfigError("--batch: give at least one batch size")
-    several = [name for name, given in choices.items() if len(given) > 1]
-    if len(several) > 1:
-        names = " and ".join(OPTIONS[name] for name in several)
-        raise ConfigError(f"{names} have several values each; give one of them a single value")
-    over = several[0] if several else "batch"
-    return over, choices[over]
+    over = [name for name, given in choices.items() if len(given) > 1] or ["batch"]
+    combinations = list(product(*(choices[name] for name in over)))
+    if len(combinations) > MOST_CASES:
+        raise ConfigError(
+            f"{', '.join(OPTIONS[name] for name in over)}: {len(combinations)} combinations, more "
+            f"than {MOST_CASES}; give fewer values"
+        )
+    return over, combinations
 
 
 def title(made: dict[str, Any]) -> str:
@@ -215,17 +227,38 @@ def title(made: dict[str, Any]) -> str:
 
 
 def describe_comparison(made: dict[str, Any]) -> list[str]:
-    """A table; what does not fit is a dash, and the last lines say why."""
-    heads = [_value(made["over"], x) for x in made["at"]]
+    """Return a table; what does not fit is a dash, and the last lines say why.
+
+    Over one option it has a column for each value, over several a row for each combination. The
+    price of the machine is part of it where it is known.
+    """
+    heads = _heads(made)
+    rows = {name: [_cell(x) for x in values] for name, values in made["policies"].items()}
+    if any(made["usd"]):
+        rows["USD"] = [_cell(x) for x in made["usd"]]
+    if isinstance(made["over"], list):
+        columns = list(zip(*rows.values(), strict=True))
+        heads, rows = list(rows), dict(zip(heads, map(list, columns), strict=True))
     width = max(10, *(len(head) + 2 for head in heads))
-    first = max(len(name) for name in made["policies"]) + 2
+    first = max(map(len, rows)) + 2
     lines = [f"{title(made)}: {made['unit']}", ""]
     lines.append(" " * first + "".join(f"{head:>{width}}" for head in heads))
-    for name, values in made["policies"].items():
-        cells = "".join(f"{'-' if x is None else _number(x):>{width}}" for x in values)
-        lines.append(f"{name:{first}}{cells}")
+    lines += [
+        f"{name:{first}}" + "".join(f"{x:>{width}}" for x in row) for name, row in rows.items()
+    ]
     why = [next((text for text in row if text), "") for row in made["reasons"].values()]
     return lines + ([""] if any(why) else []) + [f"- {text}" for text in why if text]
+
+
+def _heads(made: dict[str, Any]) -> list[str]:
+    over = made["over"]
+    if isinstance(over, str):
+        return [_value(over, x) for x in made["at"]]
+    return [", ".join(map(_value, over, values)) for values in made["at"]]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else _number(value)
 
 
 def _value(over: str, value: int) -> str:
@@ -241,7 +274,7 @@ def _number(value: float) -> str:
 def plot(made: dict[str, Any], path: Path) -> None:
     """The table as a picture; needs matplotlib."""
     lines = [Line(name, values) for name, values in made["policies"].items()]
-    heads = [_value(made["over"], x) for x in made["at"]]
+    heads = _heads(made)
     draw(path, title(made), heads, lines, unit=made["unit"])
 
 
@@ -408,7 +441,7 @@ def compare(
     plot: Annotated[Path | None, typer.Option("--plot", help="Picture, .png or .svg.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Systems side by side over batch sizes, main memory or drives, simulated."""
+    """Systems side by side over batch sizes, main memory and drives, simulated, with prices."""
     from lohan.cli import compare as command
     from lohan.planner import presets
     from lohan.util.units import parse_bytes

@@ -33,6 +33,8 @@ def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
         echo(f"lohan {__version__}")
         return
     try:
+        if sys.argv[1:2] in (["train"], ["plan"], ["init"]):
+            import_module("lohan.cli.recipes").refuse_foreign_options(sys.argv[2:])
         command_line(sys.argv[1:])()
     except (LohanError, OSError) as error:
         if stopped():

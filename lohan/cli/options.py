@@ -11,7 +11,6 @@ import typer
 
 from lohan.config import field_of
 from lohan.errors import ConfigError
-from lohan.util.settings import ALIASES
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile
@@ -21,8 +20,7 @@ def option(dotted: str) -> Any:
     """A setting as an option; what is wrong with a path is found when it is opened."""
     info = field_of(dotted)
     names = f"{info.option}/--no-{info.option[2:]}" if info.kind.typed is bool else info.option
-    others = [f"--{old.replace('_', '-')}" for old, key in ALIASES.items() if key == info.key]
-    return typer.Option(names, *others, help=info.help, show_default=False, readable=False)
+    return typer.Option(names, help=info.help, show_default=False, readable=False)
 
 
 def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -42,7 +40,7 @@ def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[.
         options += [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "overrides"]
 
         def run(**given: Any) -> None:
-            command(overrides={name: given.pop(names[name]) for name in dotted}, **given)
+            command(overrides={name: given.pop(names[name], None) for name in dotted}, **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

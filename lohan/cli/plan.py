@@ -25,7 +25,7 @@ from lohan.config import Config, load_config
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import MINIMISE, OLD_KEYS, BatchWorkload, Plan, options_of
+from lohan.model.plan import MINIMISE, BatchWorkload, Plan, options_of
 from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast
@@ -33,7 +33,6 @@ from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.display import echo
-from lohan.util.files import json_object
 from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
 
@@ -54,7 +53,7 @@ def describe(
     lines = [
         f"{made.model} on {machine}: {count} parameters, batch {made.batch} x "
         f"{made.workload.seq} tokens, {plan.dtype}, {host} of memory",
-        "", "fits", "",
+        "", _verdict(made), "",
         *([f"of each of {ranks} ranks:"] if ranks > 1 else []),
         *plan.describe(host_bytes=made.host_bytes, device_bytes=made.device_bytes),
         "",
@@ -65,6 +64,17 @@ def describe(
     if classes:
         lines += activation_lines(made.workload.in_tiles(plan.tiles), plan)
     return lines + schedule_lines(made) if schedule else lines
+
+
+def _verdict(made: MachinePlan) -> str:
+    """Return "fits", with a warning if the drives have no room for the exported model."""
+    if made.has_room_for_export:
+        return "fits"
+    left = max(0, made.drive_bytes - made.peak_bytes["ssd"])
+    return (
+        f"fits without the export: it takes {format_bytes(made.export_bytes)}, and "
+        f"{format_bytes(left)} are left on the drives; put --out on another drive, or add one"
+    )
 
 
 def _speed(made: MachinePlan, steps: int | None) -> list[str]:
@@ -136,7 +146,6 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         **_optimizer(made),
         **_frozen(made.blocks),
         "micro-batch": f"{plan.micro_batch or rows} of {counted(rows, 'example')}",
-        **_gradients(plan),
         **_tiles(plan),
         "chunk": f"{plan.chunk_params:,} parameters",
         "head slice": counted(plan.head_tokens, "token"),
@@ -145,7 +154,6 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained, two_generations=made.options.two_generations),
-        **_clipping(plan),
         **_updated_twice(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
@@ -161,12 +169,6 @@ def _updated_twice(plan: Plan) -> dict[str, str]:
         return {}
     groups = counted(len(plan.updated_twice), "group")
     return {"updates twice": f"where they wait, of {groups}: written during backward"}
-
-
-def _gradients(plan: Plan) -> dict[str, str]:
-    if plan.grad_dtype == "fp32":
-        return {}
-    return {"gradients": f"sums are rounded to {plan.grad_dtype}: not PyTorch's result"}
 
 
 def _tiles(plan: Plan) -> dict[str, str]:
@@ -217,7 +219,7 @@ def _activations(plan: Plan) -> str:
 def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
     if plan.update_mode == "serial" or (plan.needs_all_gradients and not plan.overlap):
         return f"{plan.update_mode}: all {groups} groups after backward"
-    if plan.may_speculate(two_generations=two_generations) and plan.clip and not plan.block_clip:
+    if plan.may_speculate(two_generations=two_generations) and plan.clip:
         again = "run again" if plan.spilled_gradients else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
@@ -228,20 +230,9 @@ def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
     if plan.may_speculate(two_generations=two_generations):
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.needs_all_gradients:
-        scaled = plan.block_clip or not plan.clip
-        why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
+        why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
     return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"
-
-
-def _clipping(plan: Plan) -> dict[str, str]:
-    """Where it is another algorithm than that of a plain run."""
-    if not plan.block_clip:
-        return {}
-    return {
-        "clipping": f"each block by its own norm, at {plan.clip:g}: not the algorithm that clips "
-        "by the norm of all gradients"
-    }
 
 
 def _commits(made: MachinePlan) -> str:
@@ -323,6 +314,8 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
         "gpus": plan.world, "parameters": made.parameters, "batch": made.batch,
         "seq": made.workload.seq, "fits": True,
     }  # fmt: skip
+    if not made.has_room_for_export:
+        told |= {"fits_export": False, "export_bytes": made.export_bytes}
     if foreseen is not None and machine is not None:
         written, drives, usd = foreseen.written_bytes, machine.drives, machine.usd
         wear = wear_of(drives, written)
@@ -350,15 +343,14 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
     told |= {"peak_bytes": made.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
     if plan.kind != DEFAULT_KIND:
         told["usual"] = None if made.usual is None else _costs(made.usual)
-    fields = plan.to_json()
-    told["plan"] = fields | {old: fields[new] for old, new in OLD_KEYS.items()}
+    told["plan"] = plan.to_json()
     phases = {name: to_text(phase) for name, phase in made.phases.items()} if schedule else {}
     if made.traced:
         told["host_budget_bytes"] = made.host_bytes
     if made.traced and schedule:
         spec = {
             name: sorted(value) if isinstance(value, frozenset) else value
-            for name, value in json_object(made.spec).items()
+            for name, value in asdict(made.spec).items()
         }
         told["schedule"] = {
             "groups": [group.key for group in made.blocks.groups],
@@ -394,8 +386,8 @@ def refusal_json(request: PlanRequest, reason: str) -> dict[str, Any]:
 PLANNED = (
     "budget.host", "budget.durability", "budget.commit_every",
     *(f"train.{key}" for key in (
-        "steps", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer", "moments", "ema",
-        "clip", "clip_by", "grad_dtype", "update_mode", "activations", "overlap", "lora", "base",
+        "steps", "epochs", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer",
+        "moments", "ema", "clip", "update_mode", "activations", "overlap", "lora", "base",
     )),
 )  # fmt: skip
 
@@ -430,6 +422,12 @@ def plan(
     ] = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
+    examples: Annotated[
+        int | None, typer.Option("--examples", min=1, help="Examples of an epoch.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Count the examples of an epoch in this file.")
+    ] = None,
     minimise: Minimise = "time",
     max_model: MaxModel = False,
     max_batch: MaxBatch = False,
@@ -445,6 +443,9 @@ def plan(
     # A plan needs neither data nor a run folder.
     overrides |= {"model": model, "data": ".", "out": ".", "budget.gpus": gpus}
     settings = load_config(config, overrides=overrides)
+    if overrides["train.epochs"] is not None or examples is not None or data is not None:
+        count = _steps_of_epochs(settings, examples, data)
+        settings = replace(settings, train=replace(settings.train, steps=count))
     named = model if model is not None else str(settings.model)
     if minimise not in MINIMISE:
         raise ConfigError(f"--minimise: {minimise!r}; choose {', '.join(MINIMISE)}")
@@ -476,6 +477,23 @@ def plan(
             request, steps=settings.train.steps, schedule=schedule, classes=classes,
             as_json=as_json,
         )  # fmt: skip
+
+
+def _steps_of_epochs(settings: Config, examples: int | None, data: Path | None) -> int:
+    """Return the number of steps of a run over so many examples, or over those of a file."""
+    from lohan.data.cache import check_source
+    from lohan.data.dataset import steps_for
+    from lohan.data.reading import count_rows
+
+    if settings.train.steps is not None:
+        raise ConfigError("--steps: --epochs, --examples and --data say how many; leave one out")
+    if (examples is None) == (data is None):
+        raise ConfigError("--epochs: give --examples N or --data FILE, one of them, or --steps")
+    if data is not None:
+        check_source(data, "--data")
+        examples = count_rows(data)
+    assert examples is not None
+    return steps_for(examples, settings.train.epochs, settings.train.batch)
 
 
 def _plan_here(

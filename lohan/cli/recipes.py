@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of, option
+from lohan.config import field_of
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.display import echo
 from lohan.util.files import write_atomic
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 BATCHES = tuple(2**n for n in range(9))
 ENOUGH = 0.9  # of the best speed: larger batches cost steps, and memory
+USUAL_BATCH = 8  # rows of a step that training is usually stable with; fewer only where they must
 SAMPLED, SEQ, LONGEST = 500, 1024, 8192  # examples looked at; tokens where that cannot be done
 STEPS_PER_PASS, MANY = 10, 2**30  # at least so many steps; examples where they are not counted
 
@@ -30,7 +33,13 @@ STEPS_PER_PASS, MANY = 10, 2**30  # at least so many steps; examples where they 
 def init(
     model: Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=False)],
     data: Annotated[Path, typer.Option("--data", help="Training data.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("lohan.toml"),
+    file: Annotated[Path, typer.Option("--file", "-o", help="The settings file to write.")] = Path(
+        "lohan.toml"
+    ),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the run, as for train. Not given: FILE-run."),
+    ] = None,
     ssd: Annotated[list[Path] | None, option("budget.ssd")] = None,
     machine: Machine = None,
     ssds: Ssds = None,
@@ -38,10 +47,11 @@ def init(
 ) -> None:
     """Write a commented settings file: what the planner would choose, and why. Without --machine it
     is for this one, which is measured once; that takes less than a minute."""
-    if os.path.lexists(out):  # a link that leads nowhere is somebody's too
-        raise ConfigError(f"--out {out}: the file is there already; give another name")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: no such folder; create it, or give another name")
+    if os.path.lexists(file):  # a link that leads nowhere is somebody's too
+        raise ConfigError(f"--file {file}: the file is there already; give another name")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--file {file}: no such folder; create it, or give another name")
+    run = (out or file.with_name(f"{file.stem}-run")).resolve()
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
     from lohan.planner import presets
@@ -49,7 +59,7 @@ def init(
     from lohan.planner.planner import PlanOptions
 
     if machine is None:
-        profile, drives = _this_machine(ssd or [], out, ssds=ssds, gpus=gpus)
+        profile, drives = _this_machine(ssd or [], file, ssds=ssds, gpus=gpus)
     else:
         profile = machine_of(machine, ssds=len(ssd) if ssd else ssds, gpus=gpus)
         drives = [str(p) for p in ssd or []] or [f"/nvme{n}" for n in range(len(profile.drives))]
@@ -59,8 +69,8 @@ def init(
     budget += [f"gpus = {profile.gpus}"] if profile.gpus > 1 else []
     task = _task(Path(model), data)
     if task not in ("language", "preference"):
-        _write(out, _plain_recipe(Path(model), data, out, task, profile, budget))
-        echo(f"{out}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {out} "
+        _write(file, _plain_recipe(Path(model), data, file, run, task, profile, budget))
+        echo(f"{file}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {file} "
              "--dry-run` plans it")  # fmt: skip
         return
     answers = 2 if task == "preference" else 1  # of each row
@@ -72,22 +82,22 @@ def init(
     )  # fmt: skip
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = made.batch // answers
-    _write(out, _recipe(model, data, out, task, made, batch, speeds, budget, why_seq))
-    echo(f"{out}: batch {batch}, {seq} tokens, {format_bytes(host)} of memory")
-    echo(f"start with: lohan train --config {out}")
+    _write(file, _recipe(model, data, file, run, task, made, batch, speeds, budget, why_seq))
+    echo(f"{file}: batch {batch}, {seq} tokens, {format_bytes(host)} of memory")
+    echo(f"start with: lohan train --config {file}")
 
 
-def _write(out: Path, text: str) -> None:
+def _write(file: Path, text: str) -> None:
     try:
-        write_atomic(out, text.encode())
+        write_atomic(file, text.encode())
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: cannot be written: {error.strerror}; give another name"
+            f"--file {file}: cannot be written: {error.strerror}; give another name"
         ) from None
 
 
 def _this_machine(
-    ssd: list[Path], out: Path, *, ssds: int | None, gpus: int | None
+    ssd: list[Path], file: Path, *, ssds: int | None, gpus: int | None
 ) -> tuple[Profile, list[str]]:
     """Measured, with its drives: the folders that were named, else those of the last `lohan
     profile`, else where the file goes."""
@@ -107,7 +117,7 @@ def _this_machine(
     last = None if ssd else latest_profile()
     folders = ssd or [Path(drive.name) for drive in (last.drives if last else ())]
     if not folders or (last and not all(folder.is_dir() for folder in folders)):
-        folders, last = [out.absolute().parent], None
+        folders, last = [file.absolute().parent], None
     if last is None:
         from rich.console import Console
 
@@ -156,15 +166,16 @@ def _loss(data: Path) -> str:
 
 
 def _plain_recipe(
-    model: Path, data: Path, out: Path, task: str, machine: Profile, budget: list[str]
-) -> str:
+    model: Path, data: Path, file: Path, run: Path, task: str, machine: Profile,
+    budget: list[str],
+) -> str:  # fmt: skip
     """Without a forecast, which is made from shapes of language models."""
     lines = [
-        f"# {task} on {machine.name}: lohan train --config {out.name}; --dry-run plans it",
+        f"# {task} on {machine.name}: lohan train --config {file.name}; --dry-run plans it",
         "",
         f"model = {json.dumps(str(model.resolve()))}",
         f"data = {json.dumps(str(data.resolve()))}  # docs/tasks.md says what rows it has",
-        f"out = {json.dumps(str(out.resolve().with_suffix('')) + '-run')}",
+        f"out = {json.dumps(str(run))}",
         f"task = {json.dumps(task)}  # what the model is made for",
         "",
         "[train]",
@@ -209,8 +220,11 @@ def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, 
 def _batches(
     request: PlanRequest, *, most: int, answers: int
 ) -> tuple[dict[int, float], MachinePlan]:
-    """Tokens a second by batch, of so many answers to each row, and the plan for the smallest batch
-    that is nearly the fastest."""
+    """Return tokens a second by batch, and the plan for the proposed batch.
+
+    That is the smallest batch of at least USUAL_BATCH rows that is nearly the fastest. If such
+    batches do not fit, or are more than `most`, it is the largest. `answers` are those of a row.
+    """
     from dataclasses import replace
 
     from lohan.planner.machine_plan import plan_for_machine
@@ -224,13 +238,21 @@ def _batches(
                 raise
             break
     speeds = {b: plan.forecast.tokens_per_s for b, plan in made.items() if plan.forecast}
-    best = max(speeds.values())
-    chosen = next(batch for batch, speed in speeds.items() if speed >= ENOUGH * best)
+    usual = {batch: speed for batch, speed in speeds.items() if batch >= USUAL_BATCH}
+    usual = usual or {max(speeds): speeds[max(speeds)]}
+    best = max(usual.values())
+    chosen = next(batch for batch, speed in usual.items() if speed >= ENOUGH * best)
     return speeds, made[chosen]
 
 
+def _why_batch(batch: int) -> str:
+    if batch < USUAL_BATCH:
+        return f"the largest that fits, or of which the data has {STEPS_PER_PASS}; more is usual"
+    return f"the smallest from {USUAL_BATCH} on that has {ENOUGH:.0%} of the best speed"
+
+
 def _recipe(
-    model: str, data: Path, out: Path, task: str, made: MachinePlan, batch: int,
+    model: str, data: Path, file: Path, run: Path, task: str, made: MachinePlan, batch: int,
     speeds: dict[int, float], budget: list[str], why_seq: str,
 ) -> str:  # fmt: skip
     machine = made.machine
@@ -243,18 +265,18 @@ def _recipe(
     loss = ["[preference]", f"loss = {quoted(_loss(data))}", "beta = 0.1", ""] if pairs else []
     busiest = made.forecast.binding if made.forecast else ""
     lines = [
-        f"# {made.model} on {machine.name}: lohan train --config {out.name}",
+        f"# {made.model} on {machine.name}: lohan train --config {file.name}",
         f"# Forecast: a step takes {format_seconds(made.step_s)}, 1,000 steps "
         f"{format_seconds(1000 * made.step_s)}; {busiest} is busiest.",
         "",
         f"model = {quoted(str(folder))}",
         f"data = {quoted(str(data.resolve()))}",
-        f"out = {quoted(str(out.resolve().with_suffix('')) + '-run')}  # everything goes there",
+        f"out = {quoted(str(run))}  # everything goes there",
         *kind,
         "",
         "[train]",
         f"# Tokens a second by batch: {table}.",
-        f"batch = {batch}  # the smallest that has {ENOUGH:.0%} of the best",
+        f"batch = {batch}  # {_why_batch(batch)}",
         f"seq = {made.workload.seq}  # {why_seq}",
         f"dtype = {quoted(made.options.dtype)}",
         "epochs = 1.0",
@@ -284,7 +306,10 @@ def _recipe(
 NAMES = {
     "base_model": "model", "model_name_or_path": "model", "datasets": "data", "dataset": "data",
     "output_dir": "out", "sequence_len": "train.seq", "cutoff_len": "train.seq",
-    "max_length": "train.seq", "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
+    "max_length": "train.seq", "max_seq_len": "train.seq", "max_seq_length": "train.seq",
+    "seq_len": "train.seq", "batch_size": "train.batch", "train_batch_size": "train.batch",
+    "train_file": "data", "gpu_memory": "budget.device_memory", "host_memory": "budget.host",
+    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
     "max_steps": "train.steps", "micro_batch_size": "train.batch",
     "per_device_train_batch_size": "train.batch", "gradient_accumulation_steps": "train.batch",
     "learning_rate": "train.lr", "lr_scheduler": "train.schedule",
@@ -297,6 +322,17 @@ NAMES = {
     "template": "train.chat_template", "rl": "preference.loss", "pref_loss": "preference.loss",
     "pref_beta": "preference.beta", "bf16": "train.dtype", "fp16": "train.dtype",
 }  # fmt: skip
+
+
+def refuse_foreign_options(words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that another trainer calls by another name."""
+    for word in words:
+        given = word.partition("=")[0]
+        known = NAMES.get(given.removeprefix("--").replace("-", "_"))
+        if known is not None and given.startswith("--") and given != field_of(known).option:
+            raise ConfigError(
+                f"{given}: no such option; it is called {field_of(known).option} here"
+            )
 
 
 def refuse_yaml(file: Path) -> None:

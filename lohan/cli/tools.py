@@ -225,7 +225,7 @@ VERIFIED = (
     "model", "data", "seed", "budget.gpus", "budget.host", "budget.ssd", "budget.durability",
     "budget.commit_every",
     *(f"train.{key}" for key in (
-        "batch", "micro_batch", "tiles", "seq", "lr", "clip", "clip_by", "grad_dtype",
+        "batch", "micro_batch", "tiles", "seq", "lr", "clip",
         "update_mode",
         "activations", "overlap", "dtype",
     )),
@@ -345,7 +345,7 @@ def to_json(made: Verification) -> dict[str, Any]:
 def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
     mode = each.mode
     return {
-        "update_mode": mode.update_mode, "grad_offload": mode.update_mode,  # its first name
+        "update_mode": mode.update_mode,
         "activations": mode.activations, "overlap": mode.overlap,
         "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
         "other_bits_than": each.other_bits or None,

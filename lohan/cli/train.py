@@ -16,7 +16,8 @@ from lohan.config import DTYPES, field_of, fields_of, load_config
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
-from lohan.util.settings import load_toml
+from lohan.train.changes import check_changes
+from lohan.util.settings import assignment, load_toml
 from lohan.util.system import fetch, set_up_libraries
 from lohan.util.units import counted
 
@@ -27,7 +28,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", sho
 # Settings without an option of their own.
 ONLY_BY_SET = (
     "train.min_lr_ratio", "train.schedule_steps", "train.beta1", "train.beta2", "train.eps",
-    "train.momentum",
+    "train.momentum", "train.param_groups",
     "preference.margin", "preference.desirable", "preference.undesirable",
     "budget.snapshot_every", "budget.snapshot_dir", "output.export_dtype",
 )  # fmt: skip
@@ -72,7 +73,9 @@ def train(
         finish(run_train(resolved, shown), resolved.out, shown)
 
 
+@settings_options("train.lr", "train.batch", "train.micro_batch", "budget.host", "budget.ssd")
 def resume(
+    overrides: dict[str, Any],
     run: Run,
     steps: Annotated[int | None, typer.Option("--steps", help="New total number of steps.")] = None,
     keep_schedule: Annotated[
@@ -86,14 +89,19 @@ def resume(
         int | None,
         typer.Option("--gpus", min=1, help="Ranks to go on with. Not given: as many as before."),
     ] = None,
+    assignments: Set = None,
 ) -> None:
-    """Continue a run from its last committed step."""
+    """Continue a run from its last committed step. Settings given here replace those of the run
+    from here on; --ssd says where a store that was moved is now."""
     if keep_schedule and steps is None:
         raise ConfigError("--keep-schedule goes with --steps; give both, or leave it out")
     from lohan.train.run_folder import RunFolder, stores_of
 
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    changes |= dict(map(assignment, assignments or ()))
+    check_changes(changes)
     folder = RunFolder(run.absolute())
-    config = folder.config()
+    config = folder.config(changes)
     # Written in place, it has one rank, and its store may have to come from a snapshot first.
     alone = is_rank() or config.budget.durability == "checkpoint"
     as_ranks(gpus or (1 if alone else stores_of(folder, config).world))
@@ -101,9 +109,8 @@ def resume(
     from lohan.train.trainer import resume as run_resume
 
     with display() as shown:
-        finish(
-            run_resume(folder, shown, steps=steps, keep_schedule=keep_schedule), folder.path, shown
-        )
+        ended = run_resume(folder, shown, steps=steps, keep_schedule=keep_schedule, changes=changes)
+        finish(ended, folder.path, shown)
 
 
 def export(

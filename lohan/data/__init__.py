@@ -1,9 +1,9 @@
-"""Training data: a file becomes token files once, and any step's batch is a pure function.
+"""Training data: files are tokenised once, and the batch of any step is a pure function.
 
     prepare(file) -> RUN/data/{tokens.bin, labels.bin, offsets.npy, meta.json} -> batch(step)
 
-`reading` walks the file, `text` makes tokens and labels, `cache` writes them,
-`dataset` reads them back.
+`reading` reads the file, `text` computes tokens and labels, `cache` writes them, and `dataset`
+reads them back.
 """
 
 from lohan.data.cache import prepare

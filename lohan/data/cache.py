@@ -1,13 +1,12 @@
-"""From a data file to token files, once: written apart, then made current together.
+"""Tokenising data files into a cache, atomically.
 
-`meta.json` is written last: with the fingerprint of the inputs it marks a complete cache, which a
-resumed run reuses.
+`meta.json` is written last and contains a fingerprint of the inputs. It marks a complete cache,
+which a resumed run reuses.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lohan.data.checksums import sealed
 from lohan.data.dataset import (
     FORMAT_VERSION,
     IGNORE,
@@ -45,7 +45,7 @@ from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
 from lohan.util.settings import Source
 
-CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
+CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # meta.json must be last
 
 
 def prepare(
@@ -61,8 +61,10 @@ def prepare(
     option: str = "--data",
     preferences: bool = False,
 ) -> Dataset:
-    """Tokenise one file or several into `cache_dir`, or reuse what is there if it has the same
-    origin. `option` is what the user named them with."""
+    """Tokenise one file or several into `cache_dir`, or reuse a cache made from the same inputs.
+
+    `option` is the command-line option that names the files, for messages.
+    """
     sources = [Source(source)] if isinstance(source, Path) else list(source)
     for one in sources:
         check_source(one.path, option)
@@ -102,7 +104,7 @@ def prepare(
             "ratings": ratings,
         }
         with create_part(part["meta.json"]) as file:
-            file.write(json.dumps(meta, indent=1).encode() + b"\n")
+            file.write(sealed(meta, part))
     dataset = open_dataset(cache_dir, seed=seed)
     if dataset is None:
         raise DataError(f"{cache_dir}: does not hold what was just written there; {REBUILD}")
@@ -112,7 +114,7 @@ def prepare(
 def _summaries(
     sources: Sequence[Source], found: Sequence[int], *, seq: int, dropped: int
 ) -> list[dict[str, Any]]:
-    """What came out of each of several files; refuses one that nothing came out of."""
+    """Return the summary of each file if there are several, and refuse a file without examples."""
     for one, count in zip(sources, found, strict=True):
         if not count:
             raise DataError(
@@ -129,8 +131,10 @@ SHOWN_TOKENS = 4000
 
 
 def _rendered(encoder: Encoder, part: dict[str, Path], *, pairs: bool) -> dict[str, str]:
-    """The first example as the model sees it: what is before its first label, and what has one; of
-    a pair the rejected answer too."""
+    """Return the first example as the model sees it, decoded to text.
+
+    The text is divided at the first label. For a pair, the rejected answer is included.
+    """
     offsets = np.load(part["offsets.npy"])[: 3 if pairs else 2].tolist()
     found = []
     for start, stop in pairwise(offsets):
@@ -172,7 +176,7 @@ def _fingerprint(
     sources: Sequence[Source], *, model_dir: Path, seq: int, vocab_size: int | None,
     template: str | None, preferences: bool,
 ) -> str:  # fmt: skip
-    """A hash of all that decides the token files: contents, not names or times."""
+    """Return a hash of everything that determines the token files: contents, not names or times."""
     kinds = " ".join(one.path.suffix for one in sources)
     kinds += "".join(suffix_of(one.path) for one in sources if one.path.suffix.lower() == PACKED)
     whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {kinds}".encode())
@@ -198,10 +202,12 @@ def _write_examples(
     vocab_size: int | None,
     found: list[int],
 ) -> tuple[dict[str, int], str]:
-    """Write the examples that carry loss, and where each begins; give the counts and ratings, and
-    add those of each file to `found`. Of a unit all are written, or none.
+    """Write the examples that carry loss and their offsets; return the counts and ratings.
 
-    Tokens after the last label are left off: a causal model takes no loss from them.
+    The number of examples of each file is added to `found`. The examples of a unit are either all
+    written or all dropped.
+
+    Tokens after the last label are not written, because a causal model takes no loss from them.
     """
     offsets, ratings = array("q", [0]), []
     cut = dropped = trained = longest = 0

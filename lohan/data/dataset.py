@@ -1,13 +1,12 @@
 """Tokenised examples on disk, and the batch of any step.
 
-Tokens and labels are flat little-endian int32; example i is [offsets[i], offsets[i + 1]) of both.
-Labels follow the Hugging Face convention: as long as the tokens, -100 where no loss is taken, and
-the model does the shift; so the first label of an example never counts.
+Tokens and labels are flat arrays of little-endian int32; example i is [offsets[i], offsets[i + 1])
+of both. Labels follow the Hugging Face convention: there is one per token, -100 where no loss is
+taken, and the model shifts them. The first label of an example is therefore never used.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lohan.data.checksums import META, check_token_ids, sealed, verify
 from lohan.errors import DataError
 from lohan.util.files import checked, create, from_json, load_json, sync_folder, sync_path
 from lohan.util.settings import Source
@@ -26,18 +26,19 @@ from lohan.util.units import align_up, counted
 
 # -- Which examples make up the rows of batches ----------------------------------------------------
 #
-# All, a part of them, or several packed into a row.
+# The rows may use all examples or a part of them, and may pack several examples into a row.
 
 
-OPEN_ROWS = 64  # rows with room that an example may still go into
-SPLIT, PACK = 1 << 32, (1 << 32) + 1  # streams of the seed, beyond any epoch
-MIX, SOURCE = 1 << 33, 1 << 40  # the first of one for each block of rows, and for each source
-BLOCK = 1000  # rows in which every source of a mixture has its share
+OPEN_ROWS = 64  # maximum number of incomplete rows that packing considers
+# Random streams of a seed. Streams below SPLIT are epochs.
+SPLIT, PACK = 1 << 32, (1 << 32) + 1
+MIX, SOURCE = 1 << 33, 1 << 40  # first streams of the blocks of a mixture, and of its sources
+BLOCK = 1000  # number of consecutive rows in which every source of a mixture has its exact share
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Row i holds the examples `members[starts[i] : starts[i + 1]]`."""
+    """The rows of batches: row i holds the examples `members[starts[i] : starts[i + 1]]`."""
 
     members: np.ndarray
     starts: np.ndarray
@@ -61,10 +62,10 @@ class Rows:
 
 
 def order(seed: int, stream: int, count: int) -> np.ndarray:
-    """A permutation, the one of an epoch or another stream of the seed.
+    """Return the permutation of `count` elements for an epoch or another stream of the seed.
 
-    Sorting raw PCG64 output instead of Generator.permutation: numpy promises the same raw stream
-    in every version, and a run may be resumed with another numpy.
+    Raw PCG64 output is sorted instead of calling Generator.permutation, because numpy guarantees
+    the raw stream across versions, and a run may be resumed with another version of numpy.
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed, stream]))
     return np.argsort(bits.random_raw(count), kind="stable")
@@ -76,7 +77,10 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
-    """The rows of a step, of so many. Epochs follow one another without a gap or a short batch."""
+    """Return the rows of a step, out of `count` rows.
+
+    Epochs follow one another without a gap or a short batch.
+    """
     epochs, places = np.divmod(
         np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64), count
     )
@@ -89,16 +93,19 @@ def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rows of several sources, which follow one another, each with a share of every batch's rows
-    on average, whatever its size: a small one comes round more often. As `rows_of`, the rows of a
-    step depend on nothing but the step."""
+    """Rows of several sources, of which each has a fixed average share of every batch.
 
-    counts: tuple[int, ...]  # rows of each source
+    The rows of the sources are numbered consecutively. The shares do not depend on the sizes of the
+    sources, so a small source is repeated more often. As with the function `rows_of`, the rows of a
+    step depend only on the step.
+    """
+
+    counts: tuple[int, ...]  # number of rows of each source
     weights: tuple[float, ...]
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Rows of each source in a block, by the largest remainders; none goes without."""
+        """The rows of each source in a block, by largest remainders; at least one each."""
         exact = np.array(self.weights) / sum(self.weights) * BLOCK
         shares = np.maximum(np.floor(exact).astype(np.int64), 1)
         for source in np.argsort(np.floor(exact) - exact, kind="stable")[: BLOCK - shares.sum()]:
@@ -123,7 +130,7 @@ class Mixture:
 
 
 def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, ...]) -> Mixture:
-    """Of rows by the example that each begins with, in the order of the examples."""
+    """Return the mixture of rows, given the first example of each row in ascending order."""
     source = np.searchsorted(np.cumsum(sources), first, side="right")
     counts = np.bincount(source, minlength=len(sources))
     if not counts.all():
@@ -135,12 +142,15 @@ def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, 
 
 
 def steps_for(count: int, epochs: float, batch_size: int) -> int:
-    """Steps that see every row `epochs` times, the last step filled from the next epoch."""
+    """Return the number of steps that see every row `epochs` times.
+
+    The last step is filled from the next epoch.
+    """
     return max(1, -int(-(count * epochs) // batch_size))
 
 
 def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The examples to train on and those held back, each in the order of the file."""
+    """Return the examples to train on and those held out, each in the order of the file."""
     held = max(1, round(share * len(members)))
     if held >= len(members):
         raise DataError(
@@ -152,10 +162,13 @@ def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, 
 
 
 def pack(members: np.ndarray, lengths: np.ndarray, *, seq: int, seed: int) -> Rows:
-    """Rows of at most `seq` tokens: each example, in a seeded order, goes into the first row with
-    room for it. What is packed together stays together in every epoch; the rows are shuffled."""
+    """Return rows of at most `seq` tokens, each with one or more examples.
+
+    Examples are taken in a seeded order, and each is put into the first open row with room for it.
+    The examples of a row stay together in every epoch; only the rows are shuffled.
+    """
     closed: list[list[int]] = []
-    open_rows: list[tuple[int, list[int]]] = []  # room left, examples
+    open_rows: list[tuple[int, list[int]]] = []  # remaining tokens, examples
     for index in order(seed, PACK, len(members)).tolist():
         length = int(lengths[index])
         for place, (room, row) in enumerate(open_rows):
@@ -176,7 +189,7 @@ def pack(members: np.ndarray, lengths: np.ndarray, *, seq: int, seed: int) -> Ro
 # -- Dataset --------------------------------------------------------------------------------------
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 IGNORE = -100
 REBUILD = "remove the folder and start again, which rebuilds it"
 
@@ -185,11 +198,12 @@ Example = tuple[list[int], list[int]]  # tokens and labels
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What came out of the file. Tokens are counted after the cut; trained ones carry loss.
+    """Statistics of a prepared data file.
 
-    cut: examples longer than `seq`. dropped: examples with nothing left to train on.
-    skipped_turns: assistant turns of chats that had to go without loss, see `Encoder.chat`.
-    unseen_tools: examples with tools that the chat template does not show.
+    Tokens are counted after examples are cut to `seq`; trained tokens carry loss. `cut` counts
+    examples longer than `seq`, and `dropped` those with nothing left to train on. `skipped_turns`
+    counts assistant turns of chats without loss, see `Encoder.chat`. `unseen_tools` counts examples
+    with tools that the chat template does not show.
     """
 
     examples: int
@@ -204,7 +218,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """What came out of one of several files, and its share of batches."""
+    """The number of examples of one of several files, and its share of batches."""
 
     file: str
     examples: int
@@ -213,9 +227,9 @@ class SourceSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Tokenised examples on disk, in a seeded order; a batch depends on nothing but the step.
+    """Tokenised examples on disk, in a seeded order; a batch depends only on the step.
 
-    A batch has rows. Without `rows` each example of the file is one.
+    A batch consists of rows. If `rows` is None, each example of the file is a row.
     """
 
     folder: Path
@@ -225,10 +239,11 @@ class Dataset:
     fingerprint: str
     summary: Summary
     rows: Rows | None = field(default=None, compare=False)
-    sources: tuple[int, ...] = ()  # examples of each file, in their order
-    weights: tuple[float, ...] = ()  # of the files, where they have shares of their own
-    rendered: Mapping[str, str] = field(default_factory=dict, compare=False)  # the first example
-    ratings: str = ""  # of each example 1 or 0, where they have one
+    sources: tuple[int, ...] = ()  # number of examples of each file, if there are several
+    weights: tuple[float, ...] = ()  # shares of the files in a batch; empty if they have none
+    # The first example as text.
+    rendered: Mapping[str, str] = field(default_factory=dict, compare=False)
+    ratings: str = ""  # "1" or "0" for each example; empty if examples have no rating
 
     def __len__(self) -> int:
         return self.summary.examples if self.rows is None else len(self.rows)
@@ -238,13 +253,16 @@ class Dataset:
         return self.rows is not None and self.rows.packed
 
     def split(self, share: float) -> tuple[Dataset, Dataset]:
-        """What is trained on, and a share of the examples, chosen by the seed, that is not."""
+        """Return the examples to train on, and a held-out share of them chosen by the seed."""
         parts = split(self._members, share, seed=self.seed)
         train, held = (replace(self, rows=Rows.single(members)) for members in parts)
         return train, held
 
     def pack(self) -> Dataset:
-        """The same examples, several to a row; those of files with shares of their own apart."""
+        """Return the same examples with several to a row.
+
+        Examples of files with different shares are not packed together.
+        """
         members = self._members
         ends = np.cumsum(self.sources if self.weights else [self.summary.examples])
         parts = np.split(members, np.searchsorted(members, ends[:-1]))
@@ -253,12 +271,12 @@ class Dataset:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """The number of tokens of the longest row."""
         return int(self._row_lengths.max())
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest row."""
+        """The number of tokens of the shortest row."""
         return int(self._row_lengths.min())
 
     @cached_property
@@ -288,10 +306,10 @@ class Dataset:
         return loaded
 
     def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels of one example.
+        """Return the tokens and labels of one example.
 
-        Read, not mapped: touched pages of a map would count as the process's memory, and a file
-        cut short would kill the process where a short read is an error.
+        The file is read instead of mapped. Mapped pages would count as memory of the process, and
+        access to a truncated mapping would kill the process, whereas a short read is an error.
         """
         begin, end = (int(x) for x in self.offsets[index : index + 2])
         return self._read("tokens.bin", begin, end), self._read("labels.bin", begin, end)
@@ -301,7 +319,7 @@ class Dataset:
         return np.frombuffer(data, dtype="<i4")
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
-        """The rows of a step."""
+        """Return the rows of a step."""
         if self.weights:
             return self._mixture.rows_of(self.seed, step, batch_size)
         return rows_of(self.seed, step, batch_size, len(self))
@@ -312,7 +330,7 @@ class Dataset:
         return mixture_of(rows.members[rows.starts[:-1]], self.sources, self.weights)
 
     def batch_arrays(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
-        """A step's `input_ids` and `labels`, and what `padded_rows` or `packed_rows` add."""
+        """Return the arrays of a step's batch, as described in `padded_rows` and `packed_rows`."""
         return self._arrays([int(row) for row in self.indices(step, batch_size)])
 
     def _arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
@@ -322,16 +340,19 @@ class Dataset:
         return padded_rows([row[0] for row in found], pad_id=self.pad_id, seq=self.seq)
 
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
-        """`batch_arrays` as torch tensors: what `model(**batch)` takes."""
+        """Return `batch_arrays` as torch tensors, for `model(**batch)`."""
         return _tensors(self.batch_arrays(step, batch_size))
 
     def padded(self, examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        """Examples as the rows of a batch."""
+        """Return a batch with the given examples as rows."""
         return _tensors(padded_rows(examples, pad_id=self.pad_id, seq=self.seq))
 
     def passes(self, batch_size: int) -> Iterator[dict[str, Any]]:
-        """Every row once, as batches; long rows first, so that little is padding and what does not
-        fit shows at once."""
+        """Yield every row once, as batches.
+
+        Long rows come first, so that there is little padding and running out of memory shows at
+        once.
+        """
         lengths = self._row_lengths
         rows = sorted(range(len(self)), key=lambda row: (-int(lengths[row]), row))
         for start in range(0, len(rows), batch_size):
@@ -358,10 +379,10 @@ def read_exactly(path: Path, *, offset: int, nbytes: int) -> bytes:
 def padded_rows(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], *, pad_id: int, seq: int
 ) -> dict[str, np.ndarray]:
-    """One example a row, and `attention_mask` if anything is padded.
+    """Return `input_ids` and `labels` with one example per row, and `attention_mask` if padded.
 
-    Padding is on the right, to the longest example of the batch rounded up to 8 but not past
-    `seq`. Examples of one length are left as they are, without a mask.
+    Padding is on the right, to the longest example of the batch rounded up to a multiple of 8 but
+    not past `seq`. Examples of equal length are not padded and get no mask.
     """
     lengths = np.array([len(tokens) for tokens, _ in rows])
     longest = int(lengths.max())
@@ -383,10 +404,11 @@ def padded_rows(
 def packed_rows(
     rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], *, pad_id: int, seq: int
 ) -> dict[str, np.ndarray]:
-    """Several examples a row, told apart by `position_ids` that restart with each.
+    """Return `input_ids`, `labels` and `position_ids` with several examples per row.
 
-    There is no mask: a model finds the borders in the positions. The first token of an example is
-    not predicted from the example before it. What is left of a row is an example without loss.
+    Positions restart with each example. There is no mask: the model finds the borders in the
+    positions. The first token of an example is not predicted from the example before it. Padding at
+    the end of a row forms an example without loss.
     """
     longest = max(sum(len(tokens) for tokens, _ in row) for row in rows)
     shape = (len(rows), min(align_up(longest, 8), seq))
@@ -411,8 +433,14 @@ def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def open_dataset(folder: Path, *, seed: int) -> Dataset | None:
-    """The complete cache in a folder, or None if there is none; the source is not looked at."""
+def open_dataset(
+    folder: Path, *, seed: int, vocab_size: int | None = None, verified: bool = True
+) -> Dataset | None:
+    """Return the complete cache in a folder, or None if there is none.
+
+    The data files it was made from are not read. Every file of the cache is compared with its
+    checksum, and every token with the vocabulary, unless `verified` is False.
+    """
     try:
         meta = load_json(folder / "meta.json")
         if meta["version"] != FORMAT_VERSION:
@@ -433,43 +461,51 @@ def open_dataset(folder: Path, *, seed: int) -> Dataset | None:
         flat_bytes = 4 * dataset.summary.tokens
         sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "labels.bin")]
         complete = sizes == [flat_bytes] * 2 and len(dataset.offsets) == len(dataset) + 1
+        if not complete:
+            return None
+        if verified:
+            verify(folder, meta)
+            if vocab_size is not None:
+                for name in ("tokens.bin", "labels.bin"):
+                    check_token_ids(folder, name, vocab_size=vocab_size, ignore=IGNORE)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return dataset if complete else None
+    return dataset
 
 
 # -- Examples of several sequences of numbers each -------------------------------------------------
 #
-# Field NAME lies in NAME.bin, one example after the other, and where each begins in NAME.npy.
-# meta.json says their types and what was found; it is written last and marks a complete folder.
+# The examples of field NAME are concatenated in NAME.bin, and their offsets are in NAME.npy.
+# meta.json describes the types and the content. It is written last and marks a complete folder.
 
 
-VERSION = 1
-META = "meta.json"
-TYPES = {"i": "<i4", "f": "<f4"}  # of whole numbers, and of others
+VERSION = 2
+TYPES = {"i": "<i4", "f": "<f4"}  # types on disk of integers and of floating-point numbers
 
 Row = Mapping[str, np.ndarray]  # one example
 Batch = dict[str, Any]
 Draw = Callable[[Row, np.random.PCG64], Row]
-DRAWS = 1 << 32  # streams of random numbers, apart from those of the order
+DRAWS = 1 << 32  # keeps the random streams of `draw` apart from those of the order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """Examples in a seeded order; those of a step depend on nothing but the step. `collate` makes
-    a batch of some of them. `draw` is what is random about an example: drawn for each place of
-    each step, and once for evaluation."""
+    """Examples of several named sequences, in a seeded order; a batch depends only on the step.
+
+    `collate` makes a batch of some examples. `draw` applies random changes to an example. They
+    differ for each place of each step, and are the same in every evaluation.
+    """
 
     folder: Path
     seed: int
-    count: int  # of those on disk
-    types: Mapping[str, str]  # numpy's, by field
-    about: Mapping[str, Any]  # what the writer adds
+    count: int  # number of examples on disk
+    types: Mapping[str, str]  # numpy type of each field
+    about: Mapping[str, Any]  # additional entries of the writer
     collate: Callable[[Sequence[Row]], Batch] = field(compare=False, repr=False)
     draw: Draw | None = field(default=None, compare=False, repr=False)
-    members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all
-    sources: tuple[int, ...] = ()  # examples of each file, in their order
-    weights: tuple[float, ...] = ()  # of the files, where they have shares of their own
+    members: np.ndarray | None = field(default=None, compare=False)  # selected examples; None: all
+    sources: tuple[int, ...] = ()  # number of examples of each file
+    weights: tuple[float, ...] = ()  # shares of the files in a batch; empty if they have none
 
     @property
     def rendered(self) -> Mapping[str, str]:
@@ -481,7 +517,7 @@ class Fields:
         return self.count if self.members is None else len(self.members)
 
     def split(self, share: float) -> tuple[Fields, Fields]:
-        """What is trained on, and a share of the examples, chosen by the seed, that is not."""
+        """Return the examples to train on, and a held-out share of them chosen by the seed."""
         train, held = split(self._numbers, share, seed=self.seed)
         return replace(self, members=train), replace(self, members=held)
 
@@ -496,7 +532,7 @@ class Fields:
         return self._of(rows, [(step, place) for place in range(batch_size)])
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
-        """Every example once; long ones first, so that what does not fit shows at once."""
+        """Yield every example once, long ones first to detect running out of memory early."""
         lengths = np.max([self._lengths(name) for name in self.types], axis=0)
         rows = np.argsort(-lengths[self._numbers], kind="stable")
         for start in range(0, len(rows), batch_size):
@@ -507,7 +543,7 @@ class Fields:
         return int(self._lengths(name)[self._numbers].max())
 
     def example(self, number: int) -> dict[str, np.ndarray]:
-        """Of those on disk. Read, not mapped, as tokens are."""
+        """Return an example by its number on disk; the files are read instead of mapped."""
         found = {}
         for name, kind in self.types.items():
             begin, end = (4 * int(place) for place in self._offsets[name][number : number + 2])
@@ -517,7 +553,7 @@ class Fields:
         return found
 
     def _of(self, rows: np.ndarray, streams: Sequence[tuple[int, ...]]) -> Batch:
-        """`streams`: which random numbers each of them has."""
+        """Return a batch of rows; `streams` seeds the random changes of each row."""
         examples: list[Row] = [self.example(int(self._numbers[row])) for row in rows]
         if self.draw is not None:
             seeds = (np.random.SeedSequence([self.seed, DRAWS, *stream]) for stream in streams)
@@ -543,15 +579,18 @@ class Fields:
 
 @contextmanager
 def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterator[None]:
-    """Around the writing of `part`, files of `folder` by their final names: at its end all of them
-    are current, or none is left behind."""
+    """Make the files written in this block current together, or remove them on an error.
+
+    `part` maps final names in `folder` to the paths of the files that are written.
+    """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
-        for path in part.values():  # durable first, then the old mark away, the new mark last
+        # Make the files durable, remove the old meta.json, and move the new meta.json last.
+        for path in part.values():
             sync_path(path)
-        (folder / "meta.json").unlink(missing_ok=True)
+        (folder / META).unlink(missing_ok=True)
         for name, path in part.items():
             path.replace(folder / name)
         sync_folder(folder)
@@ -559,7 +598,7 @@ def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterat
         for path in part.values():
             with suppress(OSError):
                 path.unlink()
-        for empty in made:  # innermost first
+        for empty in made:  # The innermost folder is first.
             with suppress(OSError):
                 empty.rmdir()
         if isinstance(error, OSError):
@@ -578,8 +617,10 @@ def write_fields(
     folder: Path, parts: Iterable[tuple[Source, Iterable[Row]]], *,
     about: Callable[[], Mapping[str, Any]], show: Callable[[Row], Mapping[str, str]],
 ) -> None:  # fmt: skip
-    """The examples of several files, all or nothing; `about` is asked when all were seen, and
-    `show` has the first for people. They have the same fields."""
+    """Write the examples of several files, atomically; all must have the same fields.
+
+    `about` is called after all examples were read. `show` renders the first example as text.
+    """
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):
         types: dict[str, str] = {}
@@ -613,13 +654,18 @@ def write_fields(
         }  # fmt: skip
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
-            file.write(json.dumps(meta, indent=1).encode() + b"\n")
+            file.write(sealed(meta, part))
 
 
 def open_fields(
-    folder: Path, *, seed: int, collate: Callable[[Sequence[Row]], Batch], draw: Draw | None = None
-) -> Fields | None:
-    """The complete examples in a folder, or None; where they came from is not looked at."""
+    folder: Path, *, seed: int, collate: Callable[[Sequence[Row]], Batch],
+    draw: Draw | None = None, verified: bool = True,
+) -> Fields | None:  # fmt: skip
+    """Return the complete examples in a folder, or None if there are none.
+
+    The data files they were made from are not read. Every file is compared with its checksum unless
+    `verified` is False.
+    """
     try:
         meta = load_json(folder / META)
         if meta["version"] != VERSION:
@@ -637,13 +683,15 @@ def open_fields(
             and (folder / f"{name}.bin").stat().st_size == 4 * int(places[-1])
             for name, places in found._offsets.items()
         )
+        if whole and verified:
+            verify(folder, meta)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
     return found if whole and found.count and found.types else None
 
 
 def padded(rows: Sequence[np.ndarray], *, value: float, most: int) -> np.ndarray:
-    """Rows of one length: the longest, rounded up to 8 but not past `most`."""
+    """Return rows padded to the longest, rounded up to a multiple of 8 but not past `most`."""
     longest = max(map(len, rows))
     width = max(longest, min(-(-longest // 8) * 8, most))
     wide = np.float32 if rows[0].dtype.kind == "f" else np.int64

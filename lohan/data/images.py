@@ -1,11 +1,10 @@
-"""Images as data: folders of images or latents as arrays on disk, and conversations with images."""
+"""Image data: folders of images or latents as arrays on disk, and conversations with images."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import io
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from lohan.data import dataset
+from lohan.data.checksums import META, sealed, verify
 from lohan.data.dataset import (
     IGNORE,
     REBUILD,
@@ -36,21 +36,21 @@ from lohan.errors import DataError, ModelError, first_line
 from lohan.util.files import checked, load_json, usable_path
 from lohan.util.units import counted
 
-# -- A folder of images or latents, walked: one example a file, with its companions ---------------
+# -- Reading a folder of images or latents: one example per file, with companion arrays ------------
 #
 #     DATA/CLASS/a.png                      an image
 #     DATA/CLASS/a.npy                      a latent, channels first
 #     DATA/a.npy a.encoder_hidden_states.npy a.pooled_projections.npy
 #     DATA/a.safetensors                    `latents` and any of these, by name, or `class_labels`
 #
-# The folder below DATA is the class, if the file does not say it: its number, if all of them are
-# numbers, else its place among them in the order of the alphabet.
+# If the file does not give the class, the folder below DATA does. If the names of all such folders
+# are numbers, the number is the class; otherwise, it is the folder's place in alphabetical order.
 
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LATENTS = (".npy", ".safetensors")
 LATENT = "latents"
-MOST_PIXELS = 64 * 10**6  # an image takes 4 bytes a pixel, some three times over
+MOST_PIXELS = 64 * 10**6  # decoding takes about 12 bytes per pixel
 CLASS = "class_labels"
 
 OnProgress = Callable[[int, int], None]
@@ -59,7 +59,7 @@ OnProgress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Sample:
     path: Path
-    group: str  # the folder below the data's own, "" if there is none
+    group: str  # name of the folder directly below the data folder, or ""
 
     @property
     def is_image(self) -> bool:
@@ -69,8 +69,10 @@ class Sample:
 def find_samples(
     folder: Path, *, companions: Sequence[str], option: str = "--data"
 ) -> list[Sample]:
-    """All examples, in the order of their names. `companions` are the names of other arrays
-    that an example may have."""
+    """Return all examples in a folder, sorted by path.
+
+    `companions` are the names of other arrays that an example may have.
+    """
     if not folder.exists():
         raise DataError(f"{folder}: no such folder; check {option}")
     if not folder.is_dir():
@@ -98,7 +100,7 @@ def find_samples(
 
 
 def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
-    """Folder -> class."""
+    """Map each folder name to its class number."""
     names = sorted({sample.group for sample in samples if sample.group})
     if not names:
         return {}
@@ -117,7 +119,7 @@ def read_samples(
     samples: Sequence[Sample], *, companions: Sequence[str], classes: dict[str, int] | None,
     of_image: Callable[[Path], np.ndarray], progress: OnProgress,
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:  # fmt: skip
-    """The arrays of every example, with its place."""
+    """Yield the place and the arrays of every example."""
     progress(0, len(samples))
     for number, sample in enumerate(samples):
         arrays = _arrays(sample, companions, of_image)
@@ -171,8 +173,11 @@ def _array(path: Path) -> np.ndarray:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """An array that fills its file: what the header announces is compared with the file's size
-    before there is memory for it. ValueError if it is anything else; no pickles, no archives."""
+    """Read a .npy file whose array fills it exactly, without pickles.
+
+    The size that the header announces is compared with the file's size before memory is allocated.
+    Raise ValueError for any other file.
+    """
     from numpy.lib import format as npy
 
     with path.open("rb") as file:
@@ -211,7 +216,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         raise DataError(
             f"{path}: not a safetensors file ({first_line(error)}); write it again"
         ) from None
-    wide = {  # numpy has no bfloat16
+    wide = {  # Convert bfloat16, which numpy does not have.
         name: tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
         for name, tensor in found.items()
     }
@@ -230,7 +235,7 @@ def _checked(path: Path, name: str, array: np.ndarray) -> np.ndarray:
 
 
 def square(path: Path, size: int) -> np.ndarray:
-    """The middle of an image, `size` pixels wide and high, channels first, from -1 to 1."""
+    """Return the central square of an image, resized to `size`, channels first, from -1 to 1."""
     image = open_image(path)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
@@ -250,7 +255,7 @@ def open_image(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # From memory: a decoder that reads as much as a file announces gets what is there.
+            # Decode from memory, so that a decoder cannot read more than the file contains.
             with Image.open(io.BytesIO(path.read_bytes())) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise Image.DecompressionBombError
@@ -269,21 +274,20 @@ def open_image(path: Path) -> Any:
         ) from None
 
 
-# -- Examples of named arrays on disk, all of one shape, and those of any step ---------------------
+# -- Examples of named arrays of fixed shape on disk -----------------------------------------------
 #
-# Field NAME lies in NAME.bin, one record after the other; meta.json says type and shape, and is
-# written last: it marks a complete folder.
+# The records of field NAME are concatenated in NAME.bin. meta.json describes type and shape. It is
+# written last and marks a complete folder.
 
 
-RECORDS_VERSION = 1
-META = "meta.json"
+RECORDS_VERSION = 2
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Field:
-    """What every record of a name is: numpy's name of its type, and its shape."""
+    """The numpy type and the shape of every record of a field."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -295,26 +299,26 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Examples in a seeded order; those of a step depend on nothing but the step."""
+    """Examples in a seeded order; those of a step depend only on the step."""
 
     folder: Path
     seed: int
-    count: int  # of those on disk
+    count: int  # number of examples on disk
     fields: Mapping[str, Field]
-    about: Mapping[str, Any] = field(default_factory=dict)  # what the writer adds
-    members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all
+    about: Mapping[str, Any] = field(default_factory=dict)  # additional entries
+    members: np.ndarray | None = field(default=None, compare=False)  # selected examples; None: all
 
     def __len__(self) -> int:
         return self.count if self.members is None else len(self.members)
 
     def split(self, share: float) -> tuple[Records, Records]:
-        """What is trained on, and a share of the examples, chosen by the seed, that is not."""
+        """Return the examples to train on, and a held-out share of them chosen by the seed."""
         whole = np.arange(self.count) if self.members is None else self.members
         train, held = dataset.split(whole, share, seed=self.seed)
         return replace(self, members=train), replace(self, members=held)
 
     def of_step(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
-        """The examples of a step, stacked."""
+        """Return the examples of a step, stacked."""
         return self.stacked(dataset.rows_of(self.seed, step, batch_size, len(self)).tolist())
 
     def stacked(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
@@ -325,7 +329,7 @@ class Records:
         }
 
     def _read(self, name: str, kind: Field, number: int) -> np.ndarray:
-        """Read, not mapped, as tokens are."""
+        """Read one record; the file is read instead of mapped, as in `Dataset.example`."""
         path = self.folder / f"{name}.bin"
         data = dataset.read_exactly(path, offset=number * kind.nbytes, nbytes=kind.nbytes)
         return np.frombuffer(data, dtype=kind.dtype).reshape(kind.shape)
@@ -334,7 +338,7 @@ class Records:
 def write_records(
     folder: Path, examples: Iterable[tuple[str, Arrays]], *, seed: int, about: Mapping[str, Any]
 ) -> Records:
-    """Writes examples, each with the place that it comes from, and opens them; all or nothing."""
+    """Write examples, given with their places, atomically, and open them."""
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):
         fields, count = _write(folder, examples, part)
@@ -344,7 +348,7 @@ def write_records(
         }  # fmt: skip
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
-            file.write(json.dumps(meta, indent=1).encode() + b"\n")
+            file.write(sealed(meta, part))
     found = open_records(folder, seed=seed)
     if found is None:
         raise DataError(f"{folder}: does not hold what was just written there; {REBUILD}")
@@ -374,8 +378,7 @@ def _write(
 
 
 def plain(array: np.ndarray) -> np.ndarray:
-    """Little-endian, and as wide as batches have it at most: half or single precision, or whole
-    numbers of 64 bits."""
+    """Convert an array to little-endian half precision, single precision or 64-bit integers."""
     if array.dtype.kind == "f":
         return array.astype("<f2" if array.dtype.itemsize == 2 else "<f4")
     return array.astype("<i8")
@@ -403,7 +406,10 @@ def _words(kind: Field) -> str:
 
 
 def open_records(folder: Path, *, seed: int) -> Records | None:
-    """The complete records in a folder, or None; where they came from is not looked at."""
+    """Return the complete records in a folder, or None if there are none.
+
+    Every file is compared with its checksum. The samples they were made from are not read.
+    """
     try:
         meta = load_json(folder / META)
         if meta["version"] != RECORDS_VERSION:
@@ -415,9 +421,11 @@ def open_records(folder: Path, *, seed: int) -> Records | None:
             about=checked(meta["about"], dict[str, Any], "about"),
         )  # fmt: skip
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in fields}
+        whole = all(sizes[name] == found.count * kind.nbytes for name, kind in fields.items())
+        if whole:
+            verify(folder, meta)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = all(sizes[name] == found.count * kind.nbytes for name, kind in fields.items())
     return found if whole and found.count else None
 
 
@@ -426,18 +434,21 @@ def open_records(folder: Path, *, seed: int) -> Records | None:
 #     images: [files], messages: [...]       content as text with <image>, or as parts
 #     image: file, conversations: [...]      turns of `from` and `value`
 #
-# What a model is given is made by the processor of its folder. The texts are kept, pixels are not:
-# images are read again for every batch, and must be what they were when the run began.
+# The processor in the model folder prepares the inputs of the model. Texts are stored, but pixels
+# are not: images are read again for every batch and must not change during a run.
 
 
-SIDE = 448  # pixels of an image where there is no data
-MARK = "<image>"  # where an image stands in a text
-ROWS = "rows"  # of a batch: what it was made by, and of which examples
+SIDE = 448  # side length in pixels of the image in `Conversations.example`
+MARK = "<image>"  # placeholder of an image in a text
+ROWS = "rows"  # key in a batch: the Conversations and the examples that it was made from
 
 
 def load_processor(folder: Path) -> Any:
-    """The processor of a model folder; nothing is fetched from a network. Without torchvision some
-    have none for videos, which are not read here."""
+    """Load the processor of a model folder without network access.
+
+    Without torchvision, some processors have no video processor. They are loaded without it,
+    because videos are not read.
+    """
     import transformers
 
     auto: Any = transformers.AutoProcessor
@@ -446,7 +457,7 @@ def load_processor(folder: Path) -> Any:
     except Exception as error:
         try:
             return _images_only(folder)
-        except Exception:  # the first says more
+        except Exception:  # The first error is more informative.
             raise ModelError(
                 f"{folder}: its processor cannot be loaded: {first_line(error)}; copy the original "
                 "model's processor and tokenizer files into it, or install torchvision"
@@ -480,7 +491,7 @@ def _images_only(folder: Path) -> Any:
 
 
 def load_image_processor(folder: Path) -> Any:
-    """That of a model folder; nothing is fetched from a network."""
+    """Load the image processor of a model folder without network access."""
     import transformers
 
     auto: Any = transformers.AutoImageProcessor
@@ -495,7 +506,7 @@ def load_image_processor(folder: Path) -> Any:
 
 @dataclass
 class ImageFiles:
-    """Images by number, each read when it is needed, and refused if it has changed."""
+    """Images by number; each is read when it is needed, and refused if it has changed."""
 
     files: list[tuple[str, str]] = field(default_factory=list)  # path and digest
     _known: dict[str, int] = field(default_factory=dict)
@@ -513,14 +524,14 @@ class ImageFiles:
         return self._known[name]
 
     def take(self, name: str, digest: str) -> int:
-        """Of one that was found by another process."""
+        """Add an image that another process has checked, and return its number."""
         if name not in self._known:
             self._known[name] = len(self.files)
             self.files.append((name, digest))
         return self._known[name]
 
     def restore(self, about: Mapping[str, Any]) -> None:
-        """What a run has found before."""
+        """Restore the list of images that was stored with the data."""
         known = checked(about["files"], list[tuple[str, str]], "files")
         self.files = [(name, digest) for name, digest in known]
 
@@ -534,10 +545,13 @@ class ImageFiles:
 
 @dataclass
 class Conversations:
-    """A processor, the images that were met, and what became of the examples."""
+    """Converts conversations with images to examples and batches.
+
+    Holds the processor, the images found so far, and counts of cut and dropped examples.
+    """
 
     processor: Any
-    folder: Path  # of the model
+    folder: Path  # the model folder
     seq: int
     template: str | None = None
     images: ImageFiles = field(default_factory=ImageFiles)
@@ -556,7 +570,7 @@ class Conversations:
             self._encoder = Encoder(self.folder, tokenizer=own)
         return self._encoder
 
-    # -- in other processes, where the processor is loaded again ----------------------------------
+    # -- Copies in other processes, which load the processor themselves ---------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "processor": None, "_encoder": None, "images": ImageFiles()}
@@ -571,10 +585,10 @@ class Conversations:
     def count(self, more: Sequence[int]) -> None:
         self.cut, self.dropped = self.cut + more[0], self.dropped + more[1]
 
-    # -- a row of a file --------------------------------------------------------------------------
+    # -- Encoding a row of a file -----------------------------------------------------------------
 
     def shown(self, row: Row) -> dict[str, str]:
-        """An example for people: the conversation up to the first answer, and from there on."""
+        """Return an example as text, divided at the first answer."""
         text, labels = _text(row), row["labels"]
         first = int(np.argmax(labels != IGNORE))
         decode = self.encoder.tokenizer(str(self.folder)).decode
@@ -589,7 +603,7 @@ class Conversations:
         }  # fmt: skip
 
     def encode(self, row: dict[str, Any], source: Path, place: str) -> Row | None:
-        """None if nothing is left to learn from."""
+        """Return the example of a row, or None if nothing is left to train on."""
         messages, images = self._conversation(row, source, place)
         plain, labels = self.encoder.chat(messages, place=place)
         text = self.encoder.rendered(messages, place=place)
@@ -624,7 +638,7 @@ class Conversations:
             wrong = next(name for name in names if not isinstance(name, str))
             raise DataError(f"{place}: an image is {kind_of(wrong)}; give the name of its file")
         marks = sum(part["type"] == "image" for message in messages for part in message["content"])
-        if not marks and names:  # at the beginning, as most models have it
+        if not marks and names:  # Put images first, as most models do.
             first = next((m for m in messages if m["role"] == "user"), messages[0])
             first["content"] = [*({"type": "image"} for _ in names), *first["content"]]
         elif marks != len(names):
@@ -634,10 +648,10 @@ class Conversations:
             )
         return messages, [source.parent / name for name in names]
 
-    # -- a batch ----------------------------------------------------------------------------------
+    # -- Batches ----------------------------------------------------------------------------------
 
     def tokens(self, texts: list[str], images: list[list[int]]) -> Any:
-        """What the processor makes of some conversations."""
+        """Return the processor's output for some conversations."""
         found = [[self.images.opened(number) for number in numbers] for numbers in images]
         given = {"images": [one for one in found if one]} if any(found) else {}
         try:
@@ -645,7 +659,7 @@ class Conversations:
                 text=texts, **given, padding=True, padding_side="right", add_special_tokens=False,
                 return_tensors="pt",
             )  # fmt: skip
-        except Exception as error:  # they raise what they like: StopIteration, for an odd mark
+        except Exception as error:  # Processors may raise anything, even StopIteration.
             raise DataError(
                 f"the processor of {self.folder} refuses a conversation: {first_line(error)}; "
                 f"it begins {texts[0][:80]!r}"
@@ -662,7 +676,7 @@ class Conversations:
         return batch | {"labels": torch.from_numpy(labels), ROWS: (self, list(rows))}
 
     def example(self, rows: int) -> Batch:
-        """Questions about a grey square, as long as they may be."""
+        """Return a batch of questions about a grey square, padded to the maximum length."""
         from PIL import Image
 
         asked = [{"type": "image"}, {"type": "text", "text": "?"}]
@@ -680,7 +694,7 @@ class Conversations:
 
 
 def _message(turn: Any, names: list[Any], place: str) -> dict[str, Any]:
-    """With its content in parts."""
+    """Check a message, and return it with its content as a list of parts."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise DataError(f"{place} must be an object with role and content")
     content = turn.get("content")
@@ -711,7 +725,7 @@ def _part(part: dict[str, Any], names: list[Any], place: str) -> dict[str, Any]:
 
 
 def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
-    """Labels for the tokens of the processor, which has put many in the place of each image."""
+    """Align labels with the processor's tokens, which have many tokens in place of each image."""
     made = np.full(len(ids), IGNORE, dtype=np.int64)
     at = 0
     for token, label in zip(*plain, strict=True):
@@ -728,8 +742,10 @@ def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
 
 
 def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) -> bool:
-    """Whether all tokens that stand for images are among the shortened ones: such as come more
-    often than in the text."""
+    """Return whether truncation has kept all tokens that represent images.
+
+    Image tokens are those that occur more often than in the text.
+    """
     tokens, counts = np.unique(ids, return_counts=True)
     if len(shortened) == len(ids):
         return True
@@ -742,13 +758,13 @@ def _text(row: Row) -> str:
     return bytes(row["text"].astype(np.uint8)).decode()
 
 
-LEAST = 2**20  # bytes of a file from which on processes are worth their start: images take time
+LEAST = 2**20  # minimum file size for several processes; low, because images take long to process
 
 
 def rows_with_images(
     rows: Iterator[tuple[str, dict[str, Any]]], source: Path, made: Conversations
 ) -> Iterator[Row]:
-    """As they are read, of large files by several processes."""
+    """Yield the examples of rows; large files are encoded by several processes."""
     work = partial(_encoded, source)
     for example, files in mapped(work, rows, made, processes_for(source, least=LEAST)):
         numbers = [made.images.take(*file) for file in files]
@@ -759,7 +775,7 @@ def rows_with_images(
 def _encoded(
     source: Path, made: Conversations, row: tuple[str, dict[str, Any]]
 ) -> tuple[Row | None, list[tuple[str, str]]]:
-    """An example, if it is one, and the images that it has, which are numbered elsewhere."""
+    """Return the example of a row, or None, and its images, which the caller numbers."""
     place, values = row
     given = {key: value for key, value in values.items() if value is not None}
     example = made.encode(given, source, place)

@@ -1,6 +1,7 @@
-"""Data files as examples: text, lines and lists of JSON, comma-separated values, tables.
+"""Reading examples from data files: text, JSON lines and lists, CSV, and tables.
 
-Files are read as they are tokenised and never held whole; large ones by several processes.
+Files are tokenised while they are read and are never in memory as a whole. Large files are
+tokenised by several processes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from lohan.util.files import BadJson, NotJson, check_depth, parse_json
 
 # -- Tables of the datasets package ----------------------------------------------------------------
 #
-# A folder that `save_to_disk` wrote, .parquet and .arrow files.
-#
-# Rows are read one batch at a time and not copied anywhere.
+# A table is a folder written by `save_to_disk`, a .parquet file or an .arrow file. Rows are read in
+# batches and are not copied to other files.
 
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
-ROWS = 256  # at a time
+ROWS = 256  # number of rows read at a time
 SPLIT = "train"
 
 OnProgress = Callable[[int, int], None]
@@ -44,12 +44,12 @@ def is_table(source: Path) -> bool:
 
 
 def is_saved(source: Path) -> bool:
-    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    """Return whether a folder was written by `save_to_disk` of a Dataset or DatasetDict."""
     return any((source / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def files_of(source: Path) -> list[Path]:
-    """All that decides the rows."""
+    """Return all files that determine the rows."""
     if source.is_dir() and not is_saved(source):
         return data_files(source)
     return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
@@ -62,8 +62,10 @@ _TRAIN, _OTHER = (
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The files of a folder of data, as `hf download` leaves it: those of the split for training,
-    in the order of their names. None in a folder without any."""
+    """Return the training files of a data folder, as `hf download` leaves it, sorted by name.
+
+    The list is empty if the folder holds no data files.
+    """
     kinds = [suffix for suffix in SUFFIXES if suffix != ".txt"]
     found = sorted(
         path for path in folder.rglob("*")
@@ -90,14 +92,17 @@ _ABOUT_DATA = ("dataset_infos.json", "dataset_info.json", "state.json")
 
 
 def suffix_of(source: Path) -> str:
-    """The kind of a file by its name; a packed one has that of what is in it."""
+    """Return the suffix of a file's name, without the suffix of the compression."""
     name = source.name.lower()
     return Path(name.removesuffix(PACKED)).suffix
 
 
 @contextmanager
 def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """The bytes of a file, unpacked, and how far it is read, of its size."""
+    """Yield the decompressed content of a file, and a function that returns the position.
+
+    The position counts compressed bytes, so that it is comparable to the file's size.
+    """
     with source.open("rb") as raw:
         if not source.name.lower().endswith(PACKED):
             yield raw, raw.tell
@@ -112,7 +117,7 @@ def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 def table_rows(source: Path, report: OnProgress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, row) of each example. Columns without a value are left out."""
+    """Yield (place, row) of each example, without the columns that have no value."""
     try:
         total, rows = _open(source)
         for number, row in enumerate(rows, 1):
@@ -120,7 +125,7 @@ def table_rows(source: Path, report: OnProgress) -> Iterator[tuple[str, dict[str
             report(number, total)
     except DataError:
         raise
-    except Exception as error:  # readers of tables raise what they like: ArrowException, TypeError
+    except Exception as error:  # Table readers may raise any exception.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{source}: cannot be read as a table: {first}; write it again with save_to_disk or "
@@ -157,17 +162,17 @@ def _open(source: Path) -> tuple[int, Iterator[dict[str, Any]]]:
     return len(found), iter(found)
 
 
-# -- A data file as examples, one by one, each with the place it stands at for messages ------------
+# -- Examples of a data file, each with its place in the file for messages -------------------------
 
 
 PACKED = ".gz"
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", *TABLE_SUFFIXES)
 TEXT_BLOCK_BYTES = 2**18
 JSON_BLOCK_BYTES = 2**20
-FIELD_BYTES = 2**26  # the longest value of a .csv file
-TOGETHER = 64  # rows that a process tokenises at a time
-PARALLEL_BYTES = 32 * 2**20  # files from this size on are worth the start of processes
-PROCESSES = 4  # each takes some 300 MiB
+FIELD_BYTES = 2**26  # maximum length of a value in a .csv file
+TOGETHER = 64  # number of rows that are sent to a process at a time
+PARALLEL_BYTES = 32 * 2**20  # minimum file size for which starting processes pays off
+PROCESSES = 4  # maximum number of processes; each takes about 300 MiB
 START = "spawn"
 
 Row = tuple[str, dict[str, Any]]
@@ -177,7 +182,7 @@ def read_examples(
     source: Path, *, encoder: Encoder, seq: int, progress: OnProgress | None,
     preferences: bool = False,
 ) -> Iterator[tuple[str, Unit]]:  # fmt: skip
-    """(where it stands, tokens and labels) of each example, whatever the file's kind."""
+    """Yield (place, tokens and labels) of each example of a file of any kind."""
     report = progress or (lambda done, total: None)
     processes = processes_for(source)
     if suffix_of(source) == ".txt":
@@ -195,7 +200,7 @@ def read_examples(
 
 
 class Progress:
-    """How far a file is read; that it is at its end is told once, when all of it is used."""
+    """Reports progress, and reports the end only once, after all rows were used."""
 
     def __init__(self, report: OnProgress) -> None:
         self._report, self._total = report, 1
@@ -208,8 +213,17 @@ class Progress:
         self._report(self._total, self._total)
 
 
+def count_rows(source: Path) -> int:
+    """Return the number of examples in a data file."""
+    if suffix_of(source) == ".txt":
+        raise DataError(
+            f"{source}: a text is cut by tokens, so its examples are not counted; give --examples N"
+        )
+    return sum(1 for _ in read_rows(source, lambda done, total: None))
+
+
 def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
-    """(where it stands, object) of each row of a file that has rows."""
+    """Yield (place, object) of each row of a file that has rows."""
     progress = Progress(report)
     yield from _rows_of(source, progress)
     progress.end()
@@ -237,7 +251,7 @@ def _folder_rows(files: list[Path], report: OnProgress) -> Iterator[Row]:
         yield from read_rows(file, part)
 
 
-# -- tokens, by one process or several -------------------------------------------------------------
+# -- Tokenising by one process or several ----------------------------------------------------------
 
 
 Item = TypeVar("Item")
@@ -261,17 +275,17 @@ def _block_ids(encoder: Encoder, block: tuple[str, str]) -> list[int]:
 
 
 class Worker(Protocol):
-    """What makes examples of rows. Each process has one of its own, loaded there."""
+    """An object that converts rows to examples; each process has a copy of its own."""
 
     def counts(self) -> tuple[int, ...]:
-        """What it has counted so far."""
+        """Return the current values of its counters."""
 
     def count(self, more: Sequence[int]) -> None:
-        """Adds what another has counted."""
+        """Add the counts of another worker."""
 
 
 def processes_for(source: Path, *, least: int = PARALLEL_BYTES) -> int:
-    """Worth their start where a file has so many bytes."""
+    """Return the number of processes to use: one for files of less than `least` bytes."""
     size = sum(file.stat().st_size for file in files_of(source))
     return min(PROCESSES, os.cpu_count() or 1) if size >= least else 1
 
@@ -279,12 +293,13 @@ def processes_for(source: Path, *, least: int = PARALLEL_BYTES) -> int:
 def mapped(
     work: Callable[[Made_by, Item], Made], items: Iterable[Item], worker: Made_by, processes: int
 ) -> Iterator[Made]:
-    """`work` of every item, in their order, by one process or several."""
+    """Yield `work(worker, item)` of every item, in order, computed by one process or several."""
     if processes == 1:
         yield from (work(worker, item) for item in items)
         return
     with ExitStack() as stack:
-        # Not forked: torch's threads may hold locks. Few items are in flight, so memory stays flat.
+        # Processes are not forked, because threads of torch may hold locks. The number of pending
+        # results is limited to bound memory use.
         context = multiprocessing.get_context(START)
         pool = stack.enter_context(context.Pool(processes, _start_worker, (worker,)))
         pending: list[Any] = []
@@ -297,7 +312,7 @@ def mapped(
             yield from _finished(result, worker)
 
 
-_worker: Worker  # of a process
+_worker: Worker  # the worker of this process
 
 
 def _start_worker(worker: Worker) -> None:
@@ -313,7 +328,7 @@ def _work_on(
     return made, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
 
 
-WORKER_DEADLINE_S = 600.0  # for some dozens of rows
+WORKER_DEADLINE_S = 600.0  # for TOGETHER rows
 
 
 def _finished(result: Any, worker: Worker) -> list[Any]:
@@ -328,11 +343,11 @@ def _finished(result: Any, worker: Worker) -> list[Any]:
     return list(made)
 
 
-# -- text ------------------------------------------------------------------------------------------
+# -- Text ------------------------------------------------------------------------------------------
 
 
 def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
-    """The text in blocks that end between two words, so that tokens are those of the whole."""
+    """Yield the text in blocks that end between words, so that the tokens do not change."""
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
@@ -366,7 +381,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 def _examples_of(
     blocks: Iterator[list[int]], *, encoder: Encoder, seq: int, source: Path
 ) -> Iterator[list[int]]:
-    """One token stream cut into examples of `seq` tokens; the last may be shorter."""
+    """Cut a token stream into examples of `seq` tokens; the last may be shorter."""
     stream: list[int] | None = None
     for block in blocks:
         if stream is None:
@@ -380,11 +395,11 @@ def _examples_of(
         yield stream
 
 
-# -- rows ------------------------------------------------------------------------------------------
+# -- Rows ------------------------------------------------------------------------------------------
 
 
 def _begins_a_list(source: Path) -> bool:
-    """A .jsonl file that holds one list of objects, as some tools write it."""
+    """Return whether a file begins with a JSON list, as some tools write .jsonl files."""
     with opened(source) as (file, _):
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
@@ -428,7 +443,7 @@ def _as_object(row: Any, *, place: str) -> dict[str, Any]:
 
 
 def _json_rows(source: Path, report: OnProgress) -> Iterator[Row]:
-    """Items of a JSON list, one by one."""
+    """Yield the items of a JSON list."""
     items = JsonItems(source)
     for number, item in enumerate(items, 1):
         place = f"{source}, item {number}"
@@ -437,13 +452,13 @@ def _json_rows(source: Path, report: OnProgress) -> Iterator[Row]:
 
 
 class JsonItems:
-    """The items of a list in a file, read block by block."""
+    """The items of a JSON list in a file, which is read block by block."""
 
     def __init__(self, source: Path) -> None:
         self.source, self.size, self.done = source, source.stat().st_size, 0
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at = "", 0  # not yet parsed from `_at` on
-        self._line, self._column = 1, 0  # of the text's beginning
+        self._text, self._at = "", 0  # the current text, and the position of the next character
+        self._line, self._column = 1, 0  # position of the start of `_text` in the file
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -469,7 +484,7 @@ class JsonItems:
                 raise self._wrong("Extra data", self._at)
 
     def _next(self) -> str:
-        """The next character that is not white space; "" at the end."""
+        """Peek at the next character that is not white space; return "" at the end."""
         while True:
             found = _NOT_SPACE.search(self._text, self._at)
             if found is not None:
@@ -483,7 +498,7 @@ class JsonItems:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-                # A number may go on in the next block.
+                # A number may continue in the next block.
                 if end < len(self._text) or self._ended or not self._read_more():
                     break
             except json.JSONDecodeError as error:
@@ -500,7 +515,7 @@ class JsonItems:
         return value
 
     def _read_more(self) -> bool:
-        """Reads another block, as large as what could not be parsed so far; False at the end."""
+        """Read another block, at least as large as the unparsed text; return False at the end."""
         if self._ended:
             return False
         self._line, self._column = self._place(self._at)
@@ -535,7 +550,7 @@ _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def _csv_rows(source: Path, report: OnProgress, delimiter: str) -> Iterator[Row]:
-    """Rows of a file whose first line names the columns."""
+    """Yield the rows of a file whose first line names the columns."""
     total = source.stat().st_size
     csv.field_size_limit(FIELD_BYTES)
     with opened(source) as (raw, position), io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:

@@ -1,13 +1,12 @@
-"""Rows of a file as inputs and answers: text to text, classes, answers in a context, masked words,
-and preferences between answers.
+"""Converting rows of a file to inputs and answers for supervised tasks.
 
-input, target                   text to text; or prompt+completion and others of PAIRS
-text, label                     a class by its number or name; two texts as sentence1+sentence2
-tokens, tags                    words and the class of each
-question, context, answers      where in the context the answer stands
-text                            words that are to be guessed, chosen again in every step
-prompt, chosen, rejected        texts or messages; the prompt may be the part both share
-prompt, completion, label       true where the completion is wanted
+input, target                 text to text; or prompt+completion and others of PAIRS
+text, label                   a class by number or name; two texts as sentence1+sentence2
+tokens, tags                  words and the class of each
+question, context, answers    the position of the answer in the context
+text                          masked language modelling; masked words differ in every step
+prompt, chosen, rejected      texts or messages; the prompt may be the part both share
+prompt, completion, label     true if the completion is desirable
 """
 
 from __future__ import annotations
@@ -56,21 +55,21 @@ TAGS = ("tags", "ner_tags", "pos_tags", "labels")
 ASKED = ("question", "context")
 ANSWERS = ("answers", "answer")
 TOKENS = ("input_ids", "token_type_ids")
-OVERLAP = 128  # tokens that a window of a long context has in common with the one before
+OVERLAP = 128  # number of tokens that consecutive windows of a long context share
 
 
 @dataclass(frozen=True)
 class Classes:
-    """What a model tells apart."""
+    """The classes that a model predicts."""
 
-    numbers: Mapping[str, int]  # by name
-    count: int  # 1 if a number is to be predicted
-    several: bool  # whether an example may be of several
+    numbers: Mapping[str, int]  # class name -> class number
+    count: int  # number of classes; 1 if the model predicts a number (regression)
+    several: bool  # whether an example may belong to several classes
 
     def number_of(self, value: Any, place: str) -> int:
         known = self.numbers.get(value) if isinstance(value, str) else value
         if known is None and isinstance(value, str) and value.isdecimal() and len(value) < 10:
-            known = int(value)  # of a table of text
+            known = int(value)  # The values of a .csv file are text.
         if isinstance(known, bool):
             known = int(known)
         if not isinstance(known, int) or not 0 <= known < self.count:
@@ -82,7 +81,7 @@ class Classes:
         return known
 
     def describe(self, labels: Sequence[float]) -> str:
-        """Of an example, by name where they have one."""
+        """Return the classes of an example as text, by name if they have one."""
         names = {number: name for name, number in self.numbers.items()}
         if self.several:
             return ", ".join(names.get(n, str(n)) for n, on in enumerate(labels) if on) or "none"
@@ -92,7 +91,7 @@ class Classes:
 
 
 def classes_of(config: Any) -> Classes:
-    """Of a model, by its config."""
+    """Return the classes of a model, given its config."""
     names = {str(name): int(number) for number, name in (config.id2label or {}).items()}
     several = getattr(config, "problem_type", None) == "multi_label_classification"
     return Classes(names, int(config.num_labels), several)
@@ -100,8 +99,10 @@ def classes_of(config: Any) -> Classes:
 
 @dataclass
 class Texts:
-    """The tokenizer of a model, and what its tokens and classes may be. `limit` is the longest
-    sequence that it takes; longer ones are cut, and counted."""
+    """The tokenizer of a model, and the limits of its tokens and classes.
+
+    `limit` is the longest sequence that the model accepts. Longer ones are truncated and counted.
+    """
 
     encoder: Encoder
     limit: int
@@ -116,7 +117,7 @@ class Texts:
         self.cut += more[0]
 
     def encoded(self, place: str, *texts: Any, **how: Any) -> Any:
-        """As the tokenizer has it, with its special tokens."""
+        """Return the tokenizer's output for the texts, with special tokens."""
         for text in (*texts, *how.values()):
             for part in text if isinstance(text, list) else [text]:
                 if isinstance(part, str):
@@ -138,8 +139,10 @@ class Texts:
             )
 
     def windows(self, place: str, *texts: str, overlap: int = 0, **how: Any) -> Any:
-        """As many sequences as it takes, each with special tokens; the last of two texts is what
-        goes on from one to the next."""
+        """Return the texts as one or more sequences, each with special tokens.
+
+        If there are two texts, the first is repeated in every sequence and the second is divided.
+        """
         for text in texts:
             check_characters(text, "a text", place=place)
         tokenizer = self.encoder.tokenizer(place)
@@ -165,7 +168,7 @@ def _array(values: list[int]) -> np.ndarray:
 
 
 def _tokens(made: Any) -> dict[str, np.ndarray]:
-    """All that the tokenizer says of each token; masks are made of lengths."""
+    """Return the tokenizer's arrays with one entry per token; masks are derived from lengths."""
     return {name: _array(values) for name, values in made.items() if name in TOKENS}
 
 
@@ -177,7 +180,7 @@ def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
 
 
 def _keys(row: dict[str, Any], known: tuple[Any, ...], place: str, what: str) -> Any:
-    """The first of `known` that the row has: a key, or several."""
+    """Return the first entry of `known`, a key or a tuple of keys, that the row has."""
     for keys in known:
         if all(key in row for key in ((keys,) if isinstance(keys, str) else keys)):
             return keys
@@ -206,7 +209,7 @@ def encode_class(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]
 
 
 def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
-    """A class, several as ones among zeros, or a number."""
+    """Return a class number, a multi-hot vector of classes, or the number to predict."""
     value = row[_keys(row, LABELS, place, "label")]
     if classes.several:
         listed = value if isinstance(value, list) else [value]
@@ -224,7 +227,7 @@ def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
 
 
 def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
-    """A word's class stands at its first token."""
+    """Return an example with the class of each word as the label of the word's first token."""
     words, tags = row.get("tokens", row.get("words")), row[_keys(row, TAGS, place, "tags")]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise DataError(f"{place}: tokens must be a list of words, got {kind_of(words)}")
@@ -251,8 +254,11 @@ def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
 
 
 def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
-    """A window of the context at a time; where it does not hold all of the answer, or there is
-    none, the first token stands for that."""
+    """Return one example per window of the context.
+
+    If there is no answer, or a window does not contain all of it, the positions point to the CLS
+    token (the first token if the tokenizer has none).
+    """
     question, context = _texts(row, _keys(row, (ASKED,), place, "question"), place)
     begin, end = _answer(row, context, place)
     tokenizer = texts.encoder.tokenizer(place)
@@ -283,10 +289,10 @@ def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[R
 
 
 def _answer(row: dict[str, Any], context: str, place: str) -> tuple[int, int]:
-    """Where it begins and ends in the context; the same twice if there is none."""
+    """Return the begin and end of the answer in the context; they are equal if there is none."""
     given: Any = row[_keys(row, ANSWERS, place, "answer")]
     starts = row.get("answer_start")
-    if isinstance(given, dict):  # as SQuAD has it
+    if isinstance(given, dict):  # the format of SQuAD
         given, starts = given.get("text"), given.get("answer_start")
     given = given[0] if isinstance(given, list) and given else given
     starts = starts[0] if isinstance(starts, list) and starts else starts
@@ -307,11 +313,12 @@ def _answer(row: dict[str, Any], context: str, place: str) -> tuple[int, int]:
 # -- Masked words ----------------------------------------------------------------------------------
 
 
-CHOSEN, MASKED, CHANGED = 0.15, 0.8, 0.1  # of the tokens; and of the chosen ones
+# CHOSEN is a fraction of all tokens; MASKED and CHANGED are fractions of the chosen ones.
+CHOSEN, MASKED, CHANGED = 0.15, 0.8, 0.1
 
 
 def encode_text(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
-    """In windows, where it is too long for one."""
+    """Return the tokens of a text, divided into windows if it is too long for one."""
     made = texts.windows(place, *_texts(row, _keys(row, TEXTS, place, "text")[:1], place))
     special = texts.encoder.tokenizer(place).all_special_ids
     windows = [
@@ -326,12 +333,15 @@ def encode_text(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
 
 @dataclass(frozen=True)
 class Masking:
-    """Which tokens are to be guessed: a share of them, most as the mask, some as another token,
-    some as they are. One at least, so that there is a loss."""
+    """Chooses the tokens to predict, and replaces most of them.
+
+    A fraction of the tokens is chosen. Most of these are replaced by the mask token and some by a
+    random token; the rest is kept. At least one token is chosen, so that there is a loss.
+    """
 
     mask_id: int
     vocab_size: int
-    special: tuple[int, ...]  # never chosen
+    special: tuple[int, ...]  # tokens that are never chosen
 
     def __call__(self, row: Row, bits: np.random.PCG64) -> Row:
         ids = row["input_ids"]
@@ -358,20 +368,20 @@ def masking_of(texts: Texts) -> Masking:
 
 
 def texts_of(folder: Path, config: Any, *, seq: int) -> Texts:
-    """For a model of a folder, by its config."""
+    """Return the `Texts` of a model folder, given its config."""
     text = config.get_text_config()
     encoder, limit = Encoder(folder), seq
     places = getattr(text, "max_position_embeddings", None)
-    if places:  # the tokenizer knows how many of them hold tokens
+    if places:  # model_max_length says how many of the positions are usable for tokens.
         own = int(encoder.tokenizer("the data").model_max_length)
         limit = min(seq, int(places), own)
     return Texts(encoder, limit, classes_of(config), getattr(text, "vocab_size", None))
 
 
-# -- Preferences: prompts with a chosen and a rejected answer, or with one that is rated -----------
+# -- Preferences: prompts with a chosen and a rejected answer, or with one rated completion --------
 
 
-Unit = tuple[list[Example], bool | None]  # the examples of a row, and its rating if it has one
+Unit = tuple[list[Example], bool | None]  # the examples of a row, and its rating or None
 
 
 PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
@@ -379,7 +389,7 @@ RATINGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> Unit:
-    """The examples of one row."""
+    """Return the examples of one row: a chosen and a rejected one, or a single rated one."""
     row = {key: value for key, value in row.items() if value is not None}
     key = next((key for key in PROMPTS if key in row), None)
     prompt = prompt_of(row, key, place=place) if key is not None else None
@@ -405,7 +415,7 @@ def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> U
 
 
 def _preferred(row: dict[str, Any], key: str, *, place: str) -> Prompt:
-    """Text, or messages: one or several, in either form."""
+    """Return an answer as text or messages; messages may be one or several, in either format."""
     value = row[key]
     turns = [value] if isinstance(value, dict) else value
     if isinstance(turns, list) and turns:
@@ -418,12 +428,14 @@ def _preferred(row: dict[str, Any], key: str, *, place: str) -> Prompt:
 def _split_prompt(
     prompt: Prompt | None, chosen: Prompt, rejected: Prompt, *, place: str
 ) -> tuple[Prompt, tuple[Prompt, Prompt]]:
-    """The prompt, given or shared by both answers, and the answers without it. Conversations that
-    begin with a question are whole, whatever else the row has."""
+    """Return the prompt, given or shared by both answers, and the answers without it.
+
+    Conversations that begin with a question are complete, so that the given prompt is ignored.
+    """
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
             return prompt, (chosen, rejected)
-        shared = chosen.rfind(" ", 0, _shared(chosen, rejected)) + 1  # a word is not cut
+        shared = chosen.rfind(" ", 0, _shared(chosen, rejected)) + 1  # at a word border
         return chosen[:shared], (chosen[shared:], rejected[shared:])
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None or _is_whole(chosen) or _is_whole(rejected):
@@ -441,31 +453,32 @@ def _split_prompt(
 
 
 def _is_whole(answer: Prompt) -> bool:
-    """Whether messages have the question too."""
+    """Return whether messages include the question."""
     return not isinstance(answer, str) and answer[0]["role"] != "assistant"
 
 
 def _shared(first: Prompt, second: Prompt) -> int:
-    """So many of their characters or messages are the same."""
+    """Return the length of the common prefix, in characters or messages."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 @dataclass
 class Preferences:
-    """Rows of preferences; the batch of any step is a pure function of it.
+    """Rows of preferences; the batch of any step is a pure function of the step.
 
-    Of pairs, row i is examples 2i and 2i + 1, and a batch has all the chosen before all the
-    rejected. Of rated completions, the second half of a batch has each prompt with another's
-    completion, from which the distance to the reference is estimated: that of the row before it in
-    the first pass over the data, within its batch.
+    For pairs, row i consists of examples 2i and 2i + 1, and a batch has all chosen answers before
+    all rejected ones. For rated completions, the second half of a batch has each prompt with the
+    completion of another row, from which the distance to the reference model is estimated. The
+    other row is the one before it in the same batch of the first epoch.
     """
 
     sequences: Dataset
-    members: np.ndarray  # rows that belong here
-    batch_rows: int  # of a batch in training
-    objective: Any = None  # what a batch is for
-    reference: np.ndarray | None = field(default=None, repr=False)  # log-probabilities, [rows, 2]
+    members: np.ndarray  # numbers of the rows that are used
+    batch_rows: int  # number of rows in a training batch
+    objective: Any = None  # copied into each batch
+    # Log-probabilities of the reference model, [rows, 2].
+    reference: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def rated(self) -> bool:
@@ -476,18 +489,18 @@ class Preferences:
 
     @property
     def total(self) -> int:
-        """Rows of the file, here or held back."""
+        """The number of rows of the file, including those held out."""
         return self.sequences.summary.examples // (1 if self.rated else 2)
 
     def digest(self) -> str:
-        """Of all that decides which answers there are."""
+        """Return a digest of everything that determines the answers in the batches."""
         about = f"{self.sequences.fingerprint} {self.sequences.seed if self.rated else ''} "
         about += str(self.batch_rows if self.rated else "")
         return hashlib.sha256(about.encode() + self.members.tobytes()).hexdigest()[:16]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that a batch may have."""
+        """An upper bound on the number of tokens of a sequence in a batch."""
         if not self.rated:
             return self.sequences.longest
         prompts, answers = zip(*(self._parts(i) for i in range(len(self.sequences))), strict=True)
@@ -527,7 +540,7 @@ class Preferences:
         return mixture_of(first, self.sequences.sources, self.sequences.weights)
 
     def _parts(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Prompt and answer."""
+        """Return the tokens of the prompt and of the answer."""
         tokens, labels = self.sequences.example(row)
         first = int(np.argmax(labels != IGNORE))
         return tokens[:first], tokens[first:]
@@ -541,7 +554,7 @@ class Preferences:
 
     @cached_property
     def _previous_rows(self) -> dict[int, int]:
-        """Of each row the one before it in its batch, of the first the last."""
+        """Maps each row to the one before it in its batch, and the first row to the last."""
         mixed = self.members[order(self.sequences.seed, 0, len(self))]
         batches = np.split(mixed, range(self.batch_rows, len(mixed), self.batch_rows))
         before = np.concatenate([np.roll(one, 1) for one in batches])

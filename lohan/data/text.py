@@ -1,22 +1,24 @@
-"""Text, prompts and chats as tokens and labels, with the model folder's own tokenizer."""
+"""Converting text, prompts and chats to tokens and labels with the model folder's tokenizer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
-from lohan.errors import DataError, first_line
+from lohan.data.tokenizing import PIECE_CHARACTERS, deadline, pieces, tokenizer_errors
+from lohan.errors import DataError, LohanError, first_line
 from lohan.util.files import BadJson, json_type, parse_json
 from lohan.util.units import counted
 
-# -- Text and chats to tokens and labels, with the model folder's own tokenizer --------------------
+# -- Tokenizers and chat templates -----------------------------------------------------------------
 
 
 PLAIN_PROMPT = "### Question:\n{}\n\n### Answer:\n"
+TEMPLATE_DEADLINE_S = 60.0  # for one conversation
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens*", "added_tokens*", "chat_template*"),
     *("vocab*", "merges*", "spiece*", "*.model", "*.tiktoken"),
@@ -24,13 +26,13 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(model_dir: Path) -> list[Path]:
-    """The files of a model folder that make up its tokenizer, sorted by name."""
+    """Return the files of a model folder that make up its tokenizer, sorted by name."""
     found = {p for pattern in TOKENIZER_FILES for p in model_dir.glob(pattern) if p.is_file()}
     return sorted(found)
 
 
 def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
-    """The model folder's tokenizer; nothing is fetched from a network."""
+    """Load the model folder's tokenizer without network access."""
     if not tokenizer_files(model_dir):
         from lohan.checkpoint.sources import MARK
 
@@ -49,14 +51,14 @@ def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
         return AutoTokenizer.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # its readers raise whatever they meet
+    except Exception as error:  # Tokenizer loaders may raise any exception.
         raise DataError(
             f"{model_dir}: the tokenizer cannot be loaded: {first_line(error)}; "
             "copy the original model's tokenizer files again"
         ) from None
 
 
-# Common formats of chats by the names they are known by; a model's own template comes first.
+# Common chat formats by name. They are used only if the user chooses one.
 CHAT_TEMPLATES = {
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -77,7 +79,7 @@ CHAT_TEMPLATES = {
 
 
 def chat_template(name: str) -> str:
-    """The template that a name or a file stands for."""
+    """Return the template of a given name, or the content of a template file."""
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name]
     try:
@@ -91,12 +93,12 @@ def chat_template(name: str) -> str:
 
 
 def chosen_template(name: str | None) -> str | None:
-    """As `chat_template`, where one was asked for."""
+    """Return `chat_template(name)`, or None if no template was requested."""
     return None if name is None else chat_template(name)
 
 
 class Encoder:
-    """Text and chats to tokens and labels. The tokenizer is loaded when first needed."""
+    """Converts text and chats to tokens and labels; the tokenizer is loaded when first needed."""
 
     def __init__(
         self, model_dir: Path, *, template: str | None = None, tokenizer: Any = None
@@ -104,11 +106,11 @@ class Encoder:
         self.model_dir, self.template, self._given = model_dir, template, tokenizer
         self.skipped_turns = self.unseen_tools = 0
         self._tokenizer: Any = None
-        self._tools: list[Any] | None = None  # of the conversation that is rendered
+        self._tools: list[Any] | None = None  # tools of the current conversation
         self._bos: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process loads the tokenizer itself."""
+        """Leave out the tokenizer, which another process loads itself."""
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
         return {**kept, "_tokenizer": None}
 
@@ -129,14 +131,28 @@ class Encoder:
         return self._tokenizer
 
     def ids(self, text: str, *, place: str) -> list[int]:
-        """Tokens of the text and nothing else."""
+        """Return the tokens of the text, without special tokens around it.
+
+        A long text is tokenised piece by piece, because tokenizers take hundreds of bytes for each
+        token of a call.
+        """
         check_characters(text, "a text", place=place)
-        tokenizer = self.tokenizer(place)
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self.tokenizer(place)
+        if len(text) <= 2 * PIECE_CHARACTERS:
+            return self._piece_ids(text, place=place)
+        ids: list[int] = []
+        for piece in pieces(text, partial(self._piece_ids, place=place)):
+            ids += self._piece_ids(piece, place=place)
+        return ids
+
+    def _piece_ids(self, text: str, *, place: str) -> list[int]:
+        with tokenizer_errors(place):
+            found = self._tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = found["input_ids"]
         return ids
 
     def bos(self, *, place: str) -> list[int]:
-        """The start token in a new list, if this tokenizer puts one in front of a text."""
+        """Return a new list with the start token if this tokenizer puts one in front of a text."""
         self.tokenizer(place)
         return list(self._bos)
 
@@ -145,7 +161,7 @@ class Encoder:
         return [] if end is None else [end]
 
     def pad_id(self, vocab_size: int | None) -> int:
-        """The padding token; any will do, it is masked, but it must be in the vocabulary."""
+        """Return the padding token; any token of the vocabulary will do, because it is masked."""
         tokenizer = self._tokenizer
         for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer else ():
             if token is not None and 0 <= token < (vocab_size or 2**31):
@@ -153,8 +169,10 @@ class Encoder:
         return 0
 
     def show(self, prompt: list[int], answer: list[int]) -> dict[str, str]:
-        """Tokens as text for people, and where their form comes from; empty if the data brought
-        tokens of its own."""
+        """Return tokens decoded to text, with the chat template and system prompt in use.
+
+        The result is empty if the data was tokenized already.
+        """
         if self._tokenizer is None:
             return {}
         text = self._tokenizer.decode(prompt)
@@ -165,14 +183,13 @@ class Encoder:
         }  # fmt: skip
 
     def system_of(self, prompt: str) -> str:
-        """What a rendered conversation tells the model before its first question, and who says so:
-        the data, or the template by itself."""
+        """Return a rendered conversation's system prompt, and whether data or template set it."""
         self._tools = None
         asked, told = {"role": "user", "content": "{{ask}}"}, "{{system}}"
         try:
             plain = self._render([asked]).partition("{{ask}}")[0]
             given = self._render([{"role": "system", "content": told}, asked])
-        except DataError:  # no system prompt in this template, or no template
+        except DataError:  # There is no template, or it does not accept a system prompt.
             return "none"
         before, found, after = given.partition("{{ask}}")[0].partition(told)
         if not found or not after:
@@ -189,9 +206,9 @@ class Encoder:
     def answer(
         self, prompt: str, answer: str, *, raw: bool, place: str, system: str = ""
     ) -> Example:
-        """A prompt and its answer: through the chat template if there is one, else plain.
+        """Return the example of a prompt and its answer, with the chat template if there is one.
 
-        The plain parts are tokenised apart, as they are when the model is asked.
+        Without a template, prompt and answer are tokenised separately, as they are in generation.
         """
         if self.tokenizer(place).chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -204,11 +221,11 @@ class Encoder:
         return before + after, [IGNORE] * len(before) + after
 
     def asked(self, messages: list[dict[str, Any]], *, place: str) -> list[int]:
-        """A conversation up to where the assistant is to go on."""
+        """Return the tokens of a conversation up to the point where the assistant continues."""
         return self.ids(self._render(messages, place=place, prompt=True), place=place)
 
     def prompt(self, text: str, *, place: str) -> list[int]:
-        """A prompt without its answer, as the model is asked."""
+        """Return the tokens of a prompt without its answer, as they are used in generation."""
         if self.tokenizer(place).chat_template:
             messages, self._tools = [{"role": "user", "content": text}], None
             return self.asked(messages, place=place)
@@ -217,11 +234,12 @@ class Encoder:
     def chat(
         self, messages: list[dict[str, Any]], *, place: str, tools: list[Any] | None = None
     ) -> Example:
-        """A conversation with loss on what the assistant says, its closing token included; not on
-        turns of weight 0.
+        """Return the example of a conversation, with loss on the assistant's turns.
 
-        A turn that the template renders otherwise once more turns follow (some leave out earlier
-        reasoning) cannot be found in the text: it carries no loss and is counted.
+        The loss includes the token that closes a turn, and excludes turns of weight 0.
+
+        Some templates render a turn differently if more turns follow, for example without its
+        reasoning. Such a turn cannot be located in the text. It carries no loss and is counted.
         """
         template = self.tokenizer(place).chat_template
         if not template:
@@ -248,17 +266,20 @@ class Encoder:
         return self._mask_spans(text, spans, place=place)
 
     def rendered(self, messages: list[dict[str, Any]], *, place: str) -> str:
-        """The text of a conversation."""
+        """Return the text of a conversation."""
         self.tokenizer(place)
         return self._render(messages, place=place)
 
     def _tagged_chat(self, messages: list[dict[str, Any]], *, place: str) -> Example:
         try:
-            out = self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=True, return_dict=True,
-                return_assistant_tokens_mask=True,
-            )  # fmt: skip
-        except Exception as error:  # a template raises what it likes
+            with tokenizer_errors(place), deadline(TEMPLATE_DEADLINE_S):
+                out = self._tokenizer.apply_chat_template(
+                    messages, tools=self._tools, tokenize=True, return_dict=True,
+                    return_assistant_tokens_mask=True,
+                )  # fmt: skip
+        except LohanError:
+            raise
+        except Exception as error:  # Templates may raise any exception.
             raise self._refused(error, place=place) from None
         ids, mask = out["input_ids"], out["assistant_masks"]
         return ids, [token if on else IGNORE for token, on in zip(ids, mask, strict=True)]
@@ -267,14 +288,20 @@ class Encoder:
         self, messages: list[dict[str, Any]], *, place: str = "", prompt: bool = False
     ) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt
-            )
-        except Exception as error:  # a template raises what it likes
+            with deadline(TEMPLATE_DEADLINE_S):
+                text: str = self._tokenizer.apply_chat_template(
+                    messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt
+                )
+        except Exception as error:  # Templates may raise any exception.
             raise self._refused(error, place=place) from None
         return text
 
     def _refused(self, error: Exception, *, place: str) -> DataError:
+        if isinstance(error, TimeoutError):
+            return DataError(
+                f"{place}: the chat template has not ended after {TEMPLATE_DEADLINE_S:g} s; it may "
+                "loop without end: give another --chat-template, or shorten the conversation"
+            )
         return DataError(
             f"{place}: the model's chat template refuses the messages: {first_line(error)}; "
             "change their roles or order"
@@ -283,7 +310,7 @@ class Encoder:
     def _turn_span(
         self, messages: list[dict[str, Any]], turn: int, text: str
     ) -> tuple[int, int] | None:
-        """Where a turn stands in the rendered text, from what rendering up to it gives."""
+        """Return a turn's position in the text, by rendering the messages up to it, or None."""
         try:
             before = self._render(messages[:turn], prompt=True)
             until = text if turn + 1 == len(messages) else self._render(messages[: turn + 1])
@@ -293,10 +320,11 @@ class Encoder:
         return (len(before), len(until)) if found else None
 
     def _mask_spans(self, text: str, spans: list[tuple[int, int]], *, place: str) -> Example:
-        """Tokens of the text with labels on the spans.
+        """Return the tokens of the text, with labels on the spans.
 
-        If the tokens of every part up to a border begin the tokens of the whole, the whole is
-        used; else the parts between borders are tokenised apart, as in generation.
+        If the tokens of the text up to each border are a prefix of the tokens of the whole text,
+        the latter are used. Otherwise, the parts between borders are tokenised separately, as in
+        generation.
         """
         borders = [place_ for span in spans for place_ in span]
         ids = self.ids(text, place=place)
@@ -315,8 +343,11 @@ class Encoder:
         return self._label(ids, counts[:-1])
 
     def _label(self, ids: list[int], counts: list[int]) -> Example:
-        """Labels between the borders; white space after a closing token carries no loss, and an
-        answer at the very end that nothing closes gets the end token."""
+        """Return the tokens with labels between each pair of borders.
+
+        White space after a closing token carries no loss. If the text ends with an answer that has
+        no closing token, the end token is appended.
+        """
         labels = [IGNORE] * len(ids)
         for begin, end in zip(counts[::2], counts[1::2], strict=True):
             last = end
@@ -330,16 +361,16 @@ class Encoder:
 
     @cached_property
     def _closing(self) -> frozenset[int]:
-        """Tokens that can end a turn: every special one."""
+        """The tokens that can end a turn: all special tokens."""
         added = self._tokenizer.added_tokens_decoder.items()
         special = {token for token, entry in added if entry.special}
         return frozenset(special | set(self._tokenizer.all_special_ids))
 
 
-# -- One JSON object to tokens and labels: which keys it has decides how ---------------------------
+# -- Converting a JSON object to tokens and labels, depending on its keys --------------------------
 
 
-# What an example may be made of: the keys it needs, most specific first.
+# The keys that each kind of example needs, most specific first.
 KINDS = (
     ("input_ids",), ("messages",), ("conversations",),
     ("prompt", "completion"), ("prompt", "response"),
@@ -351,7 +382,7 @@ Prompt = str | list[dict[str, Any]]  # text, or messages
 
 
 def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
-    """Tokens and labels of one object; the first of KINDS whose keys it has decides."""
+    """Return the tokens and labels of one object, by the first of KINDS whose keys it has."""
     row = {key: value for key, value in row.items() if value is not None}
     keys = next((keys for keys in KINDS if all(key in row for key in keys)), None)
     if keys is None:
@@ -389,7 +420,7 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
 
 
 def prompt_of(row: dict[str, Any], key: str, *, place: str) -> Prompt:
-    """What a row of this kind asks: text, or messages where it has some, or turns before it."""
+    """Return the prompt of a row as text, or as messages if it consists of or follows messages."""
     if key == "conversations":
         turns = share_gpt(_from_json_text(row[key], key, place=place), place=place)
         return _messages(turns, place=place)
@@ -408,7 +439,10 @@ def prompt_of(row: dict[str, Any], key: str, *, place: str) -> Prompt:
 def encode_answer(
     prompt: Prompt, answer: Prompt, row: dict[str, Any], *, raw: bool, encoder: Encoder, place: str
 ) -> Example:
-    """Tokens of both, with labels on the answer alone. System prompt and tools are the row's."""
+    """Return the tokens of prompt and answer, with labels on the answer only.
+
+    The system prompt and the tools are taken from the row.
+    """
     system, tools = system_in(row, place=place), tools_in(row, place=place)
     if isinstance(prompt, str) and isinstance(answer, str) and not tools:
         return encoder.answer(prompt, answer, raw=raw, place=place, system=system)
@@ -421,7 +455,7 @@ def encode_answer(
 
 
 def _told(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Behind the system prompt of the row, if they have none of their own."""
+    """Prepend the row's system prompt to messages that have none."""
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -435,7 +469,7 @@ def system_in(row: dict[str, Any], *, place: str) -> str:
 
 
 def _history(row: dict[str, Any], *, place: str) -> list[dict[str, Any]]:
-    """Earlier questions with their answers, as messages."""
+    """Return earlier questions and their answers as messages."""
     pairs = _from_json_text(row.get("history") or [], "history", place=place)
     if not isinstance(pairs, list) or any(
         not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in pairs
@@ -457,7 +491,7 @@ _SPEAKERS = {
 
 
 def share_gpt(value: Any, *, place: str) -> Any:
-    """Turns of `from` and `value` as messages; those that are messages already stay so."""
+    """Convert turns with `from` and `value` to messages; turns that are messages are kept."""
     if not isinstance(value, list):
         raise DataError(f"{place}: conversations must be a list of turns, got {kind_of(value)}")
     messages = []
@@ -477,7 +511,7 @@ def share_gpt(value: Any, *, place: str) -> Any:
 
 
 def tools_in(row: dict[str, Any], *, place: str) -> list[Any] | None:
-    """What a template may show the model as tools: a list, or the text of one."""
+    """Return the row's tools, given as a list or as JSON text, or None."""
     tools = _from_json_text(row.get("tools") or None, "tools", place=place)
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place}: tools must be a list of objects, got {kind_of(tools)}")
@@ -485,7 +519,7 @@ def tools_in(row: dict[str, Any], *, place: str) -> list[Any] | None:
 
 
 def _from_json_text(value: Any, key: str, *, place: str) -> Any:
-    """Tables without lists hold them as JSON."""
+    """Parse a list that is given as JSON text, because some tables cannot hold lists."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -518,7 +552,7 @@ def _text(row: dict[str, Any], key: str, *, place: str) -> str:
 
 
 def check_characters(text: str, what: str, *, place: str) -> None:
-    """Refuses what no tokenizer takes."""
+    """Refuse text with unpaired surrogates, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -528,7 +562,7 @@ def check_characters(text: str, what: str, *, place: str) -> None:
 
 
 def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
-    """Checked, with contents in parts as one text."""
+    """Check messages, and join contents that are given in parts into one text."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
     found = []
@@ -559,4 +593,4 @@ def _joined(parts: list[Any], *, where: str) -> str:
 def kind_of(value: Any) -> str:
     if isinstance(value, list) and not value:
         return "an empty list"
-    return json_type(value, other="a value of type ")  # tables have more
+    return json_type(value, other="a value of type ")  # Tables have types that JSON lacks.

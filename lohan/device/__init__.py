@@ -1,1 +1,1 @@
-"""Where blocks compute (cpu, accelerator, emulated), and the ranks that share a run."""
+"""The devices that blocks compute on (CPU, accelerator, emulated), and the ranks of a run."""

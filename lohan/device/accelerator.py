@@ -1,6 +1,7 @@
-"""Anything behind `torch.accelerator`: CUDA, ROCm, XPU, and backends registered as PrivateUse1.
+"""Devices behind `torch.accelerator`: CUDA, ROCm, XPU, and backends registered as PrivateUse1.
 
-Streams and events are torch's generic ones. What torch has no generic call for comes first.
+Streams and events are torch's generic ones. The functions at the top cover what torch has no
+generic call for.
 """
 
 from __future__ import annotations
@@ -8,63 +9,92 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from lohan.device.base import Event, HostMemory, Pairs, pages
-from lohan.errors import ConfigError
+from lohan.device.out_of_memory import is_out_of_memory
+from lohan.device.pageable import DeferredEvent, PageableCopies
+from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import local_rank
 from lohan.planner.memory import card_overhead
 from lohan.util.units import PAGE, counted, format_bytes
 
-# -- The one place for calls that torch has under a backend's own name only ------------------------
+# -- The only place for calls that torch offers under a backend's own name -------------------------
 #
-# Each has an answer for backends that do not offer it.
+# Each function has a fallback for backends that do not offer the call.
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 is native. Backends that cannot say are taken to have it."""
+    """Return whether bf16 is native; True for backends that do not report it."""
     module: Any = torch.get_device_module(device)
     asked = getattr(module, "is_bf16_supported", None)
     if asked is None:
         return True
     try:
         return bool(asked(including_emulation=False))
-    except TypeError:  # a backend that knows nothing of emulation
+    except TypeError:  # a backend without this argument
         return bool(asked())
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Whether it computes in double precision; Intel's cards for desktops do not. Backends that
-    cannot say are taken to have it."""
+    """Return whether the device has double precision; True for backends that do not report it.
+
+    Intel's desktop cards have none.
+    """
     asked = getattr(torch.get_device_module(device), "get_device_properties", None)
     return True if asked is None else bool(getattr(asked(device.index or 0), "has_fp64", True))
 
 
 def free_memory(device: torch.device) -> int | None:
-    """None: the backend does not say."""
+    """Return the free bytes of the device, or None if the backend does not report them."""
     module: Any = torch.get_device_module(device)
     for owner, name in ((torch.accelerator, "get_memory_info"), (module, "mem_get_info")):
         asked = getattr(owner, name, None)
         if asked is not None:
-            with suppress(RuntimeError):  # its allocator does not keep count
+            with suppress(RuntimeError):  # the allocator keeps no statistics
                 return int(asked(device.index or 0)[0])
     return None
 
 
+def identity(device: torch.device) -> str:
+    """Return a string that identifies the physical device, or "" if the backend reports none.
+
+    The device number does not identify it, because processes may see different devices.
+    """
+    if device.type == "cpu":
+        return ""
+    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return "" if asked is None else str(getattr(asked(device.index or 0), "uuid", ""))
+
+
+def load_libraries(device: torch.device) -> None:
+    """Create the handles of matrix libraries on the calling thread and on autograd's.
+
+    They take memory outside torch's allocator when they are first used. Afterwards free memory is
+    what is left for a run.
+    """
+    matrix = torch.ones(8, 8, device=device, requires_grad=True)
+    with torch.enable_grad():
+        (matrix @ matrix).sum().backward()
+    record_event(current_stream(device)).synchronize()
+
+
 def set_device(device: torch.device) -> None:
-    asked = getattr(torch.accelerator, "set_device_index", None)  # its name since torch 2.8
+    asked = getattr(torch.accelerator, "set_device_index", None)  # the name in torch 2.8 and later
     (asked or torch.accelerator.set_device_idx)(device.index or 0)
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Of the device's own generator; None: it has none."""
+    """Return the state of the device's own generator, or None if it has none."""
     asked = getattr(torch.get_device_module(device), "get_rng_state", None)
     return None if asked is None else asked(device)
 
@@ -74,7 +104,10 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def limit_memory(device: torch.device, count: int | None) -> None:
-    """The caching allocator itself refuses to go beyond, where it can; None: as far as it goes."""
+    """Limit the caching allocator to `count` bytes, if the backend supports it.
+
+    None removes the limit.
+    """
     module: Any = torch.get_device_module(device)
     limit = getattr(module, "set_per_process_memory_fraction", None)
     info = getattr(module, "mem_get_info", None)
@@ -84,16 +117,19 @@ def limit_memory(device: torch.device, count: int | None) -> None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Returns unused memory of the caching allocator to the device."""
+    """Return unused memory of the caching allocator to the device."""
     empty = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty is not None:
         empty()
 
 
-def new_stream(device: torch.device) -> Any:
-    """Of the backend's own kind where it has one: its events can wait without spinning."""
+def new_stream(device: torch.device, lane: str) -> Any:
+    """Create the stream of a lane, of the backend's own class on CUDA.
+
+    The events of that class can wait without spinning.
+    """
     if device.type == "cuda":
-        return torch.cuda.Stream(device)
+        return torch.cuda.Stream(device, priority=PRIORITIES.get(lane, 0))
     return torch.Stream(device=device)
 
 
@@ -104,8 +140,11 @@ def current_stream(device: torch.device) -> Any:
 
 
 def record_event(stream: Any) -> Event:
-    """An event behind what is on a stream. A thread of the host that waits for it sleeps:
-    torch's generic events have no such kind, and waits for theirs take a core each."""
+    """Record an event after all work enqueued on a stream.
+
+    On CUDA, a host thread that waits for the event sleeps. torch's generic events have no such
+    option, so each thread that waits for one occupies a core.
+    """
     if isinstance(stream, torch.cuda.Stream):
         event: Any = torch.cuda.Event(blocking=True)
         event.record(stream)
@@ -115,15 +154,29 @@ def record_event(stream: Any) -> Event:
     return made
 
 
+def read_back(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in host memory, once the calling thread's stream has made them.
+
+    `.cpu()` and `.item()` poll the device in a loop. This sleeps, so it suits lanes, which have no
+    core of their own.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    record_event(current_stream(tensor.device)).synchronize()
+    return host
+
+
 def can_register(device: torch.device) -> bool:
-    return device.type == "cuda"  # ROCm goes by this name too
+    return device.type == "cuda"  # ROCm also uses this name
 
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the machine
 
 
 def register(memory: HostMemory) -> None:
-    """Pins memory in place for as long as it lives; raises what the driver says."""
+    """Pin memory in place for its lifetime, or raise the driver's error."""
     runtime: Any = torch.cuda.cudart()
     pointer = memory.ctypes.data
     failed = int(runtime.cudaHostRegister(pointer, memory.nbytes, PORTABLE))
@@ -133,7 +186,7 @@ def register(memory: HostMemory) -> None:
     weakref.finalize(memory, runtime.cudaHostUnregister, pointer)
     mapping: Any = getattr(memory.base, "obj", memory.base)
     if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTFORK"):
-        # A process that is forked has no use for it, and copies on write would move it.
+        # A forked process does not need this memory, and copy-on-write would move the pinned pages.
         mapping.madvise(mmap.MADV_DONTFORK)
 
 
@@ -141,8 +194,11 @@ _RUNTIMES = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
 
 
 def forget_error() -> None:
-    """A call that failed leaves its error with the thread, and the next kernel would fail with it.
-    torch has no call for it, so every runtime library of this process is asked."""
+    """Clear the error that a failed call leaves in the thread.
+
+    Otherwise the next kernel launch would report it. torch has no call for this, so the function is
+    called in every runtime library that is loaded in this process.
+    """
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
     for path in paths:
@@ -152,8 +208,10 @@ def forget_error() -> None:
 
 
 def pinned_by_torch(count: int) -> HostMemory:
-    """From the backend's host allocator, which may round up; with a page more, since drives
-    want pages."""
+    """Allocate pinned memory from the backend's host allocator, which may round up.
+
+    One page is added, so that the result can start on a page boundary, as direct I/O requires.
+    """
     tensor = torch.empty(count + PAGE, dtype=torch.uint8, pin_memory=True)
     skip = -tensor.data_ptr() % PAGE
     return cast(HostMemory, tensor.numpy()[skip : skip + count])
@@ -163,13 +221,22 @@ def pinned_by_torch(count: int) -> HostMemory:
 
 
 LINK = ("h2d", "d2h")
-SUMMED = 2**22  # elements that are summed at a time: in double precision they take 32 MiB
-STREAMS = (*LINK, "net")  # lanes with a stream of their own; compute has the caller's
+SUMMED = 2**22  # elements per part; backends that copy a part in double precision need 32 MiB
+# Lanes with their own stream; compute uses the caller's. `slices` is for copies to the device that
+# compute itself requests, each after the compute that frees its buffer. On the stream of h2d they
+# would delay the weights and activations of later blocks, which wait for nothing.
+STREAMS = (*LINK, "slices", "net")
+# Collectives occupy few multiprocessors. With the priority of compute they would still queue behind
+# whole matrix products.
+PRIORITIES = {"net": -1}
 
 
 class AcceleratorDevice:
-    """The current accelerator: its first device or, of several ranks on a machine, the one with the
-    rank's number there. `memory`: the most that a run may use."""
+    """The current accelerator.
+
+    The default is its first device or, with several ranks on a machine, the device with the local
+    rank's number. `memory` is the most that a run may use, in bytes.
+    """
 
     has_own_memory = compiles = True
 
@@ -179,12 +246,28 @@ class AcceleratorDevice:
         self.default_dtype = "bf16" if has_bf16(self.torch_device) else "fp16"
         set_device(self.torch_device)
         self._has_fp64 = has_fp64(self.torch_device)
+        self._load_libraries()
         self._memory = memory
         if memory is not None:
             limit_memory(self.torch_device, memory)
-        self._streams: dict[str, Any] = {lane: new_stream(self.torch_device) for lane in STREAMS}
-        self._computing = current_stream(self.torch_device)  # compute's, as far as is known
+        self._streams: dict[str, Any] = {
+            lane: new_stream(self.torch_device, lane) for lane in STREAMS
+        }
+        self._computing = current_stream(self.torch_device)  # the stream that compute last ran on
         self._said = False
+        self._on_lane = threading.local()  # `entered` is set on threads of lanes
+        self._pageable_copies = PageableCopies(partial(set_device, self.torch_device))
+
+    def _load_libraries(self) -> None:
+        try:
+            load_libraries(self.torch_device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise BudgetError(
+                f"{self.name}: no memory even for the libraries of the device "
+                f"({str(error).splitlines()[0]}); end what else uses it"
+            ) from error
 
     def memory_bytes(self) -> int:
         free = free_memory(self.torch_device)
@@ -196,12 +279,18 @@ class AcceleratorDevice:
         return min(known)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Backends outside torch's tree are taken to have none that is known."""
+        """Return the memory that no buffer accounts for, by owner.
+
+        It is known for CUDA, ROCm and XPU. Other backends are assumed to have none.
+        """
         known = self.torch_device.type in ("cuda", "xpu")
         return card_overhead(self.memory_bytes(), host_bytes) if known else {}
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Note [long-lived buffers]. A lane may ask too: the memory is compute's all the same."""
+        """Allocate a buffer. See Note [long-lived buffers].
+
+        The memory belongs to the compute stream, even if a lane's thread allocates it.
+        """
         with self._current(compute := self._compute()):
             made = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
         given = record_event(compute)
@@ -210,15 +299,32 @@ class AcceleratorDevice:
         return made
 
     def enter(self, lane: str) -> None:
-        """Note [per thread]."""
+        """Set the device and the stream of a lane's thread. See Note [per thread]."""
         set_device(self.torch_device)
+        self._on_lane.entered = True
         if lane in self._streams:
             torch.accelerator.set_stream(self._streams[lane])
 
-    # -- lanes ------------------------------------------------------------------------------------
+    # -- Lanes -------------------------------------------------------------------------------------
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
+        if self._would_block(pairs):
+            return self._pageable_copies.hand_over(lane, lambda: self._copy(lane, pairs, after))
+        return self._copy(lane, pairs, after)
+
+    def _would_block(self, pairs: Pairs) -> bool:
+        """Return whether the launching thread would wait for these copies."""
+        if not self._said or self.torch_device.type != "cuda":
+            return False
+        if getattr(self._on_lane, "entered", False):
+            return False
+        host = (tensor for pair in pairs for tensor in pair if tensor.device.type == "cpu")
+        return not all(tensor.is_pinned() for tensor in host)
+
+    def _copy(self, lane: str, pairs: Pairs, after: Event | None) -> Event:
         stream = self._streams[lane]
+        if isinstance(after, DeferredEvent):
+            after = after.resolve()
         if after is not None:
             stream.wait_event(after)
         with self._current(stream):
@@ -226,11 +332,14 @@ class AcceleratorDevice:
                 self._copy_one(lane, dst, src)
         return record_event(stream)
 
-    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
-        """CUDA's allocator knows a second stream, and compute goes on meanwhile. Others free memory
-        at once: there compute waits."""
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep memory of compute from being reused before the lane has read it.
+
+        CUDA's allocator can track a second stream, so compute continues meanwhile. Other allocators
+        free memory immediately, so compute waits for the lane there.
+        """
         if self.torch_device.type != "cuda":
-            self.wait(event)
+            self.wait(record_event(self._streams[lane]))
             return
         for tensor in tensors:
             tensor.record_stream(self._streams[lane])
@@ -239,7 +348,7 @@ class AcceleratorDevice:
         return record_event(self._compute())
 
     def stamp(self) -> Event | None:
-        """CUDA and ROCm; elsewhere the host's clock must do."""
+        """Return a timed mark on CUDA and ROCm, or None on other backends."""
         if self.torch_device.type != "cuda":
             return None
         event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -251,25 +360,34 @@ class AcceleratorDevice:
         return float(first.elapsed_time(last)) / 1e3
 
     def wait(self, event: Event) -> None:
+        if isinstance(event, DeferredEvent):
+            event = event.resolve()
         self._compute().wait_event(event)
 
     def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """In double precision, by the device's own reduction: in a fixed order, which is not the
-        host's."""
+        """Return the sum of squares in double precision, or None if the device has none.
+
+        The device's reduction has a fixed order, which differs from the host's. CUDA's kernel for
+        lists converts what it reads. `vector_norm` would first write a copy in double precision,
+        part by part, with five times the memory traffic and a launch for each part.
+        """
         if not self._has_fp64:
             return None
         parts = [part for tensor in tensors for part in tensor.reshape(-1).split(SUMMED)]
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        norms = torch._foreach_norm(parts, 2.0, dtype=torch.float64)
         return torch.stack(norms).square_().sum().view(1)
 
     def computing(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    # -- what a backend provides ------------------------------------------------------------------
+    # -- Hooks that other backends replace ---------------------------------------------------------
 
     def _compute(self) -> Any:
-        """The caller's current stream is the compute lane's. A lane's thread has its own stream:
-        there it is the one that compute was last seen on."""
+        """Return the stream of compute.
+
+        It is the caller's current stream. On a lane's thread, whose current stream is the lane's,
+        it is the stream that compute was last seen on.
+        """
         current = current_stream(self.torch_device)
         if current not in self._streams.values():
             self._computing = current
@@ -287,11 +405,14 @@ class AcceleratorDevice:
     def _copy_one(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src, non_blocking=True)
 
-    # -- host memory ------------------------------------------------------------------------------
+    # -- Host memory -------------------------------------------------------------------------------
 
     def host_memory(self, count: int) -> HostMemory:
-        """Registered where it lies, without rounding, or else from torch's own allocator. Pageable
-        memory works too, since nothing is read before its event."""
+        """Return pinned host memory, or pageable memory if pinning fails.
+
+        CUDA registers memory in place without rounding; other backends use torch's allocator.
+        Pageable memory is correct too, because nothing is read before its event.
+        """
         try:
             return self._pinned(count)
         except (RuntimeError, OSError) as error:
@@ -300,7 +421,8 @@ class AcceleratorDevice:
                 warnings.warn(
                     f"{self.name}: cannot pin {format_bytes(count)} of host memory ({error}); "
                     "copies go through pageable memory, at about half the speed of the link. Lower "
-                    "--host, or under WSL2 raise its share of memory: half of it can be pinned",
+                    "--host, or raise the limit on locked memory (ulimit -l); under WSL2 often no "
+                    "more than 1 GiB can be pinned, whatever its share of memory",
                     RuntimeWarning, stacklevel=2,
                 )  # fmt: skip
             return pages(count)
@@ -315,10 +437,10 @@ class AcceleratorDevice:
     def release_cached_memory(self) -> None:
         release_cached_memory(self.torch_device)
 
-    # -- random numbers ---------------------------------------------------------------------------
+    # -- Random numbers ----------------------------------------------------------------------------
 
     def random_state(self) -> Any:
-        """Of the host's generator and the device's own, if it has one."""
+        """Return the states of the host's generator and of the device's."""
         own = random_state(self.torch_device)
         return (torch.get_rng_state(),) if own is None else (torch.get_rng_state(), own)
 
@@ -328,13 +450,17 @@ class AcceleratorDevice:
             set_random_state(self.torch_device, own)
 
     def close(self) -> None:
-        """Streams go with their last reference, the limit on memory now."""
+        """Stop the threads of pageable copies and remove the limit on memory.
+
+        Streams are destroyed with their last reference.
+        """
+        self._pageable_copies.close()
         if self._memory is not None:
             limit_memory(self.torch_device, None)
 
 
 def found_type() -> str:
-    """Of the accelerator that torch was built for and that is there."""
+    """Return the type of the accelerator that torch was built for and that is available."""
     if not hasattr(torch, "accelerator"):
         raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
     found = _built_for()
@@ -353,7 +479,10 @@ def found_type() -> str:
 
 
 def _built_for() -> torch.device | None:
-    """torch 2.6 raises where the device of its build is not there."""
+    """Return the device type that torch was built for, or None.
+
+    torch 2.6 raises an error if that device is not available.
+    """
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:
@@ -364,12 +493,23 @@ def _built_for() -> torch.device | None:
 _TOOLS = {"cuda": "nvidia-smi and CUDA_VISIBLE_DEVICES", "xpu": "xpu-smi"}
 
 
+# Variables by which a launcher shows each process its own devices.
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+)  # fmt: skip
+
+
 def _number(asked: int | None) -> int:
-    """Of the device that is this process's own: the one asked for, or that with its rank."""
+    """Return the number of this process's device: the one asked for, or its local rank.
+
+    Launchers such as SLURM may show every rank only one device, which has number 0 for all of them.
+    """
     count = torch.accelerator.device_count()
     number = local_rank(os.environ) if asked is None else asked
     if number < count or (asked is None and number == 0):
         return number
+    if asked is None and count and any(os.environ.get(name) for name in _VISIBLE):
+        return number % count
     if asked is not None:
         raise ConfigError(
             f"--device: there is no device {asked}, this machine has {counted(count, 'device')}, "

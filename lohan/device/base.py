@@ -1,28 +1,28 @@
-"""The device interface: memory, copies, events, random state.
+"""The device interface: memory, copies, events and random state.
 
-A device with a memory of its own says `has_own_memory`: weights, gradients and activations are
-copied over the lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
+A device with its own memory sets `has_own_memory`. Weights, gradients and activations are then
+copied over the lanes `h2d` and `d2h`. On the CPU, compute reads host memory in place.
 
 Note [who owns a buffer]
 A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
-for events on the host: what the schedule calls done has happened, on every lane. Only inside a
-block do streams wait for each other, for slices of it that come and go while it runs.
+for events on the host, so an operation that the schedule calls done has completed, on every lane.
+Streams wait for each other only inside a block, for slices that are copied while it runs.
 
 Note [long-lived buffers]
-A caching allocator gives memory back to the stream that asked for it, whatever other streams still
-do with it. So what another lane reads or writes lies in buffers that live as long as the run, or is
-held by its owner until the event has come.
-A new buffer may lie where compute still has work on what was there before, so the lanes' streams
-wait for what was enqueued on the compute stream by then.
+A caching allocator reuses memory on the stream that allocated it, even if other streams still use
+it. Therefore memory that another lane reads or writes is in buffers that live as long as the run,
+or its owner keeps it alive until the event has completed. A new buffer may reuse memory on which
+compute still has pending work, so the streams of the lanes wait for the work that is enqueued on
+the compute stream at that time.
 
 Note [per thread]
-Current device and current stream belong to a thread. A lane's thread sets both when it begins;
-compute runs on the caller's own current stream, in backward on autograd's device thread, which
-takes the stream from forward.
+Current device and current stream are properties of a thread. A lane's thread sets both when it
+starts. Compute runs on the caller's current stream; in backward it runs on autograd's device
+thread, which uses the stream of forward.
 
 Note [copies never end by themselves]
-A non-blocking copy to the host may still run when it returns, to pageable memory too. Nothing
-is read before its event.
+A non-blocking copy to the host may still be running when the call returns, even to pageable memory.
+Nothing is read before its event.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from lohan.util.units import MiB
 # -- Host memory that copies to and from a device can reach ----------------------------------------
 
 
-HUGE = 4 * MiB  # buffers from here on ask for huge pages: fewer address look-ups for the kernels
+# Buffers of at least this size use huge pages, which saves address translations in the kernels.
+HUGE = 4 * MiB
 
 HostMemory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def pages(count: int) -> HostMemory:
-    """An anonymous mapping of exactly so many bytes; it goes with its last reference."""
+    """Return an anonymous mapping of exactly `count` bytes, unmapped with its last reference."""
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if count >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages: it works as well, a bit slower
+        with suppress(OSError):  # A kernel without huge pages works too, but is slightly slower.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
 
@@ -61,67 +62,74 @@ def pages(count: int) -> HostMemory:
 # -- Base -----------------------------------------------------------------------------------------
 
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) of equal size
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source), of equal size
 
 
 class Event(Protocol):
-    """A point on a lane."""
+    """A point in the work of a lane."""
 
     def synchronize(self) -> None:
-        """Returns when the lane has passed it."""
+        """Wait until the lane has passed this point."""
 
 
 class Device(Protocol):
     name: str
     has_own_memory: bool
     torch_device: torch.device
-    default_dtype: str  # how parameters are kept unless the user says otherwise
-    compiles: bool  # blocks may be compiled: results need not have the cpu's bits
+    default_dtype: str  # type of the parameters unless the user chooses another
+    compiles: bool  # whether blocks may be compiled; results then need not match the CPU's bits
 
     def memory_bytes(self) -> int:
-        """What a run may use."""
+        """Return the number of bytes that a run may use."""
 
     def allocate(self, count: int) -> torch.Tensor:
-        """A buffer of bytes that lives as long as the tensor."""
+        """Return a buffer of `count` bytes that lives as long as the tensor."""
 
     def host_memory(self, count: int) -> HostMemory:
-        """Page-aligned, and pinned where that can be had, so that copies go at full speed."""
+        """Return page-aligned host memory, pinned if possible for full copy speed."""
 
     def enter(self, lane: str) -> None:
-        """The calling thread is this lane's from now on."""
+        """Make the calling thread the thread of a lane."""
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
-        """Copies on a lane behind what it has been given, and behind `after`."""
+        """Enqueue copies on a lane, after its earlier work and after the event `after`."""
 
-    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
-        """Memory of compute that a lane reads until `event`: it is not reused before then, as
-        after `torch.Tensor.record_stream`."""
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep memory of compute from being reused before the lane has done its enqueued work.
+
+        The effect is that of `torch.Tensor.record_stream`.
+        """
 
     def mark(self) -> Event:
-        """Comes when compute has done what was launched so far."""
+        """Return an event that completes when compute has done all work launched so far."""
 
     def stamp(self) -> Event | None:
-        """A mark that knows when compute passed it; None: this device keeps no time."""
+        """Return a mark that records its time, or None if the device has no timer."""
 
     def elapsed_s(self, first: Any, last: Any) -> float:
-        """Between two stamps that have come."""
+        """Return the seconds between two completed stamps."""
 
     def wait(self, event: Event) -> None:
-        """Compute that is given from now on runs after the event."""
+        """Make compute that is launched from here on wait for the event."""
 
     def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """One number for all of them, made in its memory on the stream of the calling thread; None:
-        only the host has double precision."""
+        """Return one sum of squares of all tensors, in double precision.
+
+        It is computed in the device's memory, on the stream of the calling thread. Return None if
+        only the host has double precision.
+        """
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around everything that compute does with such buffers."""
+        """Return a context for everything that compute does with device buffers."""
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Bytes of its memory that no buffer accounts for, by owner, in a run that uses so much
-        of the host's."""
+        """Return the device memory that no buffer accounts for, in bytes by owner.
+
+        `host_bytes` is the host memory that the run uses.
+        """
 
     def release_cached_memory(self) -> None:
-        """Returns unused memory of an allocator."""
+        """Return unused memory of the allocator to the device."""
 
     def random_state(self) -> Any: ...
     def set_random_state(self, state: Any) -> None: ...
@@ -129,7 +137,7 @@ class Device(Protocol):
 
 
 class CpuDevice:
-    """Compute in host memory: nothing is copied."""
+    """The CPU, which computes in host memory without copies."""
 
     name, has_own_memory, default_dtype, compiles = "cpu", False, "fp32", False
     torch_device = torch.device("cpu")
@@ -144,13 +152,13 @@ class CpuDevice:
         return pages(count)
 
     def enter(self, lane: str) -> None:
-        """Its lanes are threads and nothing else."""
+        """Do nothing, because lanes of the CPU are plain threads."""
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
         raise LohanError(f"the cpu has no lane {lane}")
 
-    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
-        """A copy is done by the time it is given."""
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing, because copies are complete when they return."""
 
     def mark(self) -> Event:
         return Passed()
@@ -174,7 +182,7 @@ class CpuDevice:
         return {}
 
     def release_cached_memory(self) -> None:
-        """Host memory has no such allocator."""
+        """Do nothing, because host memory has no caching allocator."""
 
     def random_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -183,25 +191,31 @@ class CpuDevice:
         torch.set_rng_state(state)
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, because the CPU holds no resources."""
 
 
 def sum_squares_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In double precision and a fixed order: the same bits for any number of threads."""
+    """Return the sum of squares in double precision and in a fixed order.
+
+    The result has the same bits for any number of threads.
+    """
     sums = (_core.sum_squares(tensor.contiguous().view(-1)) for tensor in tensors)
     return torch.tensor([math.fsum(sums)], dtype=torch.float64)
 
 
 class Passed:
-    """An event that has come."""
+    """An event that has completed."""
 
     def synchronize(self) -> None:
         return
 
 
 def to_device(device: Device, tree: Any) -> Any:
-    """Tensors of a batch, wherever they lie, on the device. CUDA reads pageable memory before it
-    returns, and holds pinned memory until it has read it: nobody need wait."""
+    """Copy the tensors of a batch to the device.
+
+    CUDA reads pageable memory before it returns, and keeps pinned memory alive until it has been
+    read, so no wait is needed.
+    """
     torch_device, later = device.torch_device, device.torch_device.type == "cuda"
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda t: t.to(torch_device, non_blocking=later), tree
@@ -209,23 +223,23 @@ def to_device(device: Device, tree: Any) -> Any:
 
 
 def move_buffers(model: nn.Module, torch_device: torch.device) -> None:
-    """Buffers are small and shared by blocks: they stay where compute is."""
+    """Move the model's buffers to the compute device; they are small and shared by blocks."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != torch_device:
                 module._buffers[name] = buffer.to(torch_device)
 
 
-# -- The cpu as a device with a memory of its own, for one of several ranks ------------------------
+# -- The CPU as a device with its own memory, for one of several ranks -----------------------------
 #
-# A rank's host memory holds its shard of the weights, compute needs whole blocks. So ranks have
-# weight slots for compute and others for shards, and everything runs through the code of devices
-# with a link. Both memories are host memory here: copies are copies of memory, done by the lane
-# that asks for them, and both count against the rank's host budget.
+# A rank's host memory holds its shard of the weights, while compute needs whole blocks. Therefore
+# ranks have separate weight slots for compute and for shards, and use the same code as devices with
+# a link. Both memories are host memory here. Copies are plain memory copies by the lane that
+# requests them, and both memories count against the rank's host budget.
 
 
 class LinkedCpuDevice(CpuDevice):
-    """`memory`: the bytes of the host budget that are compute's."""
+    """The CPU as one of several ranks; `memory` is compute's part of the host budget."""
 
     has_own_memory = True
 
@@ -239,7 +253,10 @@ class LinkedCpuDevice(CpuDevice):
         return torch.from_numpy(self.host_memory(count))
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
-        """`after` has come: compute is done by the time it is given."""
+        """Copy at once.
+
+        `after` has already completed, because compute is done when its call returns.
+        """
         for dst, src in pairs:
             dst.copy_(src)
         return Passed()

@@ -1,4 +1,4 @@
-"""From the user's words to a device, and to blocks that are compiled for it."""
+"""Selection of a device by name, and compilation of blocks for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 
 NAMES = ("auto", "cpu", "accelerator", "emulated")
-BACKENDS = ("cuda", "xpu", "mps", "npu")  # torch's names of accelerators
+BACKENDS = ("cuda", "xpu", "mps", "npu")  # torch's names for accelerators
 _AN_ACCELERATOR = re.compile(rf"(accelerator|gpu|{'|'.join(BACKENDS)})(?::(\d+))?")
 
 
 def open_device(name: str, *, memory: int | None = None, link: float | None = None) -> Device:
-    """`auto` is the accelerator if there is one, else the cpu. `link`: bytes/s of an emulated one,
-    each way."""
+    """Open a device by name; `auto` is the accelerator if there is one, otherwise the CPU.
+
+    `memory` is the most that a run may use, in bytes. `link` is the speed of an emulated link in
+    bytes/s, for each direction.
+    """
     name, number = _parted(known_name(name))
     if link is not None and name != "emulated":
         raise ConfigError(f"link: --device {name} has the link it has; leave --link out")
@@ -37,8 +40,10 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
 
 
 def known_name(name: str) -> str:
-    """What `auto` means on this machine; an accelerator by any of its names is one, maybe with its
-    number: accelerator:1."""
+    """Return the canonical name of a device and resolve `auto`.
+
+    Every name of an accelerator becomes `accelerator`, with its number if given: accelerator:1.
+    """
     if (named := _AN_ACCELERATOR.fullmatch(name)) is not None:
         if named[1] in BACKENDS and (found := found_type()) != named[1]:
             raise ConfigError(
@@ -60,7 +65,7 @@ def _parted(name: str) -> tuple[str, int | None]:
 
 
 def default_dtype(name: str) -> str:
-    """How parameters are kept on a device of this name, unless the user says otherwise."""
+    """Return the type of parameters on this device if the user does not choose one."""
     kind, number = _parted(known_name(name))
     if kind == "accelerator":
         return AcceleratorDevice(number=number).default_dtype
@@ -73,29 +78,32 @@ def has_accelerator() -> bool:
 
 # -- Blocks compiled by torch ----------------------------------------------------------------------
 #
-# An option, for devices whose results need not have the cpu's bits.
+# Compilation is optional, for devices whose results need not match the CPU's bits.
 #
-# Note [what is compiled] Training calls of which no results are kept, forward and recomputation;
-# evaluation runs as it is. Where the plan keeps results from inside a block, its operations run one
-# by one as without the option. So do those of a block that draws random numbers: a compiled one may
-# draw others in recomputation than in forward. A block's first call runs as it is and shows whether
-# it draws any. Blocks in tiles are not compiled.
+# Note [what is compiled] Training calls of which no results are kept are compiled, in forward and
+# in recomputation. Evaluation is not compiled. If the plan keeps results from inside a block, its
+# operations run one by one, as without the option. The same holds for a block that draws random
+# numbers, because its compiled form may draw different ones in recomputation than in forward. The
+# first call of a block runs uncompiled and shows whether it draws any. Blocks in tiles are not
+# compiled.
 #
-# Note [compiled recomputation] Forward runs without a graph, recomputation with one: torch compiles
-# the two apart in any case. Backward needs what recomputation saves, not what the block returns. So
-# the form for recomputation returns tensors without values, through which gradients flow: what
-# only the block's output needs, its last projection above all, is dead code to the compiler. Where
-# dynamo takes a block in several parts, that is true of the part that the output is made in.
+# Note [compiled recomputation] Forward runs without a graph and recomputation with one, so torch
+# compiles the two separately in any case. Backward needs what recomputation saves, not what the
+# block returns. Therefore the form for recomputation returns tensors without values, through which
+# gradients flow. Whatever only the block's output needs, mainly its last projection, is then dead
+# code to the compiler. If dynamo splits a block into several graphs, this holds for the graph that
+# makes the output.
 
 
-Backend = str | Callable[..., Any]  # as torch.compile takes it
+Backend = str | Callable[..., Any]  # as accepted by torch.compile
 Forward = Callable[..., Any]
-SPARE = 8  # forms beyond two for every site (forward, recomputation): other batches
-LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's name for it now, and before
+# compiled forms in addition to two per site (forward, recomputation), for other batch shapes
+SPARE = 8
+LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's current and former name of the limit
 
 
 def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
-    """The user's choice as a backend of torch.compile; None: blocks are not compiled."""
+    """Return the torch.compile backend for the user's choice, or None for no compilation."""
     if choice is False:
         return None
     if not device.compiles:
@@ -107,17 +115,17 @@ def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
 
 
 class Compiled:
-    """The compiled forwards of a model's sites, each made when it is known that it may be."""
+    """The compiled forwards of a model's sites, each created once it is known to be allowed."""
 
     def __init__(self, backend: Backend | None, *, sites: int) -> None:
         self._backend = backend
-        # Forward and recomputation; None: it runs as it is.
+        # (forward, recomputation) by site; None if the site runs uncompiled.
         self._made: dict[int, tuple[Forward, Forward] | None] = {}
         if backend is None:
             return
         from torch import _dynamo
 
-        for name in LIMITS:  # all sites of one class share dynamo's forms of its code
+        for name in LIMITS:  # All sites of a class share dynamo's limit for its code.
             if hasattr(_dynamo.config, name):
                 forms = max(2 * sites + SPARE, getattr(_dynamo.config, name))
                 setattr(_dynamo.config, name, forms)
@@ -128,17 +136,23 @@ class Compiled:
         return None if made is None else made[0]
 
     def recompute(self, site: int) -> Forward | None:
-        """For backward alone: what it returns has a graph and no values. Note [compiled
-        recomputation]."""
+        """Return the compiled recomputation of a site, or None if the site runs uncompiled.
+
+        Its result has a graph but no values. See Note [compiled recomputation].
+        """
         made = self._made.get(site)
         return None if made is None else made[1]
 
     def undecided(self, site: int) -> bool:
-        """Whether a call of this site has something to tell."""
+        """Return whether it is still open if this site is compiled."""
         return self._backend is not None and site not in self._made
 
     def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:
-        """A call ran as it is, between these states of the random numbers."""
+        """Decide whether to compile a site after an uncompiled call.
+
+        `before` and `after` are the random states around that call. A site is compiled if they are
+        equal.
+        """
         made = None
         if self._backend is not None and _same(before, after):
             made = (
@@ -149,7 +163,7 @@ class Compiled:
 
 
 def _without_values(forward: Forward) -> Forward:
-    """What a forward returns, for its graph alone."""
+    """Return a forward whose results have a graph but no values."""
 
     def dropped(leaf: Any) -> Any:
         learns = isinstance(leaf, torch.Tensor) and leaf.requires_grad
@@ -162,7 +176,7 @@ def _without_values(forward: Forward) -> Forward:
 
 
 class _DropValue(torch.autograd.Function):
-    """A tensor of the same shape that has not been filled; gradients pass."""
+    """An uninitialised tensor of the same shape, through which gradients flow."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

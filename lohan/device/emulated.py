@@ -1,12 +1,12 @@
-"""A device that is not there: a memory of a given size, a link of a given speed, threads for lanes.
+"""An emulated device: memory of a given size, a link of a given speed, and threads for lanes.
 
-Everything runs through the code of the accelerator backend; only what torch would provide is made
-here. Host memory plays the device's part, so results have the bits of the cpu, if every wait is in
-its place. What is not there yet is NaN:
+It uses the code of the accelerator backend and replaces only what torch would provide. Device
+memory is host memory, so results have the CPU's bits if no wait is missing. Missing waits show as
+NaN or as errors:
 
-* a copy overwrites its destination with NaN when it begins, and with the values when it ends;
-* a source on the device that was given up before the copy came to it leaves the NaN in place;
-* compute and a copy that meet in the same memory are an error.
+* A copy fills its destination with NaN when it starts, and with the values when it ends.
+* If a source on the device was freed before the copy reached it, the NaN stays.
+* Compute and a copy that use the same memory at the same time raise an error.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lohan.device.accelerator import LINK, AcceleratorDevice
+from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import HostMemory, pages, sum_squares_on_host
 from lohan.errors import LohanError
 from lohan.util.units import format_bytes
 
 # -- Streams and events of the emulated device -----------------------------------------------------
 #
-# Work that is given now and done later, in order.
-#
-# They answer to the names that torch.Stream and torch.Event have.
+# A stream executes the work enqueued on it later, in order. The classes have the method names of
+# torch.Stream and torch.Event.
 
 
-STALL_S = 600.0  # as on the lanes
+STALL_S = 600.0  # the same limit as for lanes
 
 
 class EmulatedEvent:
-    """Comes when its stream gets there, with the error that the stream met, if any."""
+    """An event that completes when its stream reaches it, with the stream's error if any."""
 
     def __init__(self) -> None:
         self._come = threading.Event()
@@ -70,8 +69,10 @@ class EmulatedEvent:
 
 
 class EmulatedStream:
-    """A thread that does what it is given, one after the other. After an error the next event
-    comes with that error, so that no wait is for ever."""
+    """A thread that executes enqueued work in order.
+
+    After an error, the next event completes with that error, so that no wait lasts forever.
+    """
 
     def __init__(self, name: str) -> None:
         self._given: deque[Callable[[], None]] = deque()
@@ -118,37 +119,40 @@ class EmulatedStream:
 
 
 class Link:
-    """One direction: so many bytes a second, or as fast as memory goes."""
+    """One direction of the link, with a rate in bytes/s, or None for no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._free_s = 0.0
+        self._lock = threading.Lock()  # two streams share the direction to the device
 
     def pass_through(self, count: int) -> None:
-        """Returns when so many bytes have gone through. Time that sleeping takes too long is made
-        up for by the next bytes."""
+        """Sleep until `count` bytes have been transferred, after those of other streams.
+
+        Time lost by sleeping too long, up to 2 ms, is credited to the following bytes.
+        """
         if self._rate is None:
             return
-        now = time.perf_counter()
-        self._free_s = max(self._free_s, now - 0.002) + count / self._rate
-        if self._free_s > now:
-            time.sleep(self._free_s - now)
+        with self._lock:
+            now = time.perf_counter()
+            self._free_s = max(self._free_s, now - 0.002) + count / self._rate
+            until_s = self._free_s
+        if until_s > now:
+            time.sleep(until_s - now)
 
 
-# -- Every operation of an emulated device is seen here --------------------------------------------
+# -- Memory accounting and race detection, for every operation of an emulated device ---------------
 #
-# How much memory lives, and whether compute and copies meet in the same memory.
-#
-# Compute of the emulated device is done by the time it is given, its event comes later. So a copy
-# that does not wait for that event would find right values; a real device would not have made them
-# yet. Each storage therefore knows the last span of compute that read or wrote it, and a copy
-# that comes before the event of that span is an error. So is compute on what a copy is still
-# in flight to, or that changes what a copy is still to read.
+# Compute of the emulated device is complete when its call returns, but its event completes later. A
+# copy that does not wait for that event would find correct values here, while a real device would
+# not have computed them yet. Therefore each storage records the last span of compute that read or
+# wrote it, and a copy before the event of that span is an error. It is also an error if compute
+# uses the destination of a pending copy, or changes the source of one.
 
 
 @dataclass
 class ComputeSpan:
-    """Compute between two marks."""
+    """The compute between two marks."""
 
     event: EmulatedEvent = field(default_factory=EmulatedEvent)
     flops: float = 0.0
@@ -160,22 +164,26 @@ class _Tracked:
     size: int
     read: ComputeSpan | None = None
     written: ComputeSpan | None = None
-    coming: int = 0  # copies to it that were given and are not done
-    leaving: int = 0  # and copies of it
+    coming: int = 0  # number of pending copies to this storage
+    leaving: int = 0  # number of pending copies from this storage
 
 
 class Memory:
-    """The storages of one device: their bytes, and who used them last."""
+    """The storages of a device: their bytes, and the compute and copies that use them."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.live = self.peak = 0
         self.span = ComputeSpan()
         self._known: dict[int, _Tracked] = {}
-        self._lock = threading.RLock()  # a storage may die while another is added
+        # reentrant, because a storage may be freed while another is added
+        self._lock = threading.RLock()
 
     def add(self, storage: torch.UntypedStorage, *, made: bool) -> None:
-        """A storage has come to life, `made` by compute; it counts until it dies."""
+        """Count a new storage until it is freed.
+
+        `made` is True if compute created it.
+        """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
             if key in self._known:
@@ -195,7 +203,7 @@ class Memory:
             self.live -= self._known.pop(key).size
 
     def touched(self, key: int, *, write: bool) -> None:
-        """Compute uses a storage."""
+        """Record that compute uses a storage, or raise an error if a copy is pending."""
         found = self._known.get(key)
         if found is None:
             return
@@ -207,7 +215,7 @@ class Memory:
             found.read = self.span
 
     def given(self, key: int, *, write: bool, more: int = 1) -> None:
-        """A copy to or from a storage was given to a lane; with -1, it is done."""
+        """Count a copy to or from a storage as pending; with `more=-1`, as done."""
         with self._lock:
             found = self._known.get(key)
             if found is not None and write:
@@ -216,7 +224,7 @@ class Memory:
                 found.leaving += more
 
     def check_copy(self, key: int, *, write: bool) -> None:
-        """Raises if compute may still write what is copied, or use what is overwritten."""
+        """Raise an error if compute may still write the source or use the destination."""
         found = self._known.get(key)
         if found is None:
             return
@@ -233,7 +241,7 @@ def _race(who: str, does: str, size: int, other: str) -> LohanError:
 
 
 class RaceDetector(TorchDispatchMode):
-    """Tells the memory of every operation."""
+    """A dispatch mode that reports every operation to the memory."""
 
     supports_higher_order_operators = True
 
@@ -253,7 +261,7 @@ class RaceDetector(TorchDispatchMode):
             memory.touched(key, write=tensor is changed)
         for tensor in _real(out):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:  # no view of host memory
+            if storage._cdata not in given:  # skip views of the arguments
                 memory.add(storage, made=True)
         count = flop_registry.get(getattr(func, "overloadpacket", None))
         if count is not None:
@@ -272,7 +280,7 @@ def _real(*trees: Any) -> list[torch.Tensor]:
 
 
 def _changed(func: Any, args: tuple[Any, ...]) -> Any:
-    """In-place operations change their first argument."""
+    """Return the first argument if the operation changes it in place, otherwise None."""
     schema = getattr(func, "_schema", None)
     return args[0] if schema is not None and schema.is_mutable and args else None
 
@@ -280,12 +288,15 @@ def _changed(func: Any, args: tuple[Any, ...]) -> Any:
 # -- Emulated -------------------------------------------------------------------------------------
 
 
-POISON = 0xFF  # every float dtype reads NaN
+POISON = 0xFF  # bytes that are NaN in every float type
 
 
 class EmulatedDevice(AcceleratorDevice):
-    """`memory` in bytes; `h2d` and `d2h` in bytes/s, `flops` in FLOP/s, None: as fast as it goes.
-    `pinnable` is how much host memory can be pinned."""
+    """An emulated accelerator with `memory` bytes.
+
+    `h2d` and `d2h` are in bytes/s and `flops` in FLOP/s; None means no limit. `pinnable` is the
+    number of bytes of host memory that can be pinned.
+    """
 
     compiles = False
 
@@ -298,10 +309,11 @@ class EmulatedDevice(AcceleratorDevice):
         self.memory = Memory(memory)
         self.rates = {"h2d": h2d, "d2h": d2h, "flops": flops}
         self._pinnable, self._said = pinnable, False
-        self._links = {"h2d": Link(h2d), "d2h": Link(d2h)}
-        self._streams = {lane: EmulatedStream(lane) for lane in LINK}
+        to_device = Link(h2d)
+        self._links = {"h2d": to_device, "slices": to_device, "d2h": Link(d2h)}
+        self._streams = {lane: EmulatedStream(lane) for lane in self._links}
         self._own = _ComputeStream(self)
-        self.delay: Callable[[str], None] = lambda lane: None  # tests make streams late at random
+        self.delay: Callable[[str], None] = lambda lane: None  # tests delay streams at random
 
     def memory_bytes(self) -> int:
         return self.memory.budget
@@ -312,21 +324,29 @@ class EmulatedDevice(AcceleratorDevice):
         return made
 
     def enter(self, lane: str) -> None:
-        """Its streams are threads of their own."""
+        """Do nothing, because the streams have their own threads."""
+
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep memory of compute from being reused before the lane has read it.
+
+        The net lane has no stream here: its work is complete when its calls return.
+        """
+        if lane in self._streams:
+            super().record_stream(lane, tensors)
 
     def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """With the bits of the cpu."""
+        """Return the sum of squares with the bits of the CPU."""
         return sum_squares_on_host(tensors)
 
     def computing(self) -> AbstractContextManager[Any]:
         return RaceDetector(self.memory)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Its memory is counted by the byte."""
+        """Return nothing, because every byte of the memory is counted."""
         return {}
 
     def release_cached_memory(self) -> None:
-        """Its memory is given back at once."""
+        """Do nothing, because memory is not cached."""
 
     def _compute(self) -> Any:
         return self._own
@@ -335,8 +355,9 @@ class EmulatedDevice(AcceleratorDevice):
         return nullcontext()
 
     def _copy_one(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """One copy, which keeps no memory of the device alive."""
-        there, host = (dst, src) if lane == "h2d" else (src, dst)
+        """Enqueue one copy, without keeping the device's memory alive."""
+        to_device = lane != "d2h"
+        there, host = (dst, src) if to_device else (src, dst)
         weak = StorageWeakRef(there.untyped_storage())
         start, count = there.storage_offset() * there.itemsize, there.numel() * there.itemsize
         host_bytes = host.view(-1).view(torch.uint8)
@@ -344,24 +365,24 @@ class EmulatedDevice(AcceleratorDevice):
         def work() -> None:
             self.delay(lane)
             try:
-                self.memory.check_copy(weak.cdata, write=lane == "h2d")
+                self.memory.check_copy(weak.cdata, write=to_device)
                 move()
             finally:
-                self.memory.given(weak.cdata, write=lane == "h2d", more=-1)
+                self.memory.given(weak.cdata, write=to_device, more=-1)
 
         def move() -> None:
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
             here = None
             if storage is not None:
                 here = torch.empty(0, dtype=torch.uint8).set_(storage, start, (count,), (1,))
-            into, out_of = (here, host_bytes) if lane == "h2d" else (host_bytes, here)
+            into, out_of = (here, host_bytes) if to_device else (host_bytes, here)
             if into is not None:
                 into.fill_(POISON)
             self._links[lane].pass_through(count)
             if into is not None and out_of is not None:
                 into.copy_(out_of)
 
-        self.memory.given(weak.cdata, write=lane == "h2d")
+        self.memory.given(weak.cdata, write=to_device)
         self._streams[lane].give(work)
 
     def _pinned(self, count: int) -> HostMemory:
@@ -383,7 +404,11 @@ class EmulatedDevice(AcceleratorDevice):
 
 
 class _ComputeStream:
-    """Compute is done by the time it is given, so giving it waits; its events come late."""
+    """The stream of compute.
+
+    Compute is complete when its call returns, so waiting for an event blocks the caller. Its own
+    events complete later.
+    """
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device

@@ -1,8 +1,8 @@
-"""Several ranks on this machine, each in a process of its own, as torchrun starts them.
+"""Start of several ranks on this machine, each in its own process, as torchrun does.
 
-The process that starts them only waits. The ranks have process groups of their own, so a Ctrl-C
-comes to this process alone and is passed on to each of them once. When one has failed, the others
-find out by themselves and stop; those that do not are ended.
+The starting process only waits. The ranks have their own process groups, so a Ctrl-C reaches only
+the starting process, which forwards it to each rank once. If a rank fails, the others detect it and
+stop. Ranks that do not stop in time are killed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from pathlib import Path
 from lohan.errors import ConfigError
 from lohan.model.layout import RankInfo
 
-GRACE_S = 45.0  # for the others to stop, when a rank has failed
+GRACE_S = 45.0  # time for the other ranks to stop after a rank has failed
 LOOK_S = 0.05
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
-SAID = "LOHAN_SAID"  # names a folder in which ranks write down what they have said
+SAID = "LOHAN_SAID"  # names a folder in which ranks record the messages they have printed
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def is_rank(env: Mapping[str, str] | None = None) -> bool:
-    """Whether this process was started as one of several, by torchrun or by `launch`."""
+    """Return whether torchrun or `launch` started this process as one of several."""
     return "WORLD_SIZE" in (os.environ if env is None else env)
 
 
 def as_ranks(world: int) -> None:
-    """Where there are to be several, runs this very command as so many ranks and ends with them,
-    unless this process is one of them."""
+    """Run this command as `world` ranks and exit with their result.
+
+    Do nothing if `world` is 1, or if this process is itself a rank.
+    """
     if is_rank():
         started = os.environ["WORLD_SIZE"]
         if world > 1 and started != str(world):
@@ -52,8 +54,7 @@ def as_ranks(world: int) -> None:
 def launch(
     world: int, arguments: Sequence[str], *, note: Callable[[str], None], grace_s: float = GRACE_S
 ) -> int:
-    """Runs Python with these arguments as so many ranks, to the end; returns the exit code of
-    all of it."""
+    """Run Python with these arguments as `world` ranks, and return the overall exit code."""
     from tempfile import TemporaryDirectory
 
     port = _free_port()
@@ -67,7 +68,10 @@ def launch(
 
 
 def environment(own: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun tells a rank, and its share of the cores where OMP_NUM_THREADS is not set."""
+    """Return the environment of a rank, with the variables that torchrun sets.
+
+    If OMP_NUM_THREADS is not set, the rank gets its share of the cores.
+    """
     cores = max(1, len(os.sched_getaffinity(0)) // own.world)
     told = {
         "RANK": own.rank, "LOCAL_RANK": own.rank, "WORLD_SIZE": own.world,
@@ -77,8 +81,10 @@ def environment(own: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, s
 
 
 def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
-    """Whether no other rank of this start has said the same. Ranks that torchrun has started do
-    not know of each other."""
+    """Return whether no other rank of this launch has printed the same message.
+
+    It is always True for ranks started by torchrun, which do not share a folder of messages.
+    """
     from hashlib import sha256
 
     said_folder = (os.environ if env is None else env).get(SAID)
@@ -88,7 +94,7 @@ def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
         (Path(said_folder) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # rather twice than never
+    except OSError:  # a repeated message is better than a lost one
         pass
     return True
 
@@ -101,7 +107,7 @@ def _start(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen
 
 
 def _end_with_parent() -> None:
-    """A rank finishes its step and stops when the process that started it is gone."""
+    """Send SIGTERM to this rank if its parent dies, so that it finishes its step."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
@@ -112,7 +118,7 @@ def _free_port() -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
-    """Until all have ended. From the first failure on the others have some time for it."""
+    """Wait until all ranks have ended; kill them `grace_s` seconds after the first failure."""
     end_s = float("inf")
     while None in (codes := [rank.poll() for rank in ranks]):
         if end_s == float("inf") and any(codes):
@@ -124,7 +130,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
 
 
 def _outcome(codes: Sequence[int], note: Callable[[str], None]) -> int:
-    """Killed ranks cannot say so themselves. A Ctrl-C may have come before they could catch it."""
+    """Return the overall exit code, and report ranks that were killed.
+
+    Killed ranks cannot report it themselves. A Ctrl-C may arrive before a rank can catch it.
+    """
     if codes[0] == -signal.SIGINT:
         note("lohan: given up")
     codes = [EXIT_INTERRUPTED if code == -signal.SIGINT else code for code in codes]

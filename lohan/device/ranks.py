@@ -1,4 +1,4 @@
-"""The ranks of a run and how they talk: collectives, barriers, heartbeats."""
+"""The ranks of a run and their communication: collectives, barriers and heartbeats."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from lohan.errors import ConfigError, LohanError, RankError
+from lohan import _core
+from lohan.device.accelerator import current_stream, identity, record_event
+from lohan.device.out_of_memory import is_out_of_memory
+from lohan.errors import BudgetError, ConfigError, LohanError, RankError
 from lohan.model.layout import RankInfo, ranks_of
 
-# -- Calls that all ranks of a process group make together -----------------------------------------
+# -- Collectives, by the names that this version of torch has for them -----------------------------
 #
-# By the names that this torch has for them.
-#
-# They are done when they return: tensors of an accelerator too.
+# The calls have completed when they return, also for tensors on an accelerator.
 
 
 def distributed() -> Any:
-    """torch.distributed, which a process that is alone does not import."""
+    """Return torch.distributed, which a process without peers does not import."""
     import torch.distributed
 
     if not torch.distributed.is_available():
@@ -37,7 +38,10 @@ def distributed() -> Any:
 
 
 def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
-    """Every rank's shard, one after the other; `shard` may be this rank's part of `whole`."""
+    """Gather the shards of all ranks into `whole`, in the order of ranks.
+
+    `shard` may be this rank's part of `whole`.
+    """
     found = getattr(distributed(), "all_gather_single", None)
     found = found or distributed().all_gather_into_tensor
     found(whole, shard, group=group)
@@ -45,8 +49,11 @@ def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Non
 
 
 def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    """Row r of every rank's `rows`, added up, for rank r. In the order of the ranks on the CPU: the
-    same bits in whatever order they come. Accelerators have an order of their own."""
+    """Return the sum over ranks of row r of their `rows`, on rank r.
+
+    On the CPU, rows are added in the order of ranks, so the bits do not depend on the order of
+    arrival. Accelerators have their own order.
+    """
     if rows.device.type == "cpu":
         heard = torch.empty_like(rows)
         distributed().all_to_all_single(heard.view(-1), rows.view(-1), group=group)
@@ -63,27 +70,38 @@ def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """What was enqueued on the lane's stream is done."""
+    """Sleep until the work on the calling thread's stream is done."""
     if tensor.device.type != "cpu":
-        torch.accelerator.current_stream(tensor.device).synchronize()
+        record_event(current_stream(tensor.device)).synchronize()
 
 
-# -- A heartbeat of every rank, for those that vanish without closing their connections ------------
+# -- Heartbeats, which detect ranks that vanish without closing their connections ------------------
 #
-# A process that ends closes its connections, and the others know at once. A machine that loses
-# power or its network does not. So every rank increments its heartbeat in the rendezvous store, and
-# looks at those of the others. Patience is counted in own beats: ranks that were all stopped and go
-# on together miss nothing.
+# A process that ends closes its connections, and the others notice at once. A machine that loses
+# power or its network does not. Therefore every rank increments its heartbeat in the rendezvous
+# store and reads those of the others. Missed heartbeats are counted in this rank's own beats, so
+# ranks that were all suspended and resume together miss nothing.
 
 
 BEAT_S = 2.0
-SILENT = 12  # own beats in which another did not beat once
-DIGITS = 20  # more than a count of beats ever has
+SILENT = 12  # own beats without a beat of another rank after which it counts as lost
+DIGITS = 20  # more digits than a count of beats ever has
+
+
+def update_threads(local_ranks: int) -> int:
+    """Return the number of threads for updates of one of `local_ranks` ranks on this machine.
+
+    It is the rank's share of the cores, and at most what a rank alone would use.
+    """
+    return max(1, min(_core.threads(), len(os.sched_getaffinity(0)) // local_ranks))
 
 
 class Heartbeat:
-    """A thread from its making until `stop`. A rank that has fallen silent ends this process: the
-    calls that wait for it cannot be called back."""
+    """The heartbeat of this rank, which runs in threads until `stop`.
+
+    If a rank falls silent, this process exits, because calls that wait for that rank cannot be
+    cancelled.
+    """
 
     def __init__(self, ranks: RankInfo, host: str, port: int, run: str) -> None:
         import torch.distributed
@@ -95,7 +113,7 @@ class Heartbeat:
         self._done = threading.Event()
         self._missed_beats = MissedBeats(ranks.world)
         self._beat(0)
-        self._heard = 0  # the last own beat after which it has heard of all
+        self._heard = 0  # number of the last own beat at which the store answered
         for run_on in (self._live, self._guard):
             threading.Thread(target=run_on, name="lohan-heartbeat", daemon=True).start()
 
@@ -116,7 +134,7 @@ class Heartbeat:
                 self._beat(number)
                 keys = [self._key(rank) for rank in range(self._ranks.world)]
                 found = self._rendezvous.multi_get(keys)
-            except RuntimeError:  # the rendezvous store itself does not answer: see `_guard`
+            except RuntimeError:  # `_guard` handles a store that does not answer
                 continue
             try:
                 counts = [count_of(value) for value in found]
@@ -129,8 +147,11 @@ class Heartbeat:
                 self._end_for(silent)
 
     def _guard(self) -> None:
-        """Counts beats in which the rendezvous store did not answer. A call to it that fails may
-        take a minute to say so: torch looks up the names in its C++ stack first."""
+        """Count the beats in which the rendezvous store did not answer.
+
+        A failing call to the store may take a minute to return, because torch first resolves the
+        symbols of its C++ stack trace.
+        """
         heard = missed = 0
         while not self._done.wait(BEAT_S):
             heard, missed = self._heard, missed + 1 if self._heard == heard else 0
@@ -151,7 +172,7 @@ class Heartbeat:
 
 
 def count_of(value: bytes) -> int:
-    """The beat that a rank has written; ValueError if no rank has."""
+    """Return the beat that a rank has written; raise ValueError if it is not a number."""
     text = bytes(value[:DIGITS])
     if len(value) >= DIGITS or not text.isdigit():
         raise ValueError(f"{text!r} where a rank's heartbeat should be")
@@ -159,62 +180,67 @@ def count_of(value: bytes) -> int:
 
 
 class MissedBeats:
-    """Who has not counted on for how many looks."""
+    """The number of consecutive checks in which each rank's beat has not changed."""
 
     def __init__(self, world: int) -> None:
         self._counts, self._same = [-1] * world, [0] * world
 
     def count(self, counts: list[int]) -> list[int]:
-        """The ranks that are silent."""
+        """Record the current beats and return the ranks that are silent."""
         for rank, count in enumerate(counts):
             self._same[rank] = 0 if count != self._counts[rank] else self._same[rank] + 1
             self._counts[rank] = count
         return [rank for rank, looks in enumerate(self._same) if looks >= SILENT]
 
 
-# -- The ranks of a run and how they talk: torch.distributed behind a few calls --------------------
+# -- Process groups: torch.distributed behind a few calls ------------------------------------------
 #
-# Three groups of the same ranks, since each has its own thread and calls of a group must come in
-# the same order everywhere:
+# There are three groups of the same ranks. Each is used by its own thread, and the calls of a group
+# must have the same order on all ranks.
 #
-#     talk     the caller: small facts as JSON, the resident group, shards of weights for an export
-#     net      the net lane: weights gathered and gradients summed, in the order of the schedule
+#     talk     the caller: small values as JSON, the resident group, shards of weights for an export
+#     net      the net lane: gathered weights and summed gradients, in the order of the schedule
 #     commit   the ssd lane, or the caller while lanes are idle: all have prepared a commit
 #
-# A process that is alone has a group of one, and torch.distributed is not imported.
+# A process without peers has a group of one, and torch.distributed is not imported.
 #
-# Note [an error on one rank] Ranks wait for each other, so none can go on without the others: the
-# first error of a step ends the run on all of them. A rank that fails ends its process; the system
-# closes its connections, and the calls of the others fail at once. What that does not reach (a
-# machine without power) the heartbeat finds out. The stores are whole at every instant, so nothing
-# is put in order before the end.
+# Note [an error on one rank] Ranks wait for each other, so none continues without the others. The
+# first error of a step ends the run on all of them. A rank that fails ends its process. The system
+# closes its connections, and the calls of the other ranks fail at once. Heartbeats detect what this
+# does not cover, such as a machine without power. The stores always contain a complete, consistent
+# step, so nothing is cleaned up before the end.
 
 
-PATIENCE = timedelta(days=2)  # for a rank that is alive: it may be loading or exporting
-BLOCK = 2048  # bytes that small facts take; larger ones go a second time
-WORD = 8  # bytes of a length
-LAST_WORDS_S = 10.0  # a process that gave up and does not end by itself is ended
-LOOK_S = 2.0  # for the processes of ranks that may be gone
-BACKLOG = 1024  # ranks that connect at once
+MEETING = timedelta(minutes=10)  # time for all ranks to start and connect
+MEETING_POLL_S = 0.1
+PATIENCE = timedelta(days=2)  # timeout for a rank that is alive, which may be loading or exporting
+BLOCK = 2048  # bytes of a first message; longer values need a second one
+WORD = 8  # bytes of the length field
+LAST_WORDS_S = 10.0  # A process that aborts and does not exit within this time is ended.
+LOOK_S = 2.0  # time to look for the processes of lost ranks
+BACKLOG = 1024  # connections that may be pending at once
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank's process."""
+    """The process of a rank."""
 
     host: str
     pid: int
 
 
 class ProcessGroup:
-    """The ranks of a run. By itself it is that of one process alone, whose collectives are
-    identities; `join` gives that of several."""
+    """The ranks of a run.
+
+    This class is the group of a single process, whose collectives are identities. `join` returns
+    the group of several.
+    """
 
     ranks = RankInfo()
-    local_size = 1  # ranks on this machine, this one included
-    is_local_first = True  # no rank on this machine comes before it
+    local_size = 1  # number of ranks on this machine, including this one
+    is_local_first = True  # whether this is the lowest rank on its machine
     aborted = False
 
     @property
@@ -229,27 +255,30 @@ class ProcessGroup:
     def several(self) -> bool:
         return self.ranks.several
 
-    # -- talk: the caller's thread ----------------------------------------------------------------
+    # -- talk: the caller's thread -----------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The value of every rank, in their order; plain JSON."""
+        """Return the values of all ranks in order; values are JSON."""
         return [value]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """The shards of all ranks one after the other, in host memory."""
+        """Return the shards of all ranks in order, in host memory."""
         return shard
 
     def any_rank(self, mine: bool) -> bool:
-        """Whether it is so on some rank."""
+        """Return whether `mine` is true on any rank."""
         return any(self.all_gather_object(bool(mine)))
 
     def least(self, *numbers: int | None) -> list[Any]:
-        """Of every number the least that a rank has; None where they have none."""
+        """Return the element-wise minimum over ranks, or None if any rank has None."""
         said = zip(*self.all_gather_object(numbers), strict=True)
         return [None if None in own else min(own) for own in said]
 
     def broadcast_made(self, make: Callable[[], Found]) -> Found:
-        """What the first rank makes, on all of them; plain JSON. Its error is raised on all."""
+        """Call `make` on the first rank and return its result, a JSON value, on all ranks.
+
+        If it raises a LohanError, all ranks raise an error.
+        """
         made, error = None, None
         if self.ranks.first:
             try:
@@ -266,8 +295,10 @@ class ProcessGroup:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Around work that every rank does: where it fails on one, all of them stop, and the one
-        says why."""
+        """Run a block on every rank; if it fails on one, all ranks stop.
+
+        The rank that failed raises its own error.
+        """
         try:
             yield
         except LohanError:
@@ -277,59 +308,62 @@ class ProcessGroup:
             raise RankError(f"rank {failed.index(True)} could not go on", told=True)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `reduce_scatter`, in host memory, by the caller."""
+        """Do `reduce_scatter` in host memory, on the caller's thread."""
         return rows[0]
 
     def send_to_first(self, shard: torch.Tensor) -> None:
-        """To rank 0, which calls `receive`."""
+        """Send `shard` to rank 0, which calls `receive`."""
 
     def receive(self, shard: torch.Tensor, rank: int) -> None:
-        """Into `shard`, what a rank sends."""
+        """Receive into `shard` what a rank sends."""
 
     def open_net(self, torch_device: torch.device) -> None:
-        """For tensors where compute is. All ranks call it."""
+        """Open the net group for tensors on the compute device. All ranks call it."""
 
     # -- net: the net lane's thread ---------------------------------------------------------------
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """Every rank's shard in its place in `whole`, of which `shard` is this rank's part. They
-        are there when it returns."""
+        """Gather the shards of all ranks into `whole`, of which `shard` is this rank's part.
+
+        The shards have arrived when the call returns.
+        """
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Row r of every rank's `rows`, added up, for rank r."""
+        """Return the sum over ranks of row r of their `rows`, on rank r."""
         return rows[0]
 
     # -- commit: the ssd lane, or the caller ------------------------------------------------------
 
     def barrier(self) -> None:
-        """Returns when all ranks have come here."""
+        """Wait until all ranks have called this."""
 
-    # -- the end ----------------------------------------------------------------------------------
+    # -- Shutdown ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """This rank has failed: its process ends soon, whatever still waits in it."""
+        """End this process soon, because this rank has failed, whatever it waits for."""
 
     def close(self) -> None:
-        """The run is over on all ranks."""
+        """Leave the group when the run has ended on all ranks."""
 
 
 ALONE = ProcessGroup()
 
 
 class SeveralRanks(ProcessGroup):
-    """Use `join`. `peers` has the process of every rank."""
+    """The group of several ranks, made by `join`; `peers` has the process of every rank."""
 
     def __init__(
         self, ranks: RankInfo, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
     ) -> None:
         self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
-        self._ours = ours  # torch's default group goes with it
+        self._ours = ours  # whether `close` also destroys torch's default group
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
         here = Peer(socket.gethostname(), os.getpid())
         self.peers = tuple(Peer(*found) for found in self.all_gather_object([here.host, here.pid]))
         hosts = [peer.host for peer in self.peers]
         self.local_size = hosts.count(here.host)
+        _core.set_threads(update_threads(self.local_size))
         self.is_local_first = hosts.index(here.host) == self.rank
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -363,12 +397,39 @@ class SeveralRanks(ProcessGroup):
             distributed().recv(shard, src=rank, group=self._talk)
 
     def open_net(self, torch_device: torch.device) -> None:
-        if self._net is None:
+        """Connect the ranks on this device.
+
+        The first call creates the communicator, which takes device memory. It is made here, so that
+        free memory is measured afterwards.
+        """
+        if self._net is not None:
+            return
+        self._check_devices(torch_device)
+        backend = "gloo"
+        if torch_device.type != "cpu":
+            backend = distributed().get_default_backend_for_device(torch_device)
+        try:
             with self._lost_rank():
-                backend = "gloo"
-                if torch_device.type != "cpu":
-                    backend = distributed().get_default_backend_for_device(torch_device)
                 self._net = distributed().new_group(backend=backend, timeout=PATIENCE)
+                every = torch.zeros(self.world, dtype=torch.uint8, device=torch_device)
+                all_gather_into(every, every[self.rank : self.rank + 1], self._net)
+        except RuntimeError as error:
+            raise BudgetError(
+                f"{torch_device}: no memory to connect {self.world} ranks "
+                f"({str(error).splitlines()[0]}); end what else uses the device"
+            ) from error
+
+    def _check_devices(self, torch_device: torch.device) -> None:
+        """Raise ConfigError if ranks share a device, which NCCL cannot connect."""
+        own = [socket.gethostname(), identity(torch_device)]
+        every = self.all_gather_object(own)
+        for rank, other in enumerate(every[: self.rank]):
+            if other == own and own[1]:
+                raise ConfigError(
+                    f"rank {rank} and rank {self.rank} would share {torch_device} of {own[0]}; "
+                    "every rank needs a device of its own: start fewer ranks, or make another "
+                    "device visible to each"
+                )
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         with self._lost_rank():
@@ -385,10 +446,12 @@ class SeveralRanks(ProcessGroup):
 
     @contextmanager
     def _lost_rank(self) -> Iterator[None]:
-        """A call that fails has lost a rank: which one, as far as can be seen."""
+        """Turn a failed call into a RankError that names the lost rank if known."""
         try:
             yield
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             gone = self._gone()
             who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in gone)
             text = str(error)
@@ -399,7 +462,7 @@ class SeveralRanks(ProcessGroup):
             ) from None
 
     def _gone(self) -> list[int]:
-        """Ranks of this machine whose process has ended."""
+        """Return the ranks on this machine whose process has ended."""
         end, here = time.monotonic() + LOOK_S, self.peers[self.rank].host if self.peers else ""
         while self.peers:
             gone = [r for r, p in enumerate(self.peers) if p.host == here and not alive(p.pid)]
@@ -409,7 +472,7 @@ class SeveralRanks(ProcessGroup):
         return []
 
     def abort(self) -> None:
-        """The process ends soon, whatever still waits for others in it."""
+        """End the process after LAST_WORDS_S, whatever still waits in it."""
         if not self.aborted:
             self.aborted = True
             threading.Thread(target=_end_late, name="lohan-end", daemon=True).start()
@@ -423,8 +486,10 @@ class SeveralRanks(ProcessGroup):
 
 
 def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
-    """The process group that torchrun, or another launcher, has put this process into;
-    that of one process if it is alone."""
+    """Return the process group that torchrun or another launcher has put this process into.
+
+    A process without peers gets the group of one process.
+    """
     env = os.environ if env is None else env
     ranks = ranks_of(env)
     if not ranks.several:
@@ -435,31 +500,64 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"WORLD_SIZE is {ranks.world}, but {' and '.join(missing)} are not set; start the "
             "ranks with `torchrun` or `lohan train --gpus`"
         )
-    here = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # no machine but this one
+    here = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # all ranks are on this machine
     if here:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ours = not distributed().is_initialized()  # a library may have made the default group
+    address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    ours = not distributed().is_initialized()  # a library may have created the default group
     try:
+        rendezvous = None
         if ours:
             rendezvous = local_rendezvous(ranks, env) if here else None
+            rendezvous = rendezvous or _environment_rendezvous(ranks)
+            _meet(rendezvous, ranks, run_of(env), address)
+            rendezvous.set_timeout(PATIENCE)
+        # Start the heartbeat before the groups are created, because it ends this process if a rank
+        # dies during their creation.
+        heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
+        if ours:
             distributed().init_process_group(
                 "gloo", store=rendezvous, rank=ranks.rank, world_size=ranks.world,
                 timeout=PATIENCE,
             )  # fmt: skip
         talk = distributed().new_group(backend="gloo", timeout=PATIENCE)
         commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
-        heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
     except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
-            f"rank {ranks.rank} of {ranks.world} cannot reach the others at {env['MASTER_ADDR']}:"
-            f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
+            f"rank {ranks.rank} of {ranks.world} cannot reach the others at {address} "
+            f"({str(error).splitlines()[0]}); check that all were started, and what rank 0 said"
         ) from None
     return SeveralRanks(ranks, talk, commit, heartbeat, ours=ours)
 
 
+def _environment_rendezvous(ranks: RankInfo) -> Any:
+    """Return the store that torch finds through the environment, as init_process_group does."""
+    found = distributed().rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING)
+    return next(found)[0]
+
+
+def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
+    """Wait until every rank has reached the rendezvous store; raise RankError after MEETING."""
+    keys = [f"lohan/{run}/met/{rank}" for rank in range(ranks.world)]
+    rendezvous.set(keys[ranks.rank], "here")
+    end_s = time.monotonic() + MEETING.total_seconds()
+    while not rendezvous.check(keys):
+        if time.monotonic() > end_s:
+            absent = [str(rank) for rank, key in enumerate(keys) if not rendezvous.check([key])]
+            raise RankError(
+                f"rank {ranks.rank} of {ranks.world} has waited {MEETING.total_seconds():,.0f} s "
+                f"at {address} for rank {', '.join(absent)}; look at what the missing ranks said, "
+                "then start all of them again"
+            )
+        time.sleep(MEETING_POLL_S)
+
+
 @contextmanager
 def run_ranks() -> Iterator[ProcessGroup]:
-    """Around a whole run. If it fails here, this process ends, and the others notice."""
+    """Join the ranks for a whole run.
+
+    If the run fails here, this process ends, and the other ranks notice.
+    """
     group = join(os.environ)
     try:
         yield group
@@ -470,8 +568,11 @@ def run_ranks() -> Iterator[ProcessGroup]:
 
 
 def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
-    """The first rank, then the first of every other machine, then the rest; each is told whether it
-    is the first on its machine. So files are made once, and found by the others."""
+    """Call `act` on the first rank, then on the first of every other machine, then on the rest.
+
+    `act` is told whether its rank is the first on its machine. Files are thus created once, and the
+    other ranks find them.
+    """
     here, found = group.is_local_first, list[Found]()
     for turn in (group.ranks.first, here and not group.ranks.first, not here):
         with group.all_or_none():
@@ -481,23 +582,25 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
 
 
 def local_rendezvous(ranks: RankInfo, env: Mapping[str, str]) -> Any:
-    """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
-    listens on all interfaces, and any host that reaches it can write to it. None if it is not ours
-    to make: another address, or a store that torchrun itself serves."""
+    """Return a TCPStore on a loopback address, if all ranks are on this machine.
+
+    By default torch listens on all interfaces, and any host that reaches it can write to the store.
+    Return None for an address that is not loopback, or if torchrun serves the store.
+    """
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if not ip_address(address[0]).is_loopback:
         return None
-    options = {"timeout": PATIENCE, "wait_for_workers": False, "is_master": ranks.first}
+    options = {"timeout": MEETING, "wait_for_workers": False, "is_master": ranks.first}
     if not ranks.first:
         return distributed().TCPStore(address[0], port, ranks.world, **options)
     listening = _listening(family, address)
     try:
         options["master_listen_fd"] = listening
         return distributed().TCPStore(address[0], port, ranks.world, **options)
-    except RuntimeError:  # torch 2.6: its faster server takes no socket
+    except RuntimeError:  # the libuv server of torch 2.6 does not accept a socket
         with suppress(OSError):
             os.close(listening)
         options["master_listen_fd"] = _listening(family, address)
@@ -505,7 +608,7 @@ def local_rendezvous(ranks: RankInfo, env: Mapping[str, str]) -> Any:
 
 
 def _listening(family: int, address: Any) -> int:
-    """A descriptor, which the TCPStore closes."""
+    """Return the descriptor of a listening socket, which the TCPStore closes."""
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -518,14 +621,16 @@ def _listening(family: int, address: Any) -> int:
 
 
 def run_of(env: Mapping[str, str]) -> str:
-    """Tells this start of the ranks from others that use the same rendezvous store."""
+    """Return a name that distinguishes this launch from others with the same rendezvous store."""
     parts = (env.get("TORCHELASTIC_RUN_ID", "run"), env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return "-".join(parts)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and is not yet waited for does
-    not."""
+    """Return whether a process of this machine is running.
+
+    A process that has ended but has not been waited for does not count.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")

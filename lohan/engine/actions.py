@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.capture.recompute import ActivationHooks
+from lohan.device.accelerator import read_back
+from lohan.device.out_of_memory import is_out_of_memory
 from lohan.engine.buffers import (
     ChunkChecksums,
     DeviceSlots,
@@ -21,13 +23,12 @@ from lohan.engine.buffers import (
     WeightSlots,
     update_chunk,
 )
-from lohan.engine.clipping import clip_by_block
+from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import (
     GradientOffload,
     GradientSpill,
     GroupGrads,
     PendingGradients,
-    StepCollectives,
     sum_of_squares,
 )
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
@@ -35,7 +36,6 @@ from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
-from lohan.optim import Optimizer
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
 from lohan.store.admin import remove_unfinished
@@ -64,13 +64,13 @@ class ActionRunner:
 
     def __init__(
         self, context: PlanContext, plan: Plan, spec: ScheduleSpec, *, store: Store, pool: HostPool,
-        optimizer: Optimizer, collectives: StepCollectives,
+        collectives: StepCollectives,
     ) -> None:  # fmt: skip
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
-        self._spec, self._store, self._optimizer = spec, store, optimizer
-        self._collectives, self._torch_device = collectives, context.device.torch_device
-        self._block_clip, self._needs_norm = plan.block_clip, plan.needs_norm
+        self._spec, self._store = spec, store
+        self._collectives, self._device = collectives, context.device
+        self._needs_norm = plan.needs_all_gradients
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -221,6 +221,8 @@ class ActionRunner:
             meta, commits = self.steps_to_end.popleft()
             if commits:
                 self._store.commit(meta)
+            else:
+                self._store.check_present()
             self.uncommitted = None if commits else meta
             self.ended_metas.append(meta)
             self.unfinished = False
@@ -245,7 +247,7 @@ class ActionRunner:
             self.device_parts.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.pending.on_device.pop(number, {}))
-            shard = self._collectives.reduce_scatter(number, whole, self._torch_device)
+            shard = self._collectives.reduce_scatter(number, whole, self._device)
             if self._needs_norm:
                 self.pending.squares[number] = self._squares_of(shard)
             if shard:
@@ -267,18 +269,12 @@ class ActionRunner:
             raise LohanError(f"{action.token()} is not an action of the links")
 
     def _squares_of(self, shard: GroupGrads) -> float:
-        """Of what a rank has summed, on the net lane; of all ranks where groups are clipped one by
-        one."""
+        """Return the sum of squares of the shard that this rank has reduced, on the net lane."""
         assert self.device_parts is not None
         made = self.device_parts.gradient_offload.sum_squares(shard)
-        own = (
-            sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
-            if made is None
-            else float(made)
-        )
-        if not self._block_clip:
-            return own
-        return self._collectives.all_reduce_squares(own, self._torch_device)
+        if made is not None:
+            return float(read_back(made))
+        return sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
 
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
@@ -306,8 +302,6 @@ class ActionRunner:
             if number not in self.pending.squares:  # over ranks, others have taken them
                 self.pending.squares[number] = sum_of_squares(grads)
             return
-        if self._block_clip:
-            scalars = clip_by_block(scalars, number, self._block_clip)
         self.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
@@ -323,8 +317,7 @@ class ActionRunner:
         checksums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
-            grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
-            scalars=scalars,
+            grad_of=grad_of, state_format=self._state_format, scalars=scalars,
         )  # fmt: skip
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
@@ -380,7 +373,9 @@ def _device_parts(
             slots=spec.device_slots, state_format=STATE_FORMATS[plan.dtype],
             process_group=context.process_group,
         )  # fmt: skip
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise BudgetError(
             f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
             f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "

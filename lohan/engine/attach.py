@@ -11,8 +11,9 @@ with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import DTYPE_NAMES, check_trainable, cut_for, default_decay, dtype_of
+from lohan.capture.casting import cast_inputs
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
 from lohan.capture.tracing import SavePlans, shapes_together
@@ -40,19 +42,20 @@ from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import (
     check_same,
     create_store,
+    groups_that_lose_bits,
     restore_buffers,
     restore_rng,
     to_meta,
 )
-from lohan.config import check_clip_by
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import Backend, backend_of, open_device
+from lohan.device.determinism import deterministic_algorithms, fix_cublas_workspace
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import ExecutorAndHead, PlanContext, Session
-from lohan.engine.stored_weights import taking_over, weights_source
+from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
@@ -60,13 +63,14 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, commit_interval
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
+from lohan.param_groups import HyperParameters, assign, choose, parse_groups
 from lohan.planner.memory import MemoryModel
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
-from lohan.util.settings import tile_tokens, with_aliases, without_aliases
+from lohan.util.settings import tile_tokens
 from lohan.util.system import cgroup_memory_limit, host_memory_bytes, offline, total_memory_bytes
 from lohan.util.trace import Trace
 from lohan.util.units import AUTO, format_bytes, parse_bytes
@@ -107,12 +111,10 @@ class Budget:
         return None if self.device is None else parse_bytes(self.device, name="device")
 
 
-@with_aliases
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
     """What leaves memory, and what overlaps with compute. All of it changes speed only, but for
-    the rounding of other micro-batches, of `grad_dtype` ("bf16" rounds sums of slices while they
-    wait for their update: not PyTorch's result) and of `tiles`: so many tokens at a time in those
+    the rounding of other micro-batches and of `tiles`: so many tokens at a time in those
     parts of a block that do not mix tokens, "auto" where a plan needs it to fit or a GPU is
     faster with it, or "off". `activations` says what blocks keep for backward: "holistic", what
     pays on a machine of this `profile`; "recompute" (nothing but their inputs), "all", exact
@@ -126,7 +128,6 @@ class OffloadPolicy:
     overlap: bool = True
     micro_batch: int | None = None
     tiles: int | str = "auto"
-    grad_dtype: str = "fp32"
     profile: Profile | None = None
     run_again: bool = False
 
@@ -139,15 +140,18 @@ class ModelPolicy:
     in, if not their own; masters keep the precision that the model has. `base` packs the frozen
     weights of linear layers in blocks ("nf4", "int8" or "fp8"): so they lie on SSD and in memory,
     and calls dequantise them. `compile` has torch compile the blocks, on accelerators only; a name
-    or a function is torch.compile's backend. `decay` says by name which parameters decay. `check`
-    compares each block's first call with a plain call of the same module, where there is memory for
-    it, and refuses what differs; None: for models that docs/models.md does not have."""
+    or a function is torch.compile's backend. With `deterministic`, runs on an accelerator repeat
+    bit for bit: torch takes kernels with a fixed order of sums, and raises where it has none.
+    `decay` says by name which parameters decay. `check` compares each block's first call with a
+    plain call of the same module, where there is memory for it, and refuses what differs; None: for
+    models that docs/models.md does not have."""
 
     blocks: Sequence[str] = ()
     resident: Sequence[str] = ()
     dtype: str | None = None
     base: str = ""
     compile: bool | Backend = False
+    deterministic: bool = False
     decay: Callable[[str, nn.Parameter], bool] = default_decay
     check: bool | None = None
 
@@ -169,7 +173,7 @@ def with_keywords(
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
     """The policies with fields that were given as keywords of `attach` itself."""
     made: list[Any] = []
-    left = without_aliases(keywords)
+    left = dict(keywords)
     for policy in (offload, model, store):
         own = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
         made.append(replace(policy, **own))
@@ -293,67 +297,122 @@ def load(
 @taking_over
 def attach(
     model: nn.Module, *, optimizer: Optimizer, budget: Budget,
-    batch: Mapping[str, Any] | None = None, clip: float = 0.0, clip_by: str = "global",
+    param_groups: Sequence[Mapping[str, Any]] | HyperParameters = (),
+    batch: Any = None, clip: float = 0.0,
     device: str | Device = "cpu",
     offload_policy: OffloadPolicy = _OFFLOAD, model_policy: ModelPolicy = _MODEL,
     store_policy: StorePolicy = _STORE, process_group: ProcessGroup = ALONE,
-    team: ProcessGroup | None = None, trace: bool = False, **fields: Any,
+    trace: bool = False, **fields: Any,
 ) -> Session:  # fmt: skip
-    """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
+    """Move the model's parameters into a store on `budget.ssd` and take over its blocks.
 
-    `batch` is an example (or its shapes on the meta device): with it the plan covers activations
-    and is refused before the start if it cannot fit. `clip` is the largest gradient norm, 0 for
-    none: that of all gradients or, with `clip_by="block"`, which is another algorithm, that of each
-    block, so that no update waits for other gradients. `device` is where blocks compute: "cpu",
-    "accelerator" (torch's), "auto" (the accelerator if there is one), "emulated", or a device made
-    by `lohan.device.choose.open_device`; it closes with the session. `fields` of the three policies
+    `param_groups` are groups as torch.optim takes them, `{"params": ..., "lr": ...}`: what a group
+    sets replaces the optimizer's value for its parameters, which may also be named by patterns.
+    `batch` is an example of what the model is called with, or its shapes on the meta device: a
+    tensor, a tuple of arguments, or a dict of arguments by name. With it the plan covers
+    activations and is refused before the start if it cannot fit. `clip` is the largest norm of all
+    gradients; 0 turns clipping off. `device` is where blocks compute: "cpu", "accelerator"
+    (torch's), "auto" (the accelerator if there is one), "emulated", or a device made by
+    `lohan.device.choose.open_device`; it closes with the session. `fields` of the three policies
     may also be given one by one, as keywords of `attach`: `attach(model, ..., overlap=False)`.
-    `process_group` (also by its old name, `team`), made by `lohan.device.ranks.join` in a process
+    `process_group`, made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
     rows of the batch, and has a folder of its own. `backward` returns before a step is durable;
     `Session.commit` makes it so. A model that is attached already is taken over with what it has
     learnt: its earlier session ends.
     """
-    process_group = team or process_group
     offload_policy, model_policy, store_policy = with_keywords(
         offload_policy, model_policy, store_policy, fields
     )
     check_durability(budget.durability, budget.commit_every, process_group)
-    source, dtype, found = _prepared(model, batch, model_policy, new=not store_policy.resume)
+    make_groups = _groups_maker(model, optimizer, param_groups)
+    batch = None if batch is None else arguments_by_name(model, batch)
+    source, dtype, found, wider = _prepared(model, batch, model_policy, new=not store_policy.resume)
+    groups = make_groups(found)
     with ExitStack() as undo:  # of what was opened, if the rest cannot be had
         if isinstance(device, str):
+            if model_policy.deterministic and device != "cpu":
+                fix_cublas_workspace()
             device = open_device(device, memory=budget.device_bytes())
             undo.callback(device.close)
+        settings = undo.enter_context(ExitStack())
+        if model_policy.deterministic:
+            if device.torch_device.type == "cuda":
+                fix_cublas_workspace()
+            settings.enter_context(deterministic_algorithms(device.torch_device))
         device = rank_device(device, process_group)
         host_bytes = budget.host_bytes(process_group.local_size)
-        options = _options(dtype, offload_policy, budget, optimizer, clip, clip_by)
+        options = _options(dtype, offload_policy, budget, optimizer, clip)
         context = PlanContext(
             found, replace(options, device_overhead=device_overhead(device, model, host_bytes)),
             None if batch is None else workload_of(model, found, batch, device.torch_device),
             host_bytes, machine_with(device, offload_policy.profile), device,
             process_group=process_group, backend=backend_of(model_policy.compile, device),
             check=not is_tested(model) if model_policy.check is None else model_policy.check,
+            settings=settings,
         )  # fmt: skip
         if store_policy.resume:
             store, plan, context = _reopened(model, context, optimizer, budget, store_policy, undo)
         else:
             assert source is not None
-            store, plan, context = _created(source, context, budget, store_policy, undo)
+            store, plan, context = _created(source, wider, context, budget, store_policy, undo)
             del source  # and with it, weights in memory
-        run = partial(make_executor, model, context, store, optimizer, Trace(keep=trace))
+        run = partial(make_executor, model, context, store, groups, Trace(keep=trace))
         to_meta(model)
         session = Session(model, context, run, plan)
         undo.pop_all()
     return session
 
 
+def _groups_maker(
+    model: nn.Module, optimizer: Optimizer,
+    param_groups: Sequence[Mapping[str, Any]] | HyperParameters,
+) -> Callable[[Blocks], HyperParameters]:  # fmt: skip
+    """Return a function that makes the parameter groups when the model is cut. Their parameters are
+    looked up now, by identity: preparing the model may replace them."""
+    if hasattr(param_groups, "to_json"):
+        live: HyperParameters = param_groups  # type: ignore[assignment]
+        return lambda blocks: live
+    entries = parse_groups(param_groups, optimizer, "param_groups[{}]".format)
+    chosen = choose(entries, model)
+
+    def make(blocks: Blocks) -> HyperParameters:
+        tensors = (tensor for group in blocks.trained for tensor in group.tensors)
+        return assign(optimizer, entries, chosen, [(t.name, t.decay) for t in tensors])
+
+    return make
+
+
+def arguments_by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    """Return what a model is called with as arguments by name."""
+    if isinstance(batch, Mapping):
+        return batch
+    if not isinstance(batch, torch.Tensor | tuple | list):
+        raise ConfigError(
+            f"batch is a {type(batch).__name__}; give what the model is called with: a tensor, a "
+            "tuple of arguments, or a dict of arguments by name"
+        )
+    given = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
+    forward = type(base_of(model)).forward
+    names = [
+        name
+        for name, parameter in list(inspect.signature(forward).parameters.items())[1:]
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(given) > len(names):
+        raise ConfigError(
+            f"batch has {len(given)} arguments, and {type(base_of(model)).__name__}.forward takes "
+            f"{len(names)} by name ({', '.join(names) or 'none'}); give a dict of arguments by "
+            "name, or leave batch out"
+        )
+    return dict(zip(names, given, strict=False))
+
+
 def _options(
     dtype: str, offload: OffloadPolicy, budget: Budget, optimizer: Optimizer, clip: float,
-    clip_by: str,
 ) -> PlanOptions:  # fmt: skip
     return PlanOptions(
         dtype=dtype, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
-        clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
         update_mode=offload.update_mode, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, can_rerun=offload.run_again,
@@ -362,18 +421,20 @@ def _options(
 
 
 def _created(
-    source: ReadFlat,
-    context: PlanContext,
-    budget: Budget,
-    store_policy: StorePolicy,
-    undo: ExitStack,
-) -> tuple[Store, Plan, PlanContext]:
-    """A new store with the weights of `source`, by the plan that all ranks follow."""
+    source: ReadFlat, wider: Collection[str], context: PlanContext, budget: Budget,
+    store_policy: StorePolicy, undo: ExitStack,
+) -> tuple[Store, Plan, PlanContext]:  # fmt: skip
+    """Return a new store with the weights of `source`, by the plan that all ranks follow. Of frozen
+    parameters that were given in a `wider` type it keeps what rounding removes."""
     plan, context = agreed_plan(context)
+    groups = context.blocks.groups
+    exact = context.process_group.broadcast_made(
+        lambda: groups_that_lose_bits(source, groups, wider, plan.dtype)
+    )
     created = create_store(
         source, context.blocks, plan, dirs=_store_dirs(context, budget, store_policy),
         durability=budget.durability, engine=store_policy.engine, meta=store_policy.meta or {},
-        progress=store_policy.progress, process_group=context.process_group,
+        progress=store_policy.progress, process_group=context.process_group, exact=exact,
     )  # fmt: skip
     return undo.enter_context(created), plan, context
 
@@ -406,16 +467,21 @@ def _store_dirs(context: PlanContext, budget: Budget, store_policy: StorePolicy)
 
 def _prepared(
     model: nn.Module, batch: Mapping[str, Any] | None, model_policy: ModelPolicy, *, new: bool
-) -> tuple[ReadFlat | None, str, Blocks]:
-    """Checks the model, gives it one compute type and cuts it into blocks: where the weights of a
-    `new` store come from, the dtype, and the blocks."""
+) -> tuple[ReadFlat | None, str, Blocks, set[str]]:
+    """Check the model, give it one compute type and cut it into blocks. Return where the weights of
+    a `new` store come from, the dtype, the blocks, and the names of the frozen parameters that were
+    given in a wider type."""
     check_trainable(model)
     check_adapters(model)
     without_cache(model)
     source = weights_source(model) if new else None  # before adapters take the type of their base
+    given = {name: given_dtype(p) for name, p in _frozen(model)}
     named = model_policy.dtype
     unify_dtype(model, None if named is None else dtype_of(STATE_FORMATS[named]))
+    if named is not None:
+        cast_inputs(model)
     dtype = _dtype_name(model)
+    wider = {name for name, p in _frozen(model) if p.dtype not in (given[name], torch.float32)}
     shapes = None if batch is None else _shapes(model, batch)
     found = cut_for(
         model, shapes, blocks=model_policy.blocks, resident=model_policy.resident,
@@ -428,11 +494,16 @@ def _prepared(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    return source, dtype, found
+    return source, dtype, found, wider
+
+
+def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    named = model.named_parameters(remove_duplicate=False)
+    return [(name, p) for name, p in named if not p.requires_grad]
 
 
 def make_executor(
-    model: nn.Module, context: PlanContext, store: Store, optimizer: Optimizer, trace: Trace,
+    model: nn.Module, context: PlanContext, store: Store, groups: HyperParameters, trace: Trace,
     plan: Plan,
 ) -> ExecutorAndHead:  # fmt: skip
     """The store has the weights: the model's blocks now run from it."""
@@ -441,7 +512,7 @@ def make_executor(
     decoder = find_decoder(base)  # while no block is wrapped yet, as what follows
     compared = _fit_twice(context, plan) if context.check else None
     executor = Executor(
-        model, context, plan, store=store, optimizer=optimizer, trace=trace,
+        model, context, plan, store=store, groups=groups, trace=trace,
         save_plans=save_plans(context.blocks, plan, context.workload),
     )  # fmt: skip
     try:
@@ -574,10 +645,13 @@ def _workload(
     base: Any = base_of(model)
     head = base.get_output_embeddings() if find_decoder(base) is not None else None
     head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
-    kinds, whole = inventories(
-        model, blocks, shapes, micro_batch=first.shape[0], torch_device=torch_device, tiles=tiles
+    samples = first.shape[0]
+    kinds, sliced = inventories(
+        model, blocks, shapes, micro_batch=samples, torch_device=torch_device, tiles=tiles
     )
-    seen = {first.shape[0]: whole}
+    # A model may give its blocks several rows of each sample, such as the choices of a question.
+    rows = max(samples, sliced.rows)
+    seen = {samples: sliced}
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
@@ -594,10 +668,10 @@ def _workload(
         repeated.pop(head_site.name, None)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    seq, block_shapes = shapes_together(repeated, first.shape)
+    seq, block_shapes = shapes_together(repeated, (rows, *first.shape[1:]))
     widest = max((shape.input_elements for shape in block_shapes.values()), default=0)
     return BatchWorkload(
-        batch=first.shape[0], seq=seq, measure=footprint,
+        batch=rows, seq=seq, measure=footprint, samples=samples if rows > samples else 0,
         hidden=getattr(text, "hidden_size", 0) or int(widest),
         vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
         head_group=head_site.groups[0] if head_site is not None else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,10 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import Optimizer
+from lohan.param_groups import GroupValues
 from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
-from lohan.util.units import PAGE, align_up, format_bytes
+from lohan.util.units import PAGE, align_up, format_bytes, format_bytes_up
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------
 #
@@ -83,7 +84,7 @@ class HostPool:
                 raise BudgetError(
                     f"host memory: {owner} needs {format_bytes(count)} more, but "
                     f"{format_bytes(used)} of the {format_bytes(self.budget_bytes)} budget are "
-                    f"taken; raise --host to at least {format_bytes(used + count)} or lower "
+                    f"taken; raise --host to at least {format_bytes_up(used + count)} or lower "
                     "--batch"
                 )
             self._used[owner] = self._used.get(owner, 0) + count
@@ -177,8 +178,8 @@ class DeviceSlots:
 
 
 class Dequantised:
-    """Room for what a call computes with in place of packed weights. Frozen weights do not change:
-    those of the call before are used again."""
+    """Memory for the tensors that a call uses in place of packed weights. Packed weights are
+    frozen, so the tensors of the previous call are reused if the same groups follow."""
 
     def __init__(self, blocks: Blocks, pool: HostPool, device: Device, dtype: torch.dtype) -> None:
         size = dequantised_bytes(blocks, dtype.itemsize)
@@ -187,34 +188,41 @@ class Dequantised:
             self._flat = device.allocate(size).view(dtype)
         elif size:
             self._flat = pool.allocate(DEQUANTISED, size).tensor(dtype)
-        self._held: dict[str, list[torch.Tensor]] = {}  # of the call that was last, by group
+        self._filled_for: list[str] = []  # keys of the groups whose values `_flat` holds
 
     def views(
         self, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, nested: bool
     ) -> dict[str, list[torch.Tensor]]:
-        """Parameters of packed groups, from their flat buffers. `nested`: a call that is not over
-        has the room."""
+        """Return the parameters of packed groups, given the slots that hold them. `nested`: an
+        outer call still uses the memory, so another buffer is allocated for this one."""
         if nested:
-            return dict(self._filled(torch.empty_like(self._flat), flats))
-        if [group.key for group, _ in flats] != list(self._held):
-            self._held = {}
-            self._held = dict(self._filled(self._flat, flats))
-        return {key: list(tensors) for key, tensors in self._held.items()}
+            return self._tensors(torch.empty_like(self._flat), flats, fill=True)
+        keys = [group.key for group, _ in flats]
+        fill = keys != self._filled_for
+        self._filled_for = []  # in case dequantising fails half-way
+        tensors = self._tensors(self._flat, flats, fill=fill)
+        self._filled_for = keys
+        return tensors
 
-    def _filled(
-        self, room: torch.Tensor, groups: Sequence[tuple[FlatGroup, torch.Tensor]]
-    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        at = 0
-        for group, flat in groups:
-            made = []
+    @staticmethod
+    def _tensors(
+        memory: torch.Tensor, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, fill: bool
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return views of `memory` for packed tensors, dequantised into it if `fill`, and views of
+        the slot for all others. A group may be in another slot in each call, so the views are never
+        kept."""
+        at, tensors = 0, dict[str, list[torch.Tensor]]()
+        for group, flat in flats:
+            tensors[group.key] = []
             for spec in group.tensors:
                 values = flat[spec.offset : spec.offset + spec.numel]
                 if spec.packing:
-                    out = room[at : at + spec.parameters]
-                    dequantise(values, spec.packing, spec.shape, out)
+                    out = memory[at : at + spec.parameters]
+                    if fill:
+                        dequantise(values, spec.packing, spec.shape, out)
                     values, at = out, align_up(at + spec.parameters, TENSOR_ALIGN)
-                made.append(values.view(spec.shape))
-            yield group.key, made
+                tensors[group.key].append(values.view(spec.shape))
+        return tensors
 
 
 # -- Optimizer state in a ring of host buffers, and updates of it, chunk by chunk ------------------
@@ -239,14 +247,12 @@ class ChunkChecksums:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """The numbers of one step that every update shares."""
+    """The numbers of one step that its updates need, also where they run in a later one."""
 
-    lr: float
+    groups: GroupValues  # learning rate and other hyper-parameters, by parameter group
     update: int  # from 1
     grad_multiplier: float
     missed_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
-    # Of each group's gradients, where groups are clipped one by one; taken before its update.
-    squares: dict[int, float] = field(default_factory=dict)
     # Groups whose gradients are needed for a second update.
     updated_twice: frozenset[int] = frozenset()
 
@@ -284,12 +290,14 @@ class StateRing:
 def update_chunk(
     group: FlatGroup, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[TensorRange], torch.Tensor | None],
-    optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
+    state_format: StateFormat, scalars: StepScalars,
 ) -> ChunkChecksums:  # fmt: skip
-    """One update of a chunk, in place: `weights` are its weights, `state` its bytes. What is
-    updated is checksummed in the same pass; the rest, padding and tensors without a gradient,
+    """Update a chunk in place: `weights` are its weights, `state` the bytes of its state. Each
+    tensor has one kernel call, with the hyper-parameters of its group. The kernel also computes the
+    checksums of what it writes; those of padding and of tensors without a gradient are computed
     afterwards."""
     arrays = split(state_format, state, chunk.stop - chunk.start)
+    optimizer = scalars.groups.optimizers[0]  # all groups have its rule and its kind of state
     kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
@@ -302,10 +310,10 @@ def update_chunk(
         step = scalars.update - scalars.missed_updates.get(spec.name, 0)
         own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
         written = [weights[span], *(own[name] for name in (*masters, *moments))]
+        lr, hyper = scalars.groups.of(spec.name)
         made = kernel(
-            *written, grad, lr=scalars.lr,
-            weight_decay=optimizer.weight_decay if spec.decay else 0.0,
-            grad_scale=scalars.grad_multiplier, checksums=True, **optimizer.numbers(step),
+            *written, grad, lr=lr, weight_decay=hyper.weight_decay,
+            grad_scale=scalars.grad_multiplier, checksums=True, **hyper.numbers(step),
             **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]

@@ -12,8 +12,7 @@ is cached in host memory is read again from the committed one, and the step is
   go to SSD. That takes a caller who does it where `Session.must_run_again` says so, as `lohan
   train` does, and a model whose buffers a step leaves alone.
 
-Every way gives the bits of waiting. `clip_by = "block"` clips each group by its own norm, in its
-update, and nothing waits for the norm of all.
+All of these give the same bits as waiting for the norm.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lohan.engine.buffers import StepScalars
-from lohan.engine.gradients import StepCollectives, sum_of_squares
+from lohan.engine.collectives import StepCollectives
+from lohan.engine.gradients import sum_of_squares
 from lohan.engine.scheduler import ActionScheduler
 from lohan.model.plan import Plan
 from lohan.store.store import Store
@@ -39,12 +38,6 @@ RECENT = 8  # steps, of which the plan says how many may be clipped
 def clip_factor(norm: float, limit: float) -> float:
     """As `torch.nn.utils.clip_grad_norm_` has it; a limit of 0 is none."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-
-
-def clip_by_block(scalars: StepScalars, group: int, limit: float) -> StepScalars:
-    """For the update of one group, by the norm of its own gradients."""
-    factor = clip_factor(math.sqrt(scalars.squares[group]) * scalars.grad_multiplier, limit)
-    return replace(scalars, grad_multiplier=factor * scalars.grad_multiplier)
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class Clipping:
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
-        # Of the last step: clipped, speculated and rolled_back, or clipped_blocks.
+        # Metrics of the last step: clipped, speculated and rolled_back.
         self.counts: dict[str, int] = {}
 
     @property
@@ -104,13 +97,10 @@ class Clipping:
         fp16, so that the step must be skipped. Updates that ran early are accepted if the factor is
         1. Otherwise they are rolled back and, if their gradients were not kept, the step must be
         rerun."""
-        if not self._plan.needs_norm:
+        if not self._plan.needs_all_gradients:
             return 1.0
         speculated, known = self._scheduler.skips_norm_wait, self._known
         norm = self._norm(divisor, unsummed)
-        if not self._plan.needs_all_gradients:  # an update waits for the norm of its group at most
-            self.norm = norm
-            return 1.0
         if known is not None:
             self._known = None
             if speculated:  # its first run decides, also where no two runs are equal
@@ -121,7 +111,7 @@ class Clipping:
             return factor
         clipped = factor != 1.0
         self._clipped.append(clipped)
-        if self._plan.clip > self._plan.block_clip:
+        if self._plan.clip:
             self.counts["clipped"] = int(clipped and factor is not None)
         if self._possible:
             rolled_back = int(speculated and clipped)
@@ -142,21 +132,15 @@ class Clipping:
         self._known = None
 
     def _norm(self, divisor: float, unsummed: Sequence[int]) -> float:
-        """Of the gradients of the whole model; where groups are clipped one by one, how many of
-        them are is counted."""
+        """Return the norm of all gradients of the model, over all ranks."""
         grads, squares = self._runner.pending.on_host, self._runner.pending.squares
         for number in unsummed:
             squares.setdefault(number, sum_of_squares(grads.get(number, {})))
-        limit, summed = self._plan.block_clip, math.fsum(squares.values())
-        if limit:
-            norms = (math.sqrt(own) / divisor for own in squares.values())
-            self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
-        if not (limit and self._collectives.process_group.several):  # else of all ranks already
-            summed = self._collectives.all_reduce_sum(summed)
+        summed = self._collectives.all_reduce_sum(math.fsum(squares.values()))
         return math.sqrt(summed) / divisor
 
     def _factor(self, norm: float) -> float | None:
-        """Of all gradients alike."""
+        """Return the clipping factor, or None if a gradient overflows fp16."""
         if not math.isfinite(norm) and self._plan.dtype == "fp16":
             return None
-        return clip_factor(norm, 0.0 if self._plan.block_clip else self._plan.clip)
+        return clip_factor(norm, self._plan.clip)

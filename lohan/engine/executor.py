@@ -20,7 +20,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.blocks import dtype_of, install_placeholders, put_parameter, views
+from lohan.capture.blocks import dtype_of, views
+from lohan.capture.placeholders import (
+    AttachedParameter,
+    ResidentParameter,
+    StepGradients,
+    install_placeholders,
+    put_parameter,
+)
 from lohan.capture.recompute import SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
@@ -32,20 +39,21 @@ from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.clipping import Clipping
+from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import (
     Accumulated,
     GradientCollector,
     GroupGrads,
-    StepCollectives,
 )
 from lohan.engine.lanes import Lanes
 from lohan.engine.scheduler import ActionScheduler
+from lohan.engine.user_code import KeptGradients, UnwantedGradients, WatchedParameters
 from lohan.engine.wrapping import BlockRunner, WrappedSite
-from lohan.errors import LohanError, RankError, StoreError
+from lohan.errors import LohanError, ModelError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
-from lohan.optim import Optimizer
+from lohan.param_groups import META_KEY, HyperParameters
 from lohan.schedule.steps import deferred_groups, spec_of
 from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
@@ -71,23 +79,35 @@ class Resident:
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[FlatGroup, torch.Tensor]],
         refs: tuple[ParameterRef, ...], torch_device: torch.device, process_group: ProcessGroup,
+        step: StepGradients,
     ) -> None:  # fmt: skip
         self._process_group = process_group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
-        made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
+        parameters: dict[str, list[ResidentParameter]] = {RESIDENT: []}
+        olds = {
+            (ref.group, ref.tensor): model.get_submodule(ref.module)._parameters[ref.attribute]
+            for ref in refs
+        }
         for group, flat in groups:
             if group.frozen:
                 current = self._gathered(flat, group.numel).to(torch_device)
             else:
                 current = flat.new_empty(group.numel, device=torch_device)
                 self._copies.append((current, flat))
-            made[group.key] = [
-                _resident_parameter(view, spec)
-                for view, spec in zip(views(group, current), group.tensors, strict=True)
+            parameters[group.key] = [
+                _resident_parameter(olds[group.key, index], view, spec, step)
+                for index, (view, spec) in enumerate(
+                    zip(views(group, current), group.tensors, strict=True)
+                )
             ]
-        self.parameters = made[RESIDENT]
+        self.parameters = parameters[RESIDENT]
+        self.by_tensor: dict[tuple[str, int], AttachedParameter] = {
+            (key, index): parameter
+            for key, members in parameters.items()
+            for index, parameter in enumerate(members)
+        }
         for ref in refs:
-            put_parameter(model, ref, made[ref.group][ref.tensor])
+            put_parameter(model, ref, parameters[ref.group][ref.tensor])
         self.copy_updated()
 
     def copy_updated(self) -> None:
@@ -109,6 +129,14 @@ class Resident:
         self.drop_gradients()
         return grads
 
+    def swap_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replace the gradients of all resident parameters by those given, or by none, and return
+        what they were."""
+        before = [parameter.grad for parameter in self.parameters]
+        for index, parameter in enumerate(self.parameters):
+            parameter._store_gradient(grads[index] if grads else None)
+        return before
+
     @property
     def has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
@@ -118,10 +146,24 @@ class Resident:
             parameter.grad = None
 
 
-def _resident_parameter(values: torch.Tensor, spec: TensorSpec) -> nn.Parameter:
-    made = nn.Parameter(values, requires_grad=spec.trainable)
-    made.stored_as = spec.name  # type: ignore[attr-defined]
-    return made
+def _resident_parameter(
+    old: nn.Parameter | None, values: torch.Tensor, spec: TensorSpec, step: StepGradients
+) -> ResidentParameter:
+    """Return a parameter over `values`: the same object as under an earlier plan, if there was one,
+    so that its hooks and references to it stay valid."""
+    parameter = old
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(parameter, ResidentParameter) and (parameter.dtype, parameter.device) == (
+            values.dtype,
+            values.device,
+        ):
+            parameter.data = values
+        else:
+            trains = spec.trainable if old is None else old.requires_grad
+            parameter = ResidentParameter(values, requires_grad=trains)
+    parameter.label, parameter.stored_as = (spec.name, "(in memory)"), spec.name
+    parameter.step_gradients = step
+    return parameter
 
 
 # -- When a step is committed ----------------------------------------------------------------------
@@ -176,11 +218,11 @@ class Executor:
 
     def __init__(
         self, model: nn.Module, context: PlanContext, plan: Plan, *, store: Store,
-        optimizer: Optimizer, trace: Trace, save_plans: SavePlans,
+        groups: HyperParameters, trace: Trace, save_plans: SavePlans,
     ) -> None:  # fmt: skip
         blocks, device = context.blocks, context.device
         self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
-        self.store, self.optimizer, self.trace = store, optimizer, trace
+        self.store, self.groups, self.trace = store, groups, trace
         self.process_group = context.process_group
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self.tiling = Tiling(plan.tiles) if plan.tiles else None
@@ -188,13 +230,13 @@ class Executor:
         self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
+        self.step_gradients = StepGradients(self.refresh_resident)
         self.collectives = StepCollectives(context.process_group, blocks.groups)
         two_generations = store.durability == "step"  # a committed one to go back to
         self.spec = spec_of(context.shards, plan, two_generations=two_generations)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
-            context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
-            collectives=self.collectives,
+            context, plan, self.spec, store=store, pool=self.pool, collectives=self.collectives,
         )  # fmt: skip
         self.lanes = Lanes(
             self.runner, overlap=plan.overlap, trace=trace, device=device, net=self.spec.net,
@@ -217,6 +259,12 @@ class Executor:
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
+        # Backward that autograd runs for some inputs only (torch.autograd.grad) does not reach it.
+        function: Any = self.anchor.view_as(self.anchor).grad_fn
+        self._anchor_node = function.next_functions[0][0]
+        # Sums of `accumulating`, and gradients of resident parameters, while a backward runs whose
+        # gradients are not added to them.
+        self._sums_before: tuple[Any, list[torch.Tensor | None]] = None, []
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
             plan, two_generations=two_generations, scheduler=self.scheduler, runner=self.runner,
@@ -248,13 +296,21 @@ class Executor:
             cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
                 model, groups=cached, refs=blocks.resident, torch_device=self.device.torch_device,
-                process_group=self.process_group,
+                process_group=self.process_group, step=self.step_gradients,
             )  # fmt: skip
             for parameter in self.resident.parameters:
+                takes_gradient = parameter.requires_grad
+                parameter.requires_grad_()  # hooks of one that is frozen cannot be registered
                 hook = parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
+                parameter.requires_grad_(takes_gradient)
                 self._gradient_hooks.append(hook)
         move_buffers(model, self.device.torch_device)
-        install_placeholders(model, blocks, self.device.torch_device)
+        placeholders = install_placeholders(
+            model, blocks, self.device.torch_device, self.step_gradients
+        )
+        in_memory = {} if self.resident is None else self.resident.by_tensor
+        self.watched = WatchedParameters(model, blocks.by_key, {**placeholders, **in_memory})
+        self.collector.watched = self.watched
         for number, site in enumerate(blocks.sites):
             wrapped = WrappedSite(self, number, site, model.get_submodule(site.name))
             self.wrapped_sites.append(wrapped)
@@ -284,15 +340,24 @@ class Executor:
             self.inputs_moved(kwargs, moved[1])
         return moved
 
+    def refresh_resident(self) -> None:
+        """Copy the values of the last step to the resident parameters, if they are behind."""
+        if self.resident is None or RESIDENT not in self.numbers or self._resident_current:
+            return
+        with self.guarded():
+            self.scheduler.wait_updated(self.numbers[RESIDENT])
+        self.resident.copy_updated()
+        self._resident_current = True
+
     def enter_forward(self) -> None:
-        """Before any module of the model runs: resident parameters are those of the last step."""
+        """Prepare a call of the model: resident parameters get the values of the last step, and
+        changes that user code has made to parameters are taken over."""
         self._roll_back_unfinished()
-        if self.resident is not None and RESIDENT in self.numbers and not self._resident_current:
-            with self.guarded():
-                self.scheduler.wait_updated(self.numbers[RESIDENT])
-            self.resident.copy_updated()
-            self._resident_current = True
+        self.refresh_resident()
         if torch.is_grad_enabled():
+            self.watched.check()
+            for wrapped in self.wrapped_sites:
+                wrapped.refresh()
             self.forward_began_s, self.inference_began_s = time.perf_counter(), math.inf
         else:
             self.inference_began_s = min(self.inference_began_s, time.perf_counter())
@@ -313,18 +378,32 @@ class Executor:
             self.abort_step()
             self._check_usable()
 
-    def enter_backward(self) -> None:
-        """Called by every backward of ours; the first asks autograd to call `on_backward_done`."""
+    def enter_backward(self, *, wanted: bool | None = None) -> None:
+        """Begin a backward, unless it has begun, and have autograd call its end when it is done.
+        Every backward of a block or of the head calls this. `wanted`: whether autograd was asked
+        for the gradients of all parameters; None if it is to be found out."""
         self._check_usable()
         if not self._in_backward:
-            self._in_backward = True
+            if wanted is None:
+                wanted = torch._C._will_engine_execute_node(self._anchor_node)
+            if not wanted:
+                grads = [] if self.resident is None else self.resident.swap_gradients([])
+                self._sums_before = self.collector.accumulated, grads
+                self.collector.accumulated = UnwantedGradients()
+            elif not self.step_gradients.updates:
+                self._keep_gradients()
+            self._in_backward = self.step_gradients.in_backward = True
+            hooked = self.collector.hooked = self.watched.hooked()
+            if hooked:
+                self._check_hooks(next(iter(hooked.values())).label[0])
             whole = self.collector.accumulated is None
             finish = self.on_backward_done if whole else self._on_part_done
             torch.autograd.Variable._execution_engine.queue_callback(finish)
             self.runner.pending.squares = {}
+            repeatable = self.buffers.unchanged and not hooked
             self.scheduler.schedule_backward(
                 self._scalars(self.clipping.known_factor), whole=whole,
-                speculate=self.clipping.skips_norm_wait(repeatable=self.buffers.unchanged),
+                speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
             )  # fmt: skip
             if self.scheduler.skips_norm_wait and self.clipping.all_held_in_memory:
                 self.runner.keep_gradients()
@@ -333,7 +412,7 @@ class Executor:
         """A backward may reach no block at all: resident parameters are updated all the same."""
         if not self.in_head:
             with self.guarded():
-                self.enter_backward()
+                self.enter_backward(wanted=True)
 
     @property
     def _unscale_divisor(self) -> float:
@@ -342,16 +421,15 @@ class Executor:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, where it is taken (`Plan.needs_norm`)."""
+        """The global gradient norm of the last step, or None if no update needs it."""
         return self.clipping.norm
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
-            lr=self.optimizer.lr_at(self.train_state.step),
+            groups=self.groups.at(self.train_state.step),
             update=self.train_state.updates + 1,
             grad_multiplier=clip_factor / self._unscale_divisor,
             missed_updates=self.train_state.missed_updates,
-            squares=self.runner.pending.squares,
         )
 
     @contextmanager
@@ -382,12 +460,80 @@ class Executor:
             self.collector.accumulated = None
 
     def _on_part_done(self) -> None:
-        """Runs when autograd has finished, and the step has not."""
+        """End a backward that is not a step: its gradients are added to those before it."""
         with self.guarded():
             self.collector.accumulate_rest()
             self.scheduler.pause()
             self.collector.clear()
-            self._in_backward = False
+            self._in_backward = self.step_gradients.in_backward = False
+            if isinstance(self.collector.accumulated, Accumulated):
+                self.step_gradients.consumed = True
+            self._end_backward_without_step()
+
+    def _end_backward_without_step(self) -> None:
+        """Put back what gradients were added to before a backward that was not part of a step."""
+        if isinstance(self.collector.accumulated, UnwantedGradients):
+            self.collector.accumulated, grads = self._sums_before
+            self._sums_before = None, []
+            if self.resident is not None:
+                self.resident.swap_gradients(grads)
+        elif isinstance(self.collector.accumulated, KeptGradients):
+            self.collector.accumulated = None
+
+    def _keep_gradients(self) -> None:
+        """Have this backward leave its gradients in `.grad`."""
+        if self.process_group.several or self._unscale_divisor != 1.0:
+            what = "fp16" if self.plan.dtype == "fp16" else f"{self.process_group.world} ranks"
+            raise LohanError(
+                f"backward outside training, with {what}: gradients would be scaled or summed for "
+                "an update that does not come; train with train(), or load what save_pretrained "
+                "has written for gradients of your own"
+            )
+        self.collector.accumulated = KeptGradients(self.watched, self.blocks.groups)
+
+    def _check_hooks(self, name: str) -> None:
+        if self.process_group.several:
+            raise ModelError(
+                f"{name} has a gradient hook, but no rank has its whole gradient: "
+                f"{self.process_group.world} ranks share it; train on one rank, or remove the hook"
+            )
+
+    def read_weight(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's current values, by its name in the store."""
+        self._roll_back_unfinished()
+        key, index = self._place_of(name)
+        wrapped = next(site for site in self.wrapped_sites if key in site.site.groups)
+        weights = self.block_runner.weights(wrapped, training=False)
+        with self.scheduler.reading(), weights as tensors, self.device.computing():
+            return tensors[key][index].detach().clone()
+
+    def add_gradient(
+        self, name: str, label: str, grad: torch.Tensor, *, step: int | None, wanted: bool
+    ) -> None:  # fmt: skip
+        """Add the gradient of values that were read outside the call of their block."""
+        key, index = self._place_of(name)
+        with self.guarded():
+            if step != self.train_state.step:
+                raise LohanError(
+                    f"{label}: this loss depends on values from before the last step, and the "
+                    "weights have moved on; compute the loss again"
+                )
+            self.enter_backward(wanted=wanted)
+            if self.collector.is_handed_over(self.numbers[key]):
+                raise ModelError(
+                    f"the loss depends on {label}, which was read before its block was called, so "
+                    "its gradient comes after the block's update; read it after the model's "
+                    f"forward, or keep its module in memory with attach(resident=["
+                    f"{label.rpartition('.')[0]!r}])"
+                )
+            # The loss of a model with several ranks or in fp16 has gradients that are scaled.
+            factor = self._unscale_divisor / self.process_group.world
+            self.collector.add_outside(key, index, grad if factor == 1.0 else grad * factor)
+
+    def _place_of(self, name: str) -> tuple[str, int]:
+        return next(
+            place for place, p in self.watched.parameters.items() if p.stored_as == name
+        )  # fmt: skip
 
     def on_backward_done(self) -> None:
         """Runs when autograd has finished."""
@@ -397,7 +543,7 @@ class Executor:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
-            unsummed = self.scheduler.wait_for_squares() if self.plan.needs_norm else ()
+            unsummed = self.scheduler.wait_for_squares() if self.plan.needs_all_gradients else ()
             factor = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
             if self.clipping.must_rerun:
                 self._reset_step()
@@ -411,8 +557,9 @@ class Executor:
                 self.train_state = self.train_state.updated(
                     scaled=scaled, absent=self.collector.absent()
                 )
+            recorded = {} if scalars is None else {META_KEY: self.groups.to_json(scalars.groups)}
             meta = {
-                **committed, **self.train_state.to_meta(self.device.random_state()),
+                **committed, **recorded, **self.train_state.to_meta(self.device.random_state()),
                 **self.buffers.to_meta(), **self.extra_meta(),
             }  # fmt: skip
             commits = self.scheduler.commits
@@ -425,6 +572,7 @@ class Executor:
             self.scheduler.commits = next_commits
             self.trace.end_step()
             self._reset_step()
+            self.step_gradients.consumed = True
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
         """The end of a step that changes no weight."""
@@ -439,7 +587,9 @@ class Executor:
 
     def _reset_step(self) -> None:
         self.collector.clear()
-        self._in_backward = False
+        self.collector.sink.end_period()
+        self._end_backward_without_step()
+        self._in_backward = self.step_gradients.in_backward = False
         self._resident_current = False
 
     def flush(self) -> None:
@@ -468,6 +618,11 @@ class Executor:
             else:
                 self.abort_step()
             raise
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._in_backward
 
     @property
     def outside_backward(self) -> bool:
@@ -533,7 +688,9 @@ class Executor:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Gives the modules their own forward back and stops the lanes."""
+        """Give the modules their own forward back and stop the lanes."""
+        self.step_gradients.refresh = lambda: None  # parameters outlive the executor
+        self.step_gradients.consumed = False
         for hook in (*self._hooks, *self._gradient_hooks):  # they hold the executor
             hook.remove()
         for wrapped in self.wrapped_sites:

@@ -34,11 +34,18 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.capture.placeholders import OffloadedParameter
 from lohan.device.base import Device, Event
-from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.errors import BudgetError, RankError, StorageIOError
-from lohan.model.layout import Blocks, FlatGroup, RankInfo, Site
+from lohan.engine.collectives import StepCollectives
+from lohan.engine.user_code import (
+    KeptGradients,
+    UnwantedGradients,
+    WatchedParameters,
+    run_gradient_hooks,
+)
+from lohan.errors import BudgetError, ModelError, StorageIOError
+from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.io_engine import Buffer
@@ -74,6 +81,7 @@ class GradientSink:
     def __init__(self) -> None:
         self._grads: dict[str, dict[int, torch.Tensor]] = {}
         self._uses: dict[str, int] = {}
+        self.period = 0  # Increases when a step ends or is rolled back. Uses count within one.
         self._sums_wide: dict[str, bool] = {}
 
     def expect(self, group: str) -> None:
@@ -126,6 +134,11 @@ class GradientSink:
 
     def clear(self) -> None:
         self._grads.clear()
+
+    def end_period(self) -> None:
+        """Drop all uses: the weights move on, so no earlier forward may run its backward."""
+        self._uses.clear()
+        self.period += 1
 
 
 @dataclass
@@ -215,7 +228,7 @@ class GradientOffload:
         there = self._placed(self._own[number], group, grads, width)
         pairs, summed = self._pairs(number, there, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
-        self._device.record_stream("d2h", [source for _, source in pairs], event)
+        self._device.record_stream("d2h", [source for _, source in pairs])
         return OffloadedGradients(there, event, summed)
 
     def _pairs(
@@ -353,9 +366,8 @@ class GradientCollector:
         self, blocks: Blocks, plan: Plan, *, scheduler: ActionScheduler, pending: PendingGradients,
         gradient_offload: GradientOffload | None, collectives: StepCollectives,
     ) -> None:  # fmt: skip
-        self._needs_norm, self._block_clip = plan.needs_norm, plan.block_clip
+        self._needs_norm = plan.needs_all_gradients
         self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
-        self._narrow = plan.grad_dtype == "bf16"  # rounded, once, when they are complete
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
@@ -363,29 +375,37 @@ class GradientCollector:
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
         # By id of the parameter over whose values each is: those of slots stay, and so do these.
         self._leaves: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self.accumulated: Accumulated | None = None  # where gradients go until a step takes them
+        # Where gradients go until a step takes them, or for good, if backward is not a step.
+        self.accumulated: Accumulated | KeptGradients | UnwantedGradients | None = None
+        self.watched: WatchedParameters | None = None  # set when the model is taken over
+        # Parameters with gradient hooks, by group and index; looked up when backward begins.
+        self.hooked: dict[tuple[str, int], OffloadedParameter] = {}
 
     def leaves(
         self, site: Site, weights: dict[str, list[torch.Tensor]], *, parts: int
     ) -> dict[str, list[torch.Tensor]]:
-        """Leaf tensors over the weights of a call in so many parts, whose gradients come here one
-        by one."""
+        """Return leaf tensors over the weights of a call in so many parts, whose gradients come
+        here one by one. Parameters that the user has frozen take none."""
+        frozen = self.watched.frozen if self.watched is not None else frozenset()
         for key in site.groups:
             self.sink.sum_wide(key, self._wide and (parts > 1 or self.sink.uses(key) > 1))
             own = weights[key]
             for index, spec in enumerate(self._blocks.by_key[key].tensors):
-                own[index] = self._leaf(own[index], key, index, trainable=spec.trainable)
+                trainable = spec.trainable and (key, index) not in frozen
+                own[index] = self._leaf(own[index], key, index, trainable=trainable)
         return weights
 
     def _leaf(self, weight: torch.Tensor, key: str, index: int, *, trainable: bool) -> nn.Parameter:
         known = self._leaves.get(id(weight))
         if known is not None and known[0] is weight and layout(known[1]) == layout(weight):
             known[1].grad = None  # left behind if a backward broke off
+            if known[1].requires_grad != trainable:
+                known[1].requires_grad_(trainable)
             return known[1]
         # With a version of its own, as parameters have.
-        leaf = nn.Parameter(weight.data, requires_grad=trainable)
-        if trainable:
-            leaf.register_post_accumulate_grad_hook(self.sink.hook_for(key, index))
+        leaf = nn.Parameter(weight.data)
+        leaf.register_post_accumulate_grad_hook(self.sink.hook_for(key, index))
+        leaf.requires_grad_(trainable)
         if isinstance(weight, nn.Parameter):
             self._leaves[id(weight)] = weight, leaf
         return leaf
@@ -403,14 +423,17 @@ class GradientCollector:
         finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
         if self.accumulated is not None:
             for number in finished:
-                self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
+                grads = self.sink.take(self._blocks.groups[number].key)
+                self.accumulated.add(number, self._hooked_gradients(number, grads))
             self._scheduler.end_backward(site, ())
             return
         scheduled = self._scheduler.last_use_groups()
         handed = finished if scheduled is None else scheduled
         there = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:
-            grads = there[number] = self._rounded(self.sink.take(self._blocks.groups[number].key))
+            grads = there[number] = self._hooked_gradients(
+                number, self.sink.take(self._blocks.groups[number].key)
+            )
             self._seen[number] = frozenset(grads)
             self._pending.squares_on_device[number] = self._sum_squares(grads)
         self._scheduler.end_backward(site, handed)
@@ -422,11 +445,32 @@ class GradientCollector:
             return None
         return self._offload.sum_squares(grads)
 
-    def _rounded(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        if self._narrow:
-            for index in grads:  # one by one: each goes when its own is there
-                grads[index] = grads[index].bfloat16()
+    def _hooked_gradients(
+        self, number: int, grads: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        """Run the user's hooks over the complete gradients of one backward."""
+        key = self._blocks.groups[number].key
+        for index in [index for index in grads if (key, index) in self.hooked]:
+            parameter = self.hooked[key, index]
+            if parameter._post_accumulate_grad_hooks and isinstance(self.accumulated, Accumulated):
+                raise ModelError(
+                    f"{parameter.label[0]} has a register_post_accumulate_grad_hook, which PyTorch "
+                    "runs over the sum of all batches so far, but the batches of this step are "
+                    "added up elsewhere; use register_hook, or one batch for each step"
+                )
+            left = run_gradient_hooks(parameter, grads.pop(index))
+            if left is not None:
+                grads[index] = left
         return grads
+
+    def is_handed_over(self, number: int) -> bool:
+        """Return whether the gradients of a group have gone to the update of this step."""
+        return number in self._seen
+
+    def add_outside(self, key: str, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient that was made outside the calls of the group's blocks."""
+        self.fetch_aside([key])
+        self.sink.add(key, index, grad.float() if self._wide else grad.clone())
 
     def fetch_aside(self, keys: Iterable[str]) -> None:
         """A block is about to add to gradients that were set aside."""
@@ -440,13 +484,16 @@ class GradientCollector:
         assert self.accumulated is not None
         aside = {} if self._offload is None else self._offload.aside
         for number in self._waiting():
-            self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
-            self.accumulated.add(number, aside.pop(number, {}))
+            grads = self.sink.take(self._blocks.groups[number].key)
+            self.accumulated.add(number, self._hooked_gradients(number, grads))
+            aside_grads = self._hooked_gradients(number, dict(aside.pop(number, {})))
+            self.accumulated.add(number, aside_grads)
 
     def finish_rest(self, resident: Mapping[int, GroupGrads]) -> None:
         """Backward has ended: hands over the groups of which some uses got no gradient, or all of
         them if it was not the only backward of its step; then those of resident parameters."""
         sums = self.accumulated
+        assert sums is None or isinstance(sums, Accumulated)  # else backward is not a step
         there = self._waiting() if sums is None else sums.numbers()
         for number in self._collectives.late_groups(self._scheduler.collectives_checksum, there):
             if sums is None:
@@ -465,12 +512,12 @@ class GradientCollector:
     def hand_over_late(self, number: int, grads: GroupGrads) -> None:
         """When backward has ended: past what the schedule brings to host memory."""
         alone = not self._collectives.process_group.several
-        if self.accumulated is None:  # sums of several backward calls stay as they are
-            grads = self._rounded(dict(grads))
+        if self.accumulated is None:  # hooks have run over the sums of several backward calls
+            grads = self._hooked_gradients(number, dict(grads))
         if self._offload is not None and not (alone and self.accumulated is not None):
             aside = dict(self._offload.aside.pop(number, {}))  # no other block added to it
             if self.accumulated is None:
-                aside = self._rounded(aside)
+                aside = self._hooked_gradients(number, aside)
             summed = None if aside else self._sum_squares(grads)
             if summed is not None:
                 self._pending.squares[number] = float(summed)
@@ -478,9 +525,6 @@ class GradientCollector:
         self._seen[number] = frozenset(grads)
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
-            if self._block_clip:
-                squares = self._collectives.all_reduce_sum(sum_of_squares(grads))
-                self._pending.squares[number] = squares
         self._pending.on_host[number] = grads
 
     def _hand_over_resident(self, number: int, grads: GroupGrads) -> None:
@@ -652,112 +696,3 @@ class _InFile(Mapping[int, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._there)
-
-
-# -- Over the ranks: gradients summed, and what all agree on ---------------------------------------
-#
-# In a group of one process all of it is the identity.
-
-
-FLAGS_ALIGN = 16
-
-
-class StepCollectives:
-    """For groups by number, as whole ones. The net lane calls `reduce_scatter` and
-    `all_reduce_squares`, the caller all others."""
-
-    def __init__(self, process_group: ProcessGroup, groups: Sequence[FlatGroup]) -> None:
-        self.process_group, self._groups = process_group, groups
-
-    # -- gradients: every rank gets the sum of its own shard --------------------------------------
-
-    def reduce_scatter(
-        self, number: int, grads: dict[int, torch.Tensor], torch_device: torch.device
-    ) -> dict[int, torch.Tensor]:
-        """On the net lane, where compute is. Takes the gradients."""
-        return self._reduced(number, grads, torch_device, self.process_group.reduce_scatter)
-
-    def all_reduce_squares(self, own: float, torch_device: torch.device) -> float:
-        """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
-        process_group, rank = self.process_group, self.process_group.rank
-        every = torch.zeros(process_group.world, dtype=torch.float64, device=torch_device)
-        every[rank] = own
-        process_group.all_gather_into(every, every[rank : rank + 1])
-        return math.fsum(every.tolist())
-
-    def reduce_scatter_host(
-        self, number: int, grads: Mapping[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """By the caller, in host memory."""
-        own = {index: grad.cpu() for index, grad in grads.items()}
-        if not self.process_group.several:
-            return own
-        host = torch.device("cpu")
-        return self._reduced(number, own, host, self.process_group.reduce_scatter_host)
-
-    def _reduced(
-        self, number: int, grads: dict[int, torch.Tensor], torch_device: torch.device,
-        reduce_scatter: Callable[[torch.Tensor], torch.Tensor],
-    ) -> dict[int, torch.Tensor]:  # fmt: skip
-        group, ranks = self._groups[number], self.process_group.ranks
-        rows = pack(group, grads, ranks, torch_device)
-        grads.clear()  # packed: they go before the sums of others come
-        total = reduce_scatter(rows)
-        own = ranks.shard(group)
-        flags = total[own.numel :].tolist()
-        return {
-            index: total[spec.offset : spec.offset + spec.numel]
-            for index, spec in enumerate(own.tensors)
-            if flags[index] and spec.numel
-        }
-
-    # -- what the ranks agree on ------------------------------------------------------------------
-
-    def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
-        """Groups that have gradients on some rank which no schedule exchanges.
-        `collectives_checksum`, of the collectives that this rank has called, must be the same for
-        all."""
-        said = self.process_group.all_gather_object([collectives_checksum, numbers])
-        for rank, (checksum, _) in enumerate(said):
-            if checksum != said[0][0]:
-                raise RankError(
-                    f"rank {rank} called the blocks of the model in another order than rank 0, "
-                    "which several ranks cannot do: they gather every block together; switch off "
-                    "what decides by chance or by data which blocks run, or train on one rank"
-                )
-        return sorted({number for _, own in said for number in own})
-
-    def all_reduce_sum(self, number: float) -> float:
-        """The same bits on every rank."""
-        return math.fsum(self.process_group.all_gather_object(number))
-
-    def loss(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts of a loss. Alone, compute is not waited for."""
-        if not self.process_group.several:
-            return part
-        return torch.full_like(part, self.all_reduce_sum(part.item()))
-
-    def absent(self, names: list[str]) -> list[str]:
-        """Those that all ranks name."""
-        common = set(names).intersection(*self.process_group.all_gather_object(names))
-        return [name for name in names if name in common]
-
-
-def pack(
-    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: RankInfo, torch_device: torch.device
-) -> torch.Tensor:
-    """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
-    each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none
-    on any rank."""
-    count = ranks.shard_numel(group)
-    flags = align_up(len(group.tensors), FLAGS_ALIGN)
-    rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=torch_device)
-    for row, other in zip(rows, ranks.all(), strict=True):
-        tensors = other.shard(group).tensors
-        for index, grad in grads.items():
-            spec = tensors[index]
-            row[count + index] = 1.0
-            if spec.numel:
-                shard = grad.reshape(-1)[spec.begin : spec.begin + spec.numel]
-                row[spec.offset : spec.offset + spec.numel] = shard
-    return rows

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.capture.blocks import lacks_values
 from lohan.capture.fake import buffers_at
+from lohan.capture.placeholders import lacks_values
 from lohan.device.base import to_device
 from lohan.engine.gradients import scale_
 from lohan.engine.wrapping import Uses, WrappedSite
@@ -477,7 +477,8 @@ class _HeadFunction(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         executor = head.executor
         ctx.head = head
-        ctx.uses = Uses(executor, head.wrapped.site, ctx) if head.wrapped is not None else None
+        groups = head.wrapped.site.groups if head.wrapped is not None else ()
+        ctx.uses = Uses(executor, groups, ctx)
         executor.in_head = True
         try:
             if logp_loss is None:
@@ -488,7 +489,6 @@ class _HeadFunction(torch.autograd.Function):
         finally:
             executor.in_head = False
         # Kept here until backward takes them: a loss that is dropped takes them with it.
-        groups = head.wrapped.site.groups if head.wrapped is not None else ()
         ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
         return loss
 
@@ -496,6 +496,7 @@ class _HeadFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> Any:
         head, executor = ctx.head, ctx.head.executor
+        ctx.uses.claim(executor, "the head")
         with executor.guarded():
             executor.enter_backward()
             # Read on the CPU; a device that is asked for it would be waited for.
@@ -503,7 +504,6 @@ class _HeadFunction(torch.autograd.Function):
             d_hidden, ctx.d_hidden = ctx.d_hidden, None
             scale_(d_hidden, factor)
             if head.wrapped is not None:
-                ctx.uses.claim(executor, "the head")
                 executor.collector.fetch_aside(ctx.grads)
                 for key, grads in ctx.grads.items():
                     executor.collector.sink.add_scaled(key, grads, factor=factor)

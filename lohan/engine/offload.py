@@ -29,7 +29,9 @@ from lohan.store.store import Counters, Status, Store, Ticket
 from lohan.util.units import PAGE, MiB, align_up
 
 TRANSFER = 16 * MiB  # bytes of one transfer; they are spread over the directories
-PAD = 64  # bytes to which each tensor is aligned
+# Bytes to which each tensor is aligned, as CUDA's allocator does: cuBLAS chooses its kernel by the
+# alignment too, and an operation must take the same one behind a kept result as behind a new one.
+PAD = 512
 BUFFERS = 2  # slices of a site that are on the device at a time
 
 
@@ -366,7 +368,8 @@ class DeviceActivationOffload(ActivationHooks):
         call.saved_ops[number].adopt(self._tensors_in(pack, there))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """The slice after the next may take its buffer."""
+        """Bring the slice after the next into the buffer of this one, once compute is done with
+        it."""
         own, following = self._offloaded_call(site, call), number + BUFFERS
         pack = own.slices[following] if own and following < len(own.slices) else None
         if own is None or pack is None:
@@ -374,7 +377,7 @@ class DeviceActivationOffload(ActivationHooks):
         buffer = number % BUFFERS
         there = self._slice_buffer(own.device_buffer, buffer, pack.size)
         own.copies[buffer] = self._device.copy(
-            "h2d", [(there[: pack.size], self._host_memory(site, own, pack))],
+            "slices", [(there[: pack.size], self._host_memory(site, own, pack))],
             after=self._device.mark(),
         )  # fmt: skip
 
@@ -421,8 +424,10 @@ class DeviceActivationOffload(ActivationHooks):
     def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
         there = buffers[number]
         if there is None or len(there) < size:
-            # Before the new one takes its room.
-            self._views = {key: own for key, own in self._views.items() if own[0] is not there}
+            # Views of the old buffer go before the new one takes its room. The launching thread may
+            # add views meanwhile, so the dict is neither walked nor replaced.
+            for key in [key for key, own in list(self._views.items()) if own[0] is there]:
+                self._views.pop(key, None)
             there = buffers[number] = None
             there = buffers[number] = self._device.allocate(align_up(size, PAD))
         return there

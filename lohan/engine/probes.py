@@ -22,6 +22,7 @@ from torch.nn import functional as fn
 from lohan import _core
 from lohan.capture.blocks import dtype_of
 from lohan.device.base import CpuDevice, Device
+from lohan.device.out_of_memory import is_out_of_memory
 from lohan.engine.buffers import HostPool, StepScalars, update_chunk
 from lohan.errors import ConfigError, LohanError
 from lohan.model.layout import FlatGroup, TensorSpec
@@ -29,6 +30,7 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, STATE_FORMATS, chunks
 from lohan.optim import AdamW
+from lohan.param_groups import GroupValues
 from lohan.schedule.actions import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.store.extents import Region
@@ -158,16 +160,11 @@ class BlockProbe:
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.backward_s(1)  # the first one of a process also starts autograd's threads
 
-    def _memory(self, count: int) -> torch.Tensor:
-        """Bytes where compute reads them."""
-        if self._device.has_own_memory:
-            return self._device.allocate(count)
-        return torch.from_numpy(self._device.host_memory(count))
-
     def _new_weights(self) -> Weights:
         h, inner = self._sizes.hidden, self._sizes.inner
         shapes = [(h,), (h, h), (h, h), (h, h), (h, h), (h,), (inner, h), (inner, h), (h, inner)]
-        flat = self._memory(self.shape.parameters * self._dtype.itemsize).view(self._dtype)
+        flat = compute_memory(self._device, self.shape.parameters * self._dtype.itemsize)
+        flat = flat.view(self._dtype)
         parts, at = [], 0
         for shape in shapes:
             count = torch.Size(shape).numel()
@@ -300,14 +297,15 @@ def adam_figure(sizes: Sizes, dtype: str) -> Figure:
         state = pool.allocate("state", fmt.state_size(count)).tensor(torch.uint8)
         sets.append((weights.normal_(), grad.normal_(), state.zero_()))
     turns = cycle(sets)
-    scalars = StepScalars(lr=1e-4, update=1, grad_multiplier=1.0, missed_updates={})
+    groups = GroupValues((AdamW(),), (1e-4,), {})
+    scalars = StepScalars(groups=groups, update=1, grad_multiplier=1.0, missed_updates={})
 
     def run() -> float:
         weights, grad, state = next(turns)
         start = time.perf_counter()
         update_chunk(
             group, chunk, weights=weights, state=state, grad_of=lambda _: grad,
-            optimizer=AdamW(), state_format=fmt, scalars=scalars,
+            state_format=fmt, scalars=scalars,
         )  # fmt: skip
         return time.perf_counter() - start
 
@@ -582,6 +580,23 @@ def memory_rate(size: int, seconds: float) -> float:
     return 2 * size / repeated(run, seconds=seconds)
 
 
+def device_memory_rate(device: Device, size: int, seconds: float) -> float:
+    """Return the bytes per second of the memory that compute uses, read and written, by one large
+    addition in place of two fp32 tensors of `size` bytes each."""
+    size = max(SMALLEST, size // FLOAT * FLOAT)
+    total, part = (compute_memory(device, size).view(torch.float32).zero_() for _ in range(2))
+    return (
+        3 * size / repeated(lambda: computed_s(device, lambda: total.add_(part)), seconds=seconds)
+    )
+
+
+def compute_memory(device: Device, count: int) -> torch.Tensor:
+    """Return a buffer of `count` bytes where compute reads them."""
+    if device.has_own_memory:
+        return device.allocate(count)
+    return torch.from_numpy(device.host_memory(count))
+
+
 def silent(task: str, done: int, total: int) -> None:
     pass
 
@@ -657,7 +672,7 @@ def profile(
     return Profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
         compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
-        block_width=effort.sizes.hidden,
+        block_width=effort.sizes.hidden, device_rate=computed.device_rate,
         h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
         host_rate=host_rate,
         cores=float(_core.threads()), drives=drives,
@@ -705,16 +720,22 @@ def _drives(
 
 def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, float]:
     progress("links", 0, 1)
-    size = min(effort.link_bytes, device.memory_bytes() // 4)
-    found = link_rates(device, size=size, seconds=effort.seconds)
+    found = link_rates(device, size=_link_size(device, effort), seconds=effort.seconds)
     progress("links", 1, 1)
     return found
+
+
+def _link_size(device: Device, effort: Effort) -> int:
+    """Return the bytes of one copy or pass: less than `link_bytes` on a device of little memory."""
+    if not device.has_own_memory:
+        return effort.link_bytes
+    return min(effort.link_bytes, device.memory_bytes() // 4)
 
 
 def _bus(device: Device, effort: Effort, progress: Progress) -> float:
     task = "main memory under load"
     progress(task, 0, 1)
-    size = min(effort.link_bytes, device.memory_bytes() // 4) // 2  # each way
+    size = _link_size(device, effort) // 2  # each way
     copied = memory_rate(effort.link_bytes, effort.seconds)
     moved = under_load(device, effort.sizes, size=size, seconds=effort.seconds)
     progress(task, 1, 1)
@@ -727,6 +748,7 @@ class _Computed:
     backward: tuple[Point, ...]
     head_flops: float
     adam: float
+    device_rate: float
 
 
 def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progress) -> _Computed:
@@ -750,7 +772,9 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
             continue
         try:
             point.measure(effort.seconds)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             if not measured:
                 raise LohanError(
                     f"profile: a block of {counted(point.tokens, 'token')} does not "
@@ -769,6 +793,7 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
         backward=tuple(point.backward for point in measured),
         head_flops=head_flops(sizes, effort.head_tokens) / head.median_s,
         adam=sizes.chunk_params / update.median_s,
+        device_rate=device_memory_rate(device, _link_size(device, effort) // 2, effort.seconds),
     )
 
 

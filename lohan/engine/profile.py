@@ -21,7 +21,7 @@ from lohan.util.files import OutputFile, write_atomic
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import format_bytes
 
-FORMAT = 2  # of what is measured; a new one makes old files worthless
+FORMAT = 3  # of what is measured; a new one makes old files worthless
 PREFIX = f"machine-{FORMAT}-"
 WRITTEN_BY = "# Written by `lohan profile -o`, which replaces a file with this line."
 Measure = Callable[[Sequence[Path]], Profile]
@@ -113,6 +113,8 @@ def describe(profile: Profile) -> list[str]:
         lines.append(f"link from the device  {profile.d2h / 1e9:8.2f} GB/s")
         lines.append(f"main memory           {profile.host_rate / 1e9:8.2f} GB/s under load")
         lines.append(f"memory of the device  {format_bytes(profile.device_bytes):>8}")
+    if profile.device_rate:
+        lines.append(f"memory of compute     {profile.device_rate / 1e9:8.2f} GB/s")
     lines.append(f"head                  {profile.head_flops / 1e9:8,.1f} GFLOP/s")
     lines.append(f"AdamW                 {profile.adam / 1e6:8,.0f} M parameters/s")
     for drive in profile.drives:

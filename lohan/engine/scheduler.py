@@ -12,7 +12,8 @@ checked once, when it has been seen, before anything is scheduled by it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,7 +24,8 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, Op, ScheduleSpec, empty_buffers
+from lohan.schedule.actions import Action, Op, ScheduleSpec
+from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.steps import ExecutionOrder, check_order, spec_for_step
 
 
@@ -67,6 +69,7 @@ class ActionScheduler:
         self.activation_buffers: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
         self._unreached: list[int] = []  # groups whose gradients count only when backward has ended
+        self._queued_inference = False  # the forward that is queued is one without gradients
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
         self._last_inference: tuple[int, ...] = ()  # and of the last such pass
 
@@ -84,12 +87,16 @@ class ActionScheduler:
             self._make_second_updates()
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
+            self._queued_inference = True
 
     def begin_forward(
         self, site: int, *, training: bool, backward_follows: bool = True
     ) -> dict[int, torch.Tensor]:
-        """Weights of a site, by group, for its forward."""
+        """Return the weights of a site, by group, for its forward."""
         name = f"F{site}"
+        if training and self._queued_inference:
+            # A pass without gradients was expected to go on; it has no buffers for activations.
+            self.drain()
         if training and not self._forward and self._lanes.expected() is None:
             self._schedule_forward(())
         if self._lanes.expected() != name:
@@ -106,11 +113,23 @@ class ActionScheduler:
     def end(self) -> None:
         self._lanes.end()
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Allow the weights of one site to be read out of turn: what was scheduled ahead is
+        cancelled, and the order of forwards without gradients is not learnt from it."""
+        self.drain()
+        order = self._inference_sites
+        self._inference_sites = []
+        try:
+            yield
+        finally:
+            self._inference_sites = order
+
     def drain(self) -> None:
         """Everything that is queued is done; nothing is scheduled ahead."""
         self._write_behind()
         self._lanes.drain()
-        self._whole_phase = False
+        self._whole_phase = self._queued_inference = False
 
     def _write_behind(self) -> None:
         """What the step before has left to be written: no backward comes during which it would."""
@@ -151,14 +170,17 @@ class ActionScheduler:
             self._second_updates = frozenset(second)
             if speculate:
                 self._make_second_updates()
-            self._behind = self._buffers.behind
+            names = [action.name for action in self._buffers.behind]
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
                 deferred=self._deferred_now, unreached=self._unreached,
                 speculate=self.skips_norm_wait,
             )  # fmt: skip
-            if self._second_updates:  # no update is of this step
+            if self._second_updates:  # No update of this backward belongs to this step.
                 self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
+            else:  # What was left behind precedes the writes of this step.
+                first = {action.name: action for action in reversed(made)}
+                self._behind = tuple(first[name] for name in names)
             self._lanes.enqueue(made, self._waiting_scalars if self._second_updates else scalars)
         else:
             self._make_second_updates()
@@ -205,7 +227,7 @@ class ActionScheduler:
         self._handed_over.update(finished)
         if not self._whole_phase and finished:
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, finished, after=f"B{site}",
+                self._writing, self._buffers, finished,
                 deferred=self._deferred_now, speculate=self.skips_norm_wait,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
@@ -217,8 +239,8 @@ class ActionScheduler:
         if not self._whole_phase:
             self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._unreached, after=Op.BACKWARD_DONE,
-                end=True, deferred=self._deferred_now, speculate=self.skips_norm_wait,
+                self._writing, self._buffers, self._unreached, end=True,
+                deferred=self._deferred_now, speculate=self.skips_norm_wait,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
@@ -323,6 +345,7 @@ class ActionScheduler:
         """After an error: the lanes are idle, and the slots hold nothing that is known."""
         self._lanes.reset()
         self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
+        self._queued_inference = False
         self._reset_step()
         self._paused = False
 

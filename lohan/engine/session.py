@@ -36,19 +36,21 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import Saved
-from lohan.checkpoint.store_io import folder_of, gathering_reader, store_reader
+from lohan.checkpoint.store_io import folder_of, gathering_reader, overwrite, store_reader
 from lohan.device.base import CpuDevice, Device
 from lohan.device.choose import Backend
+from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.actions import MOST_ENDED
 from lohan.engine.clipping import RECENT
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
-from lohan.errors import BudgetError, LohanError, StoreError
+from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
 from lohan.model.state import STATE_FORMATS, stored_model
+from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.forecast import (
     UNKNOWN_DRIVE,
     Forecast,
@@ -85,6 +87,7 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
     check: bool = False  # compare first calls with plain ones
+    settings: ExitStack = field(default_factory=ExitStack)  # restores torch's when a session ends
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         """What a plan does on such a machine, of a known batch."""
@@ -134,6 +137,7 @@ class Session:
         self._head: SlicedHead | None = None
         self._finished: list[dict[str, Any]] = []  # under earlier plans, not yet taken
         self._closed = self._stopped = self._planless = False
+        self._updates_in_backward = True
         self._replanner: Replanner | None = None  # of `replan`
         self._mean_over: int | None = None  # of the executor before, as the head's settings
         self._norm: float | None = None
@@ -150,6 +154,7 @@ class Session:
         if self._mean_over is not None:
             self._executor.mean_over = self._mean_over
         self._executor.clipping.norm = self._norm
+        self._executor.step_gradients.updates = self._updates_in_backward
         for name, value in self._of_head.items():
             setattr(self._head, name, value)
         self._stopped = self._planless = False
@@ -218,10 +223,8 @@ class Session:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The ranks that share the state; `team` is its old name."""
+        """The ranks that share the state."""
         return self.context.process_group
-
-    team = process_group
 
     @property
     def step(self) -> int:
@@ -239,8 +242,15 @@ class Session:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
-        return self.executor.optimizer.lr_at(self.step)
+        """The learning rate of the next step, of parameters that are in no group of their own."""
+        return self.executor.groups.at(self.step).rates[0]
+
+    def changed_groups(self) -> str:
+        """Say how parameter groups differ from those of the last committed step, or return an empty
+        string. Their state is that of each parameter, so such a change is allowed."""
+        groups = self.executor.groups
+        now = groups.to_json(groups.at(self.step))
+        return changed_members(self.store.meta.get(META_KEY), now)
 
     @property
     def head(self) -> SlicedHead | None:
@@ -300,15 +310,17 @@ class Session:
         self.executor.flush()
 
     def commit(self) -> None:
-        """`flush`, and makes the last step durable where steps are not by themselves. `export` and
-        `close` do it; `settle` is its old name."""
+        """Flush, and make the last step durable. `export` and `close` call this method."""
         self.executor.commit()
         if self.store.durability == "checkpoint" and self._committed_step != self.step:
             self.executor.runner.write_back_host_cached()
             self.store.commit(clean=True)
         self._committed_step = self.step
 
-    settle = commit
+    @property
+    def accumulates(self) -> bool:
+        """Whether backward is called inside `accumulate`."""
+        return self.executor.collector.accumulated is not None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -360,6 +372,51 @@ class Session:
             self._replanner = Replanner(self)
         return self._replanner.after_own_step()
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step, where it is taken (with `clip` or fp16)."""
+        return self.executor.grad_norm
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether `backward` is a step. If set to False, backward leaves gradients in `.grad`, as
+        in PyTorch, where they fit in memory, and updates nothing."""
+        return self._updates_in_backward
+
+    @updates_in_backward.setter
+    def updates_in_backward(self, updates: bool) -> None:
+        if updates == self._updates_in_backward:
+            return
+        if updates:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        self._updates_in_backward = updates
+        if self._executor is not None:
+            self._executor.step_gradients.updates = updates
+            self._executor.step_gradients.consumed = False
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's current values, streamed into memory, by its name in the
+        model, in the type that its block computes in."""
+        with torch.no_grad():
+            return self.model.get_parameter(name).clone()
+
+    def write_weights(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write values of parameters to the store, by their names there, and commit them. Optimizer
+        state stays as it is."""
+        if self.process_group.several:
+            raise ConfigError(
+                f"{next(iter(values), 'a parameter')} cannot be written: its values are spread "
+                f"over {self.process_group.world} ranks; load the weights before attach"
+            )
+        plan = self.plan
+        self.commit()
+        self._stop()
+        try:
+            overwrite(self.store, values)
+        finally:
+            self._start(plan)
+
     def rewind(self, target: str | os.PathLike[str]) -> None:
         """Weights, optimizer state and step are again those of a snapshot of this session's store.
         Until it has succeeded, those of now are in it."""
@@ -394,6 +451,7 @@ class Session:
             self._closed = True
             return
         with ExitStack() as ending:
+            ending.callback(self.context.settings.close)
             ending.callback(self.store.close)
             ending.callback(self.context.device.close)
             ending.callback(self._stop)
@@ -790,7 +848,9 @@ class OomGuard:
         number = session.step + 1
         try:
             return step()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             problem = str(error).splitlines()[0]
             if self._shrunk or not young or session.process_group.world > 1 or session.lost:
                 raise BudgetError(_refusal(session, problem, number)) from None

@@ -21,15 +21,17 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import nn
 
-from lohan.capture.blocks import DTYPE_NAMES, lacks_values
+from lohan.capture.blocks import DTYPE_NAMES
+from lohan.capture.placeholders import AttachedParameter, lacks_values
 from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_of, is_adapted
 from lohan.checkpoint.hf_folder import SHARD_BYTES, persistent_buffers
 from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
 from lohan.checkpoint.safetensors import STEMS, ReadFlat
 from lohan.checkpoint.sources import ModuleSource, element_ranges
-from lohan.checkpoint.store_io import source_of, store_reader
+from lohan.checkpoint.store_io import overwrite, source_of, store_reader
 from lohan.engine.session import Session, export_merged, export_store
-from lohan.errors import BudgetError, ConfigError, StoreError
+from lohan.engine.user_code import WeightRead, read_weight, watch_optimizers
+from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
 from lohan.util.system import host_memory_bytes
@@ -46,12 +48,59 @@ class StoredWeights:
         self.dirs = session.store.dirs
         self._session = weakref.ref(session)
         self._opened: Store | None = None  # for as long as it is read
+        self._writes: dict[str, torch.Tensor] | None = None  # by name, inside `writing`
 
     @property
     def session(self) -> Session | None:
         """The one that has the store open, if it still has."""
         found = self._session()
         return None if found is None or found.closed else found
+
+    @property
+    def running_session(self) -> Session | None:
+        """The session, if the model's blocks run from the store by it."""
+        session = self.session
+        return None if session is None or session.stopped else session
+
+    def read(self, parameter: AttachedParameter) -> torch.Tensor:
+        """Return the values of a parameter, in memory. A loss may depend on them."""
+        session = self.running_session
+        with torch.no_grad():
+            if session is not None:
+                values = read_weight(session.executor, parameter)
+            else:
+                values = values_of(self, [parameter])[id(parameter)].detach().to(parameter.dtype)
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            return values
+        anchor = torch.zeros((), requires_grad=True, device=values.device)
+        differentiable: torch.Tensor = WeightRead.apply(
+            anchor, self, parameter.stored_as, parameter.label[0], values
+        )
+        return differentiable
+
+    def write(self, parameter: AttachedParameter, values: torch.Tensor) -> None:
+        """Write the values of a parameter to the store: at once, or with others at the end of
+        `writing`."""
+        if self._writes is not None:
+            self._writes[parameter.stored_as] = values.detach()
+            return
+        with self.writing():
+            self.write(parameter, values)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Collect writes, and commit them together at the end."""
+        self._writes = writes = dict[str, torch.Tensor]()
+        try:
+            yield
+        finally:
+            self._writes = None
+        session = self.session
+        if session is not None:
+            session.write_weights(writes)
+        elif writes:
+            with self.store() as store:
+                overwrite(store, writes)
 
     @contextmanager
     def store(self) -> Iterator[Store]:
@@ -134,8 +183,8 @@ def stored_weights_of(model: nn.Module) -> StoredWeights | None:
     return next(iter(all_stored_weights_of(model)), None)
 
 
-def redirect_to_store(session: Session, dtype: torch.dtype) -> None:
-    """Marks a model's parameters with their store, and redirects its methods there."""
+def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
+    """Mark a model's parameters with their store, and redirect its methods there."""
     stored, model = StoredWeights(session, dtype), session.model
     for parameter in model.parameters():
         parameter.stored_weights = stored  # type: ignore[attr-defined]
@@ -145,9 +194,14 @@ def redirect_to_store(session: Session, dtype: torch.dtype) -> None:
     if is_adapted(model) and hasattr(model, "merge_and_unload"):
         methods["merge_and_unload"] = _MergeAndUnload(stored)
     methods["state_dict"] = _StateDict(stored)
+    methods["load_state_dict"] = _LoadStateDict(stored)
+    for base in {id(m): m for m in (model, base_of(model))}.values():
+        if hasattr(type(base), "resize_token_embeddings"):
+            base.resize_token_embeddings = _ResizeTokenEmbeddings(stored)  # type: ignore[assignment]
     methods["__deepcopy__"] = _Copy(stored)
     for name, method in methods.items():
         setattr(model, name, method)
+    return stored
 
 
 def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
@@ -163,17 +217,26 @@ def taking_over(
 
     @wraps(attach)
     def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
-        every = all_stored_weights_of(model)
+        every, originals = all_stored_weights_of(model), list(model.parameters())
         dtype = next((stored.dtype for stored in every), _given_dtype(model))
         resume = named.get("resume", getattr(named.get("store_policy"), "resume", False))
         with ExitStack() as earlier:
             for stored in every:
                 earlier.enter_context(stored.handing_over(resume=bool(resume)))
             session = attach(model, *given, **named)
-        redirect_to_store(session, dtype)
+        stored = redirect_to_store(session, dtype)
+        for parameter in originals:  # a torch optimizer may still have them
+            parameter.moved_to = stored  # type: ignore[attr-defined]
+        watch_optimizers()
         return session
 
     return attached
+
+
+def given_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the type in which a parameter's owner gave it, whatever type it computes in."""
+    stored = getattr(parameter, "stored_weights", None)
+    return parameter.dtype if stored is None else stored.dtype
 
 
 def _given_dtype(model: nn.Module) -> torch.dtype:
@@ -294,6 +357,28 @@ class _StateDict(_Method):
             name: values[id(tensor)].detach() if id(tensor) in values else tensor.detach()
             for name, tensor in found.items()
         }
+
+
+class _LoadStateDict(_Method):
+    def __call__(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:  # fmt: skip
+        """Write values to the store, with the checks of PyTorch. Optimizer state stays as it is, as
+        that of a torch optimizer would; `assign` makes no difference."""
+        stored = self._stored
+        with stored.writing():
+            return type(stored.model).load_state_dict(stored.model, state_dict, strict=strict)
+
+
+class _ResizeTokenEmbeddings(_Method):
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        model = type(self._stored.model).__name__
+        raise ModelError(
+            f"resize_token_embeddings: the embeddings of {model} are in the store, with optimizer "
+            "state of their size; save the model with save_pretrained(DIR), load and resize it "
+            "there, and train that one (before training: resize it before the Trainer is made or "
+            "attach is called)"
+        )
 
 
 class _Copy(_Method):

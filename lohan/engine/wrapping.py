@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.capture.blocks import lacks_values, views
+from lohan.capture.blocks import views
+from lohan.capture.placeholders import lacks_values
 from lohan.capture.recompute import (
     BlockState,
     Gathered,
@@ -33,7 +34,7 @@ from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
-from lohan.engine.gradients import GradientCollector, layout
+from lohan.engine.gradients import GradientCollector, GradientSink, layout
 from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, ModelError
 from lohan.model.layout import FlatGroup, Site
@@ -57,15 +58,28 @@ class WrappedSite:
             (modules(ref.module)._parameters, ref.attribute, ref.group, ref.tensor)
             for ref in site.parameters
         ]
-        self._takes_grad = [
+        self._owned = list(module.parameters())
+        self._trainable = [
             groups[ref.group].tensors[ref.tensor].trainable for ref in site.parameters
         ]
-        self._trained = any(parameter.requires_grad for parameter in module.parameters())
+        self.refresh()
         self.state = BlockState(site.name, module)
         self.original: Callable[..., Any] = with_writes(module.forward)
         if executor.tiling is not None:
             self.original = executor.tiling.forward(module, self.original)
         module.forward = self
+
+    def refresh(self) -> None:
+        """Take over which parameters the user has frozen."""
+        frozen = self.executor.watched.frozen
+        self._takes_grad = [
+            trainable and (group, index) not in frozen
+            for (_, _, group, index), trainable in zip(
+                self._parameters, self._trainable, strict=True
+            )
+        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._trained = any(parameter.requires_grad for parameter in self._owned)
 
     def remove(self) -> None:
         if vars(self.module).get("forward") is self:
@@ -162,36 +176,41 @@ def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 class Uses:
-    """The groups that a call will use once more in backward.
+    """The groups that a forward call will use again in its backward.
 
-    A graph that is dropped without a backward gives its uses back by itself.
+    Each use is counted by the sink, so that the last one of a step is known. It ends with the
+    backward of the call, or when `owner` is freed because the graph is dropped. The end of the
+    step, or its roll-back, ends all uses that are left.
     """
 
-    def __init__(self, executor: Executor, site: Site, owner: object) -> None:
-        self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
-        self._step, self._groups = executor.train_state.step, site.groups
-        for key in site.groups:
-            executor.collector.sink.expect(key)
+    def __init__(self, executor: Executor, groups: tuple[str, ...], owner: object) -> None:
+        sink = executor.collector.sink
+        self._period = sink.period
+        self._withdraw = weakref.finalize(owner, _withdraw, weakref.ref(sink), groups, sink.period)
+        for key in groups:
+            sink.expect(key)
 
     def claim(self, executor: Executor, name: str) -> None:
+        """Check that the backward of this call may run. `name` is the block's."""
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
                 "backward, since its inputs are given up and the weights move on"
             )
-        if executor.train_state.step != self._step:
-            _give_back(weakref.ref(executor), self._groups)
+        if executor.collector.sink.period != self._period:
             raise LohanError(
-                f"{name}: this loss is from before the last step, and the weights have moved on; "
-                "run forward again, or add the losses and call backward once"
+                f"{name}: this loss is from before the last step, or from before a step that "
+                "failed, and the weights have moved on; run forward again, or add the losses and "
+                "call backward once"
             )
 
 
-def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None:
-    alive = executor()
-    if alive is not None:
+def _withdraw(sink: weakref.ref[GradientSink], groups: tuple[str, ...], period: int) -> None:
+    """End the uses of a graph that was dropped, unless the end of their step has done so."""
+    alive = sink()
+    if alive is not None and alive.period == period:
         for key in groups:
-            alive.collector.sink.end_use(key)
+            alive.end_use(key)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -209,7 +228,7 @@ class _BlockFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
         ctx.wrapped, ctx.call = wrapped, call
-        ctx.uses = Uses(wrapped.executor, wrapped.site, call)
+        ctx.uses = Uses(wrapped.executor, wrapped.site.groups, call)
         return out
 
     @staticmethod
@@ -262,12 +281,16 @@ class BlockRunner:
     def weights(
         self, wrapped: WrappedSite, *, training: bool, backward_follows: bool = True
     ) -> Iterator[Weights]:
-        """The site's parameters for a forward."""
+        """Yield the site's parameters for a forward."""
         with self._guarded():
-            flats = self._scheduler.begin_forward(
-                wrapped.number, training=training, backward_follows=backward_follows
-            )
-            yield self._views(wrapped, flats)
+            # Views of slots are kept for later calls, and a tensor that is made in inference mode
+            # could not take a gradient there.
+            with torch.inference_mode(False):
+                flats = self._scheduler.begin_forward(
+                    wrapped.number, training=training, backward_follows=backward_follows
+                )
+                tensors = self._views(wrapped, flats)
+            yield tensors
             self._scheduler.end()
 
     def _views(self, wrapped: WrappedSite, flats: dict[int, torch.Tensor]) -> Weights:
@@ -314,6 +337,8 @@ class BlockRunner:
         wrapped.check_values(call)
         weights = self.weights(wrapped, training=False)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
+            if isinstance(wrapped.original, TiledForward):  # for the whole batch, as in training
+                wrapped.original.prepare(args, kwargs)
             if fills_cache((*args, *kwargs.values())):
                 return wrapped.original(*args, **kwargs)
             output = self.compute.evaluate(wrapped, call)

@@ -10,20 +10,16 @@ from typing import Any
 
 from lohan.engine.attach import Budget
 from lohan.errors import ConfigError
-from lohan.optim import SGD, AdamW, Lion, Optimizer
-from lohan.util.settings import with_aliases
 from lohan.util.units import AUTO
 
 # -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
 
 
-@with_aliases
 @dataclass(frozen=True, kw_only=True)
 class LohanArguments:
     """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
     not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
-    LOHAN_DURABILITY, LOHAN_COMMIT_EVERY. The state lies in the output folder if no `ssd` is named.
-    `overwrite`: a new training replaces the state of an earlier one in the same output folder."""
+    LOHAN_DURABILITY, LOHAN_COMMIT_EVERY. Without `ssd` the state is in the output folder."""
 
     host: str | int | None = None
     ssd: tuple[str | os.PathLike[str], ...] = ()
@@ -36,8 +32,6 @@ class LohanArguments:
     update_mode: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
-    clip_by: str = "global"  # whose norm max_grad_norm limits; "block": another algorithm
-    overwrite: bool = False
     moments: str | None = None  # how they are stored; not given: as `optim` says
 
     def budget(self, output_dir: str) -> Budget:
@@ -58,27 +52,31 @@ _LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
 OPTIM = (*_ADAMW, "sgd", *_LION)
 
 
-def optim_of(args: Any) -> str:
-    """The name that `optim` has, or a refusal."""
+def optimizer_name(args: Any) -> str:
+    """Return the name of LoHan's optimizer that `args.optim` asks for, or refuse it."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in OPTIM:
         raise ConfigError(
             f"optim={name!r} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
             f"own kernels; use one of {', '.join(OPTIM)}"
         )
-    return name
+    return "adamw" if name in _ADAMW else "lion" if name in _LION else "sgd"
 
 
-def optimizer_of(args: Any, lr: Callable[[int], float], moments: str | None) -> Optimizer:
-    """`moments` say how they are stored, if not as the name does. Lion takes its betas from
-    adam_beta1 and adam_beta2, as transformers has it; momentum and nesterov of SGD come from
-    optim_args."""
-    name, betas = optim_of(args), (args.adam_beta1, args.adam_beta2)
-    stored = moments or ("int8" if name.endswith("_8bit") else "fp32")
-    shared: dict[str, Any] = {"lr": lr, "weight_decay": args.weight_decay, "moments": stored}
-    if name in _ADAMW:
-        return AdamW(betas=betas, eps=args.adam_epsilon, **shared)
-    return Lion(betas=betas, **shared) if name in _LION else SGD(**_given(args), **shared)
+def optimizer_kwargs(args: Any, name: str) -> dict[str, Any]:
+    """Return what TrainingArguments say of this optimizer besides learning rate and weight decay.
+    Lion takes its betas from adam_beta1 and adam_beta2, as in transformers; momentum and nesterov
+    of SGD come from optim_args."""
+    if name == "sgd":
+        return _given(args)
+    betas = {"betas": (args.adam_beta1, args.adam_beta2)}
+    return betas if name == "lion" else {**betas, "eps": args.adam_epsilon}
+
+
+def moments_of(args: Any, moments: str | None) -> str:
+    """Return how moments are stored: as the user says, or as the name of the optimizer does."""
+    name = str(getattr(args.optim, "value", args.optim))
+    return moments or ("int8" if name in _LION and name.endswith("_8bit") else "fp32")
 
 
 _SGD: dict[str, Callable[[str], Any]] = {
@@ -143,18 +141,3 @@ def check_push(args: Any, ssd: Sequence[Any]) -> None:
             f"hub_strategy={strategy!r} would upload the training state in every checkpoint "
             "(lohan-state); set save_only_model=True, or hub_strategy='every_save'"
         )
-
-
-def check_optimizer(trainer: Any) -> None:
-    """It is one of LoHan's, inside backward."""
-    given = trainer.optimizer
-    own = given is None or type(getattr(given, "optimizer", given)).__name__ == "StepInBackward"
-    if not own or trainer.optimizer_cls_and_kwargs is not None:
-        kind = given if not own else trainer.optimizer_cls_and_kwargs[0]
-        name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-        raise ConfigError(
-            f"a {name} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
-            "own kernels; choose one with optim, and set learning_rate, adam_beta1, adam_beta2, "
-            "adam_epsilon and weight_decay"
-        )
-    optim_of(trainer.args)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import weakref
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,51 +24,46 @@ from transformers.trainer import (
 )
 from transformers.utils import logging
 
-from lohan.capture.blocks import lacks_values
+from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.adapters import base_of
-from lohan.device.ranks import ALONE, ProcessGroup, join
-from lohan.engine.attach import STORE_FOLDER, attach
+from lohan.device.ranks import ProcessGroup, join
+from lohan.engine.attach import attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
 from lohan.engine.stored_weights import save_into, stored_weights_of
-from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
+from lohan.engine.user_code import has_gradient_hooks
+from lohan.errors import BudgetError, ConfigError, DataError, ModelError, StoreError
 from lohan.hf.arguments import (
     LohanArguments,
     check_arguments,
-    check_optimizer,
     check_push,
-    optimizer_of,
+    moments_of,
+    optimizer_name,
 )
+from lohan.hf.optimizers import TorchGroups, check_class, class_and_kwargs, unwrapped
+from lohan.hf.stores import (
+    OUTPUT_DIR,
+    STATE_FOLDER,
+    TRAINING,
+    OutputStore,
+    end_others,
+    is_saved,
+)
+from lohan.hf.user_steps import LIBRARIES, UserSteps
+from lohan.optim import AdamW
+from lohan.param_groups import META_KEY
 from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
 from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
-from lohan.train.run_folder import Mark, new_mark, read_mark
+from lohan.train.run_folder import write_file
 from lohan.util.files import load_json
-from lohan.util.units import counted
 
 logger = logging.get_logger(__name__)
-OUTPUT_DIR = "output_dir"  # in a store's meta: the folder that it belongs to
-STATE_FOLDER = "lohan-state"  # of a checkpoint: weights and optimizer state of its step
+GROUPS_FILE = "optimizer_groups.json"  # of a checkpoint: hyper-parameters of each group
 
 
 class TooLarge(RuntimeError):
     """A batch that the budget has no room for, in words that auto_find_batch_size looks for."""
-
-
-class StepInBackward(torch.optim.Optimizer):
-    """Stands where Trainer wants an optimizer. Its learning rate is the real one, which schedulers
-    set; its step has happened in backward by the time it is called."""
-
-    def __init__(self, lr: float) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(()))], {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ConfigError("an optimizer closure cannot run: the step is inside backward")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients have left with the step."""
 
 
 def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -105,7 +98,7 @@ class _LossesInFp32(TorchFunctionMode):
         self.__exit__(None, None, None)
 
 
-class LohanMixin:
+class LohanMixin(OutputStore):
     """What makes a Trainer train out of core. `session` is there from the first training step."""
 
     over_tokens = False  # its loss is over log-probabilities of tokens, from the head in slices
@@ -113,6 +106,7 @@ class LohanMixin:
     model: Any
     accelerator: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     lr_scheduler: Any
     state: Any
     model_init: Any
@@ -130,6 +124,8 @@ class LohanMixin:
         self._lasts = True  # the session, beyond one evaluation
         self._too_large: BudgetError | None = None
         self._ranks: ProcessGroup | None = None  # those that torchrun has started
+        self._groups: TorchGroups | None = None  # of the optimizer, once they are needed
+        self._user_steps = UserSteps(self)
         args = given[1] if len(given) > 1 else named.get("args")
         if args is not None:
             check_arguments(args)
@@ -142,7 +138,20 @@ class LohanMixin:
     def _validate_args(self) -> None:
         check_arguments(self.args)  # once more: without any, the library has made its own
         super()._validate_args()  # type: ignore[misc]
-        check_optimizer(self)
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Refuse, before anything is loaded, an optimizer that LoHan has no kernel for."""
+        kind = type(self)
+        if self.optimizer is not None:
+            check_class(type(unwrapped(self.optimizer)))
+        elif self.optimizer_cls_and_kwargs is not None:
+            check_class(self.optimizer_cls_and_kwargs[0])
+        elif (
+            kind.create_optimizer is LohanMixin.create_optimizer
+            and kind.get_optimizer_cls_and_kwargs is LohanMixin.get_optimizer_cls_and_kwargs
+        ):
+            optimizer_name(self.args)
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         """bf16 and fp16 are types of the weights here, with an fp32 master, not autocast."""
@@ -160,6 +169,7 @@ class LohanMixin:
             return model
 
         accelerator.prepare_model = prepare_model
+        accelerator.backward = self._user_steps.wrapped(accelerator.backward)
 
     def push_to_hub(self, *given: Any, **named: Any) -> Any:
         check_push(self.args, self.lohan.budget(self.args.output_dir).ssd)
@@ -169,23 +179,47 @@ class LohanMixin:
         """Weights go from the store to the device, block by block."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        check_optimizer(self)
-        if self.optimizer is None:
-            self.optimizer = StepInBackward(self.args.learning_rate)
+        """Create the optimizer as transformers does; only its parameter groups are used."""
+        super().create_optimizer(model)  # type: ignore[misc]
+        check_class(type(unwrapped(self.optimizer)))
+        self._user_steps.watch(unwrapped(self.optimizer))
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Return the class that `args.optim` names and its arguments, or refuse it."""
+        return class_and_kwargs(args)
+
+    def _param_groups(self) -> TorchGroups:
+        """Return the parameter groups of the optimizer, which is created if it does not exist."""
+        if self._groups is None:
+            self._groups = TorchGroups(moments_of(self.args, self.lohan.moments))
+        if self.optimizer is None:
+            self.create_optimizer()
+        self._groups.take_over(self.optimizer, self.model)
+        self._user_steps.watch(unwrapped(self.optimizer))
+        session = self.session
+        if session is not None and not session.closed:
+            made_for, kind = session.plan.kind, self._groups.optimizer.kind
+            if made_for != kind:
+                raise ConfigError(
+                    f"the training began with {made_for}, the optimizer is now {kind}; go on with "
+                    "the same one, or start a new Trainer in another output_dir"
+                )
+        return self._groups
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         """The session; made for a batch like this one if it is not there yet. One that is not
         `lasting` has a store of its own, which goes after the evaluation that it is for."""
         if self.session is not None and not self.session.closed:
+            if self.optimizer is not None:
+                self._param_groups()
             return self.session
         name = self._store_name() if lasting else f"lohan-evaluation-{uuid4().hex[:12]}"
-        args, optimizer = self.args, self.create_optimizer()
-        decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+        args, moments = self.args, moments_of(self.args, self.lohan.moments)
+        groups = self._param_groups() if lasting else None
         longest = self.lohan.max_length or getattr(args, "max_length", 0)
-        replaced: list[Path] = []
-        mark: Mark | None = None
         if self._resumes:  # the same plan as before: its slices are part of the result
             shapes = shapes_from_json(self._stored()["shapes"])
             self._go_back()
@@ -196,24 +230,22 @@ class LohanMixin:
                 said = self._ranks.all_gather_object(shapes_to_json(shapes))
                 shapes = shapes_from_json(largest_shapes(said))
             if lasting:
-                mark, replaced = self._new_store()
-                name = self._store_name() if mark is None else mark.store
+                name = self._new_store()
         try:
             self.session = attach(
                 self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
                 store_name=name,
-                optimizer=optimizer_of(
-                    args, lambda _: optimizer.param_groups[0]["lr"], self.lohan.moments
-                ),
-                batch=shapes, clip=args.max_grad_norm, clip_by=self.lohan.clip_by,
+                optimizer=AdamW(moments=moments) if groups is None else groups.optimizer,
+                param_groups=() if groups is None else groups,
+                batch=shapes, clip=args.max_grad_norm,
                 micro_batch=self.lohan.micro_batch, tiles=self.lohan.tiles,
                 meta={
                     "shapes": shapes_to_json(shapes),
-                    OUTPUT_DIR: str(Path(args.output_dir).resolve()),
+                    OUTPUT_DIR: str(self._out.resolve()),
+                    TRAINING: uuid4().hex,
                 },
                 overlap=self.lohan.overlap, update_mode=self.lohan.update_mode,
                 activations=self.lohan.activations, run_again=self._repeatable(),
-                decay=lambda name, _: name in decaying,
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
                 device="cpu" if args.device.type == "cpu" else "accelerator",
                 compile=args.torch_compile_backend or True if args.torch_compile else False,
@@ -224,25 +256,14 @@ class LohanMixin:
                 raise
             self._too_large = error
             raise TooLarge(f"{error}: this batch is out of memory.") from None
-        if replaced and mark is not None:
-            self._replace_stores(mark, replaced)
+        self._user_steps.attached(self.session)
         if self._ranks is not None and not self._sums_over_ranks():  # as DDP: the mean of all
             self.session.executor.mean_over = self._ranks.world
             if self.session.head is not None:
                 self.session.head.ranks_apart = True
         if lasting:
-            weakref.finalize(self, _let_go, self.session)
-            _OPEN.add(self.session)
+            self._keep_open(self.session)
         return self.session
-
-    def _replace_stores(self, mark: Mark, replaced: list[Path]) -> None:
-        """The new store is there: it is marked, and those of earlier trainings go."""
-        assert self.session is not None
-        with self.session.process_group.all_or_none():
-            if self.session.process_group.ranks.first:
-                mark.write(Path(self.args.output_dir))
-        _end_others(replaced)
-        remove(replaced)
 
     def _sums_over_ranks(self) -> bool:
         """Whether the loss is that of the sliced head over the tokens of all processes. Otherwise
@@ -254,7 +275,7 @@ class LohanMixin:
         return head is not None and not own and summed and self._plain_loss()
 
     def _plain_loss(self) -> bool:
-        return type(self).compute_loss.__module__.partition(".")[0] in _LIBRARIES
+        return type(self).compute_loss.__module__.partition(".")[0] in LIBRARIES
 
     def compute_loss(self, *given: Any, **named: Any) -> Any:
         return self._of_all_ranks(super().compute_loss(*given, **named), named)  # type: ignore[misc]
@@ -277,71 +298,6 @@ class LohanMixin:
             self._ranks = join()
         return {} if self._ranks is None else {"process_group": self._ranks}
 
-    def _of_rank(self, path: Path) -> Path:
-        """Each has a folder of its own."""
-        self._sharing()
-        ranks = self._ranks
-        return path if ranks is None else path.with_name(ranks.ranks.store_name(path.name))
-
-    def _store_dirs(self) -> list[Path]:
-        name = self._store_name()
-        ssd = self.lohan.budget(self.args.output_dir).ssd
-        return [self._of_rank(Path(folder) / name) for folder in ssd]
-
-    def _store_name(self) -> str:
-        """In the output folder one name does; on other drives it is that of this training alone,
-        which the output folder has in writing. Earlier versions had one name everywhere."""
-        mark = read_mark(Path(self.args.output_dir))
-        return STORE_FOLDER if mark is None else mark.store
-
-    def _new_store(self) -> tuple[Mark | None, list[Path]]:
-        """What the output folder is to be marked with for a new training, if not as it is, and a
-        store that goes when the new one is there: until then the mark leads to it. One is replaced
-        only if the user says so."""
-        out, dirs, group = Path(self.args.output_dir), self._store_dirs(), self._ranks or ALONE
-        replaced: list[Path] = []
-        with group.all_or_none():
-            inside = [path.parent.resolve() for path in dirs] == [out.resolve()]
-            known = inside or (read_mark(out) is not None and self._original() is None)
-            if known and (dirs[0] / IDENTITY).exists():
-                found = describe(dirs)
-                if found["state"] != "unfinished" and not self.lohan.overwrite:
-                    step = found["meta"].get("progress", {}).get("step", 0)
-                    raise StoreError(
-                        f"{dirs[0]} holds the state of an earlier training in {out}, at step "
-                        f"{step}; go on with train(resume_from_checkpoint=True), give another "
-                        "output_dir, or start over with "
-                        "Trainer(..., lohan=LohanArguments(overwrite=True))"
-                    )
-                if found["state"] == "unfinished":
-                    _end_others(dirs)
-                    remove(dirs)
-                else:
-                    replaced = dirs
-        if all(group.all_gather_object(known and not replaced)):
-            return None, []
-
-        def make() -> list[str]:
-            out.mkdir(parents=True, exist_ok=True)
-            mark = new_mark(out)
-            if not replaced:
-                mark.write(out)
-            return [mark.id, mark.store]
-
-        own, name = group.broadcast_made(make)  # the same for all ranks
-        return Mark(own, name), replaced
-
-    def _original(self) -> Path | None:
-        """Of an output folder that was copied, the one that the store on another drive is of."""
-        out, dirs = Path(self.args.output_dir), self._store_dirs()
-        mark = read_mark(out)
-        if mark is None or not (dirs[0] / IDENTITY).exists():
-            return None
-        first = Path(describe(dirs).get("meta", {}).get(OUTPUT_DIR, out))
-        theirs = read_mark(first)
-        same = theirs is not None and theirs.id == mark.id and not first.samefile(out)
-        return first if same else None
-
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Before a training, weights that are not in memory stream from a store that goes again."""
         before = self.session
@@ -360,8 +316,9 @@ class LohanMixin:
     # -- steps ------------------------------------------------------------------------------------
 
     def train(self, *given: Any, **named: Any) -> Any:
-        """Once more: the same weights and optimizer state go on, with a schedule from its start.
-        With model_init, a new model begins."""
+        """Train as transformers does. A second call goes on with the same weights and optimizer
+        state and starts a new schedule; with model_init, it starts with a new model. After it has
+        returned, backward over the model gives ordinary gradients and updates nothing."""
         self._waiting = []
         if self.model_init is not None and self.session is not None:
             dirs = self.session.store.dirs
@@ -369,19 +326,35 @@ class LohanMixin:
             remove(dirs)
             self.session = None
         self._resumes, self._rewind = False, None
+        if self.session is None:
+            self._replacing = None
         asked = named.pop("resume_from_checkpoint", None) if not given else given[0]
         with TemporaryDirectory(prefix="lohan-") as work:
             if asked is True:
                 asked = self._last_checkpoint(Path(work))
+            if self.session is not None and not self.session.closed:
+                self.session.updates_in_backward = True
+                self._user_steps.attached(self.session)
             try:
                 output = super().train(asked, *given[1:], **named)  # type: ignore[misc]
             except RuntimeError:
                 if self._too_large is None:
                     raise
                 raise self._too_large from None
+            finally:
+                self._user_steps.end()
+                if self.session is not None and not self.session.closed:
+                    self.session.updates_in_backward = False
         if self.session is not None:
             self.session.commit()
         return output
+
+    def get_batch_samples(self, *given: Any, **named: Any) -> Any:
+        """Return the batches of one optimizer step; the model is attached for a training_step of
+        the user's own, which does not do so itself."""
+        batches, count = super().get_batch_samples(*given, **named)  # type: ignore[misc]
+        self._user_steps.prepare(batches)
+        return batches, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Batches of one optimizer step are one batch here, if their loss is a sum over tokens: it
@@ -397,13 +370,13 @@ class LohanMixin:
         before, loss = session.step, torch.zeros((), device=self.args.device)
         device, recorded = session.executor.device, self._recorded()
         drawn = device.random_state()
-        with session.accumulate() if len(batches) > 1 else nullcontext(), self._in_fp32(model):
-            for batch in batches:
-                loss += super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
-        if session.must_run_again:
-            device.set_random_state(drawn)
-            self._record_again(recorded)
-            with self._in_fp32(model):
+        with self._user_steps.own_step(session), self._in_fp32(model):
+            with session.accumulate() if len(batches) > 1 else nullcontext():
+                for batch in batches:
+                    loss += super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
+            if session.must_run_again:
+                device.set_random_state(drawn)
+                self._record_again(recorded)
                 loss = super().training_step(model, batches[0], num_items_in_batch)  # type: ignore[misc]
         if session.step != before + 1:
             raise ModelError(
@@ -411,6 +384,7 @@ class LohanMixin:
                 f"step {before + 1} would change nothing; check what the loss is made of, and "
                 "which parameters have requires_grad"
             )
+        self._take_place(session)
         self._replan(session)
         return loss
 
@@ -433,7 +407,7 @@ class LohanMixin:
     def _in_fp32(self, model: nn.Module) -> Iterator[None]:
         """With bf16 or fp16, losses are computed in fp32, as under autocast, and what the model
         returns is in fp32, as accelerate makes it, for losses of one's own and smoothed ones."""
-        if not (self.args.bf16 or self.args.fp16):
+        if not (self.args.bf16 or self.args.fp16) or self._user_steps.in_fp32:
             yield
             return
         losses = _LossesInFp32()
@@ -453,7 +427,8 @@ class LohanMixin:
         and what `_recorded` has."""
         theirs = super().compute_loss.__func__  # type: ignore[misc]
         own = type(self).compute_loss is LohanMixin.compute_loss
-        return own and theirs is transformers.Trainer.compute_loss and not self.compute_loss_func
+        known = own and theirs is transformers.Trainer.compute_loss and not self.compute_loss_func
+        return known and not self._user_steps.overridden
 
     def _recorded(self) -> Any:
         """What a run of a batch adds to."""
@@ -471,6 +446,8 @@ class LohanMixin:
         )
         if not summed or getattr(base.config, "output_router_logits", False):
             return None
+        if has_gradient_hooks(self.model):  # PyTorch runs them for every batch
+            return None
         try:
             return merged(parts)
         except DataError:  # shapes that cannot be filled up
@@ -480,6 +457,13 @@ class LohanMixin:
         return self.session.executor.grad_norm if self.session is not None else None
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
+        asked = self.args.max_grad_norm or 0.0
+        if self.session is not None and asked != self.session.plan.clip:
+            raise ConfigError(
+                f"max_grad_norm is {asked}, and was {self.session.plan.clip} when the training "
+                "began: gradients are clipped inside backward, by the plan that was made then; set "
+                "it before the Trainer is made"
+            )
         return grad_norm
 
     def prediction_step(
@@ -510,7 +494,7 @@ class LohanMixin:
         numbered = {
             int(path.name.rpartition("-")[2]): path
             for path in Path(self.args.output_dir).glob("checkpoint-*")
-            if path.name.rpartition("-")[2].isdecimal() and _is_saved(path)
+            if path.name.rpartition("-")[2].isdecimal() and is_saved(path)
         }
         if numbered:
             return str(numbered[max(numbered)])
@@ -553,6 +537,8 @@ class LohanMixin:
             self._keep_state(self.session, Path(output_dir))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            saved = json.dumps(self._param_groups().saved(), indent=1)
+            write_file(Path(output_dir) / GROUPS_FILE, saved)
 
     def _keep_state(self, session: Session, checkpoint: Path) -> None:
         session.commit()
@@ -566,13 +552,13 @@ class LohanMixin:
                 "save_total_limit, or save_only_model"
             )
 
-    def _state_folder(self, checkpoint: Path) -> Path:
-        return self._of_rank(checkpoint / STATE_FOLDER)
-
-    def _save_checkpoint(self, *given: Any) -> None:
-        """Where checkpoints are weights alone, the state of the best one is kept apart, to come
-        back to at the end."""
-        super()._save_checkpoint(*given)  # type: ignore[misc]
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint. Where checkpoints are weights alone, the state of the best one is kept
+        apart, to come back to at the end."""
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if self.args.should_save:
+            folder = f"checkpoint-{self.state.global_step}"
+            self._name_training(Path(self._get_output_dir(trial)) / folder)  # type: ignore[attr-defined]
         args, best = self.args, self.state.best_global_step == self.state.global_step
         if args.save_only_model and args.load_best_model_at_end and best and self.session:
             self._keep_state(self.session, Path(args.output_dir))
@@ -590,67 +576,31 @@ class LohanMixin:
             remove([find_snapshot(state_folder)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights and optimizer state are in the store, which is opened when the first batch is
-        there. It must be the one that the checkpoint was made from: as far or further, or the
-        checkpoint has the state of its step."""
+        """Choose the store and the state to go on with. The store is opened when the first batch is
+        there. If it is of the checkpoint's training and as far or further, training goes on after
+        its last step; otherwise the checkpoint must have the state of its step."""
         if self.session is not None:
             self.session.close()
             self.session = None
-        _end_others(self._store_dirs())
+        self._resumes, self._replacing = True, None
         checkpoint = Path(resume_from_checkpoint).absolute()
-        saved, stored = self._saved_step(checkpoint), self._stored_step()
-        later = [
-            path.name
-            for path in checkpoint.parent.glob("checkpoint-*")
-            if path.name.rpartition("-")[2].isdigit() and self._saved_step(path) > saved
-        ]
-        self._resumes = True
+        saved = self._saved_step(checkpoint)
+        if not self._is_of_store(checkpoint):
+            self._open_elsewhere(checkpoint)
+            return
+        end_others(self._store_dirs())
+        stored, later = self._stored_step(), self._later_checkpoints(checkpoint)
         if stored >= saved and not later:
             return
-        try:
+        if self._has_state(checkpoint):
             self._rewind = find_snapshot(self._state_folder(checkpoint))
-        except StoreError:
-            has = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
-            raise StoreError(
-                f"{checkpoint} is of step {saved}, {has}, and it has no {STATE_FOLDER} (it was "
-                "saved with save_only_model, or there was no room); resume from the latest "
-                "checkpoint, or start a new training from the weights of this one"
-            ) from None
-
-    def _saved_step(self, checkpoint: str | os.PathLike[str]) -> int:
-        file = Path(checkpoint) / TRAINER_STATE_NAME
-        if not file.is_file():
-            return 0
-        return int(transformers.TrainerState.load_from_json(str(file)).global_step)
-
-    def _stored_step(self) -> int:
-        """Of the training that the store is of."""
-        meta = self._stored()
-        return int(meta["progress"]["step"]) - int(meta.get("first_step", 0))
-
-    def _stored(self) -> dict[str, Any]:
-        """What the store says of itself."""
-        dirs = self._store_dirs()
-        if not (dirs[0] / IDENTITY).exists():
-            there, here = _stored_world_size(dirs[0]), max(1, self.args.world_size)
-            if there and there != here:
-                raise StoreError(
-                    f"{dirs[0].parent} has the state of a training with "
-                    f"{counted(there, 'process', 'processes')}, and this one has {here}; resume it "
-                    f"with {there}"
-                )
-            raise StoreError(
-                f"there is no store in {dirs[0].parent}, and a checkpoint alone has no optimizer "
-                "state; name the folders that training began with (LohanArguments.ssd, LOHAN_SSD), "
-                "or start a new training from the weights of the checkpoint"
-            )
-        if (first := self._original()) is not None:
-            raise StoreError(
-                f"{self.args.output_dir} is a copy of {first}, and both have one store at "
-                f"{dirs[0]}; go on in that one, or move it away"
-            )
-        meta: dict[str, Any] = describe(dirs)["meta"]
-        return meta
+            return
+        has = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
+        raise StoreError(
+            f"{checkpoint} is of step {saved}, {has}, and it has no {STATE_FOLDER} (it was "
+            "saved with save_only_model, or there was no room); resume from the latest "
+            "checkpoint, or start a new training from the weights of this one"
+        )
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int,
@@ -682,8 +632,10 @@ class LohanMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        self._param_groups().restore(self._recorded_groups(Path(checkpoint)))
         if self._is_beginning(checkpoint):
-            self.optimizer.step()  # does nothing, and schedulers want it before theirs
+            with self._user_steps.unchecked():
+                self.optimizer.step()
         else:
             state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
             self.lr_scheduler.load_state_dict(state)
@@ -695,53 +647,17 @@ class LohanMixin:
             for _ in range(self._beyond):
                 self.lr_scheduler.step()
 
-
-_LIBRARIES = ("transformers", "trl", "lohan")  # whose losses are known
+    def _recorded_groups(self, checkpoint: Path) -> Any:
+        """Return the parameter groups of the step that training resumes after: as the checkpoint
+        has them, with what callbacks wrote after its step, or as a later step was committed."""
+        file = checkpoint / GROUPS_FILE
+        if not self._beyond and file.is_file():
+            return load_json(file)
+        return None if self._rewind else self._stored().get(META_KEY)
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
-
-
-def _stored_world_size(store: Path) -> int:
-    """How many processes share the training whose store should be here; 0: there is none."""
-    base = re.sub(r"-rank\d+of\d+$", "", store.name)
-    for path in sorted(store.parent.glob(f"{base}*")):
-        match = re.fullmatch(rf"{re.escape(base)}(?:-rank\d+of(\d+))?", path.name)
-        if match and (path / IDENTITY).exists():
-            return int(match[1] or 1)
-    return 0
-
-
-def _is_saved(checkpoint: Path) -> bool:
-    """What is written last is there, and whole."""
-    try:
-        load_json(checkpoint / TRAINER_STATE_NAME)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _end_others(dirs: Sequence[Path]) -> None:
-    """An earlier Trainer of this process may have the store still open, as in a notebook: the one
-    that goes on with it takes its place."""
-    for session in list(_OPEN):
-        if not session.closed and {p.resolve() for p in session.store.dirs} & {
-            p.resolve() for p in dirs
-        }:
-            session.close()
-
-
-def _let_go(session: Session) -> None:
-    """When its Trainer is gone, at the latest at the end of the process."""
-    try:
-        session.close()
-        session.process_group.close()
-    except LohanError as error:
-        logger.warning(f"the store {session.store.dirs[0]} was not closed: {error}")
 
 
 # -- transformers' Trainer, out of core ------------------------------------------------------------

@@ -11,6 +11,7 @@ from trl.experimental.cpo import CPOTrainer as TheirCPO
 from trl.experimental.orpo import ORPOTrainer as TheirORPO
 
 from lohan.engine.head import IGNORED
+from lohan.errors import ModelError
 from lohan.hf.trl import OverTokens, Part, StandIn
 
 
@@ -18,8 +19,17 @@ class Concatenated(OverTokens):
     """ORPO and CPO: TRL makes one batch of both answers, and all logits of it, which here do not
     exist: `logits/chosen` and `logits/rejected` in the log are means over the tokens with loss."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.is_encoder_decoder:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"{type(self.model).__name__} is an encoder-decoder model, and lohan.hf's "
+                f"{type(self).__name__} takes the log-probabilities of a causal language model; "
+                "use one, or TRL's own trainer where the model fits in memory"
+            )
+
     def _whole_prompt(self) -> bool:
-        """Whether the loss of the chosen answer has its prompt in it."""
+        """Return whether the loss of the chosen answer includes its prompt."""
         return False
 
     def _averages(self) -> bool:

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import IterableDataset
 from torch import nn
 from transformers.utils import logging
 
-from lohan.capture.blocks import lacks_values
+from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.adapters import base_of
 from lohan.engine.head import IGNORED
 from lohan.engine.session import Session
@@ -31,6 +32,7 @@ from lohan.hf.arguments import LohanArguments
 from lohan.hf.mixin import LohanMixin, merged
 from lohan.train.forward_only import forward_only
 from lohan.train.preference import read_reference, write_reference
+from lohan.util.units import format_bytes
 
 try:
     import trl
@@ -226,7 +228,10 @@ class WithReference(OverTokens):
                 "ref_model has no values in memory; leave it out: the reference is the model as it "
                 "is before its first step"
             )
-        self._given, self._without_adapter = ref_model, named.get("peft_config") is not None
+        self._without_adapter = named.get("peft_config") is not None
+        if ref_model is None and not self._without_adapter and _has_no_rows(named):
+            ref_model = _copied(named.get("model"))
+        self._given = ref_model
         self._tables: list[Any] = []  # datasets
         self._starts = [0]  # the first row of each
         self._reference: dict[int, np.ndarray] = {}  # by dataset, [rows, 2]
@@ -379,6 +384,27 @@ class WithReference(OverTokens):
         with torch.no_grad():
             plain = {name: value for name, value in parts[0].items() if name != "labels"}
             return loss, model(**plain, use_cache=False)
+
+
+def _has_no_rows(named: Mapping[str, Any]) -> bool:
+    """Return whether one of a trainer's datasets cannot be numbered row by row."""
+    given = [named.get("train_dataset"), named.get("eval_dataset")]
+    every = [d for one in given for d in (one.values() if isinstance(one, dict) else [one])]
+    return any(isinstance(dataset, IterableDataset) for dataset in every)
+
+
+def _copied(model: Any) -> nn.Module | None:
+    """Return a copy of a model in memory to be its own reference, as TRL would load one; None if
+    the model is not in memory."""
+    if not isinstance(model, nn.Module) or any(lacks_values(p) for p in model.parameters()):
+        return None
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    logger.warning(
+        f"An IterableDataset has no rows to make the reference's log-probabilities for before the "
+        f"first step: a copy of the model is kept in memory for them, {format_bytes(size)} beside "
+        "LoHan's budget; give a Dataset, or train an adapter (peft_config), to do without"
+    )
+    return deepcopy(model)
 
 
 def _with_rows(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], Any]:

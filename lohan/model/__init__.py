@@ -1,1 +1,1 @@
-"""A model and a machine as data, without torch: layout, state, shapes, plan, machine."""
+"""Descriptions of models and machines as plain data, independent of torch."""

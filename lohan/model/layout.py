@@ -1,10 +1,11 @@
-"""The nouns of a model that was cut: groups, sites and where every tensor lies.
+"""Groups, sites and the layout of every tensor of a model that was cut into blocks.
 
-A *group* is a set of parameters stored, read and updated together; every parameter belongs to
-exactly one group. A *site* is a module whose call needs the weights of one or more groups (FSDP: a
-wrapped module), in schedules its number. Usually one group has one site; tied weights are one group
-with two sites. Parameters that are not trained have groups of their own (`KEY/frozen`), so a block
-with some of both is one site with two groups. `blocks.cut` makes them.
+A *group* is a set of parameters that are stored, read and updated together; every parameter belongs
+to exactly one group. A *site* is a module whose call needs the weights of one or more groups (in
+FSDP, a wrapped module); schedules refer to a site by its number. Most groups have one site. Tied
+weights are one group with two sites. Frozen parameters have groups of their own (`KEY/frozen`), so
+a block with both trained and frozen parameters is one site with two groups. `blocks.cut` creates
+them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from lohan.util.files import WrongType, checked
 RESIDENT = "resident"
 FROZEN = "/frozen"
 RESIDENTS = (RESIDENT, RESIDENT + FROZEN)
-TENSOR_ALIGN = 32  # elements: each tensor starts on a 64-byte border in every dtype
-GROUP_ALIGN = 2048  # elements: a 16-bit chunk of this size is one 4 KiB disk page
+# In elements: each tensor starts on a 64-byte boundary, whatever its dtype.
+TENSOR_ALIGN = 32
+GROUP_ALIGN = 2048  # In elements: a 16-bit chunk of this size is one 4 KiB disk page.
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter inside its group's flat buffer (offset and numel in elements). A frozen one may
-    be packed (model/state.py): then numel is what it takes there, and its shape what it is."""
+    """One parameter inside its group's flat buffer; offset and numel are in elements.
+
+    A frozen parameter may be packed (model/state.py). Then `numel` is the number of elements it
+    occupies in the buffer, and `shape` is the shape of the unpacked tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +41,7 @@ class TensorSpec:
     numel: int
     decay: bool
     trainable: bool
-    begin: int = 0  # of a rank's shard: elements of the tensor that lie before it
+    begin: int = 0  # In a rank's shard: elements of the tensor that precede the shard.
     packing: str = ""
 
     @property
@@ -46,8 +51,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameters in one flat buffer, stored, read and updated together: FSDP's FlatParameter,
-    FSDP2's FSDPParamGroup. (Not an optimizer's param_groups: there are none here.)"""
+    """Parameters in one flat buffer that are stored, read and updated together.
+
+    This corresponds to FlatParameter in FSDP and FSDPParamGroup in FSDP2. The param_groups of an
+    optimizer are in lohan/param_groups.py.
+    """
 
     key: str
     tensors: tuple[TensorSpec, ...]
@@ -59,13 +67,13 @@ class FlatGroup:
 
     @property
     def dequantised(self) -> int:
-        """Elements of its packed tensors while a call computes with them."""
+        """The number of elements of its packed tensors once dequantised, including alignment."""
         sizes = (-(-tensor.parameters // TENSOR_ALIGN) for tensor in self.tensors if tensor.packing)
         return TENSOR_ALIGN * sum(sizes)
 
     @property
     def frozen(self) -> bool:
-        """Weights that are only read: no gradient, no optimizer state, no update."""
+        """True if the weights are only read: no gradient, no optimizer state, no update."""
         return self.key.endswith(FROZEN)
 
     @property
@@ -75,7 +83,7 @@ class FlatGroup:
 
 @dataclass(frozen=True)
 class ParameterRef:
-    """A place in the module tree that holds a parameter while its site runs."""
+    """An attribute in the module tree that holds a parameter while its site runs."""
 
     module: str
     attribute: str
@@ -92,7 +100,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The cut of a model: groups in the order of the model's own definition."""
+    """A model cut into groups and sites; the groups are in the order of the model's definition."""
 
     groups: tuple[FlatGroup, ...]
     sites: tuple[Site, ...]
@@ -116,7 +124,7 @@ class Blocks:
                 yield group, tensor
 
     def to_json(self) -> list[dict[str, object]]:
-        """The layout as stored in the manifest, enough to read the store without the model."""
+        """Return the layout for the manifest; it suffices to read the store without the model."""
         return [
             {
                 "key": g.key,
@@ -137,8 +145,11 @@ _Packed = tuple[str, tuple[int, ...], int, int, bool, bool, str]
 
 @dataclass(frozen=True)
 class _GroupEntry:
-    """A group in JSON; its tensors are name, shape, offset, numel, decay, trainable and, if it is
-    packed, how."""
+    """A group in JSON.
+
+    Each tensor is a list of name, shape, offset, numel, decay and trainable, followed by the
+    packing if it is packed.
+    """
 
     key: str
     numel: int
@@ -146,7 +157,7 @@ class _GroupEntry:
 
 
 def groups_from_json(layout: object) -> tuple[FlatGroup, ...]:
-    """What `Blocks.to_json` described; WrongType if it cannot have been."""
+    """Return the groups that `Blocks.to_json` described; raise WrongType if they are invalid."""
     entries: tuple[_GroupEntry, ...] = checked(layout, tuple[_GroupEntry, ...], "layout")
     groups = tuple(
         FlatGroup(
@@ -174,12 +185,12 @@ def groups_from_json(layout: object) -> tuple[FlatGroup, ...]:
     return groups
 
 
-# -- Which part of a run's state belongs to which process: pure arithmetic, no torch ---------------
+# -- Sharding: which part of a run's state belongs to which rank -----------------------------------
 #
-# A *rank* is one process of a run, `world` is how many there are. Every group's flat buffer,
-# padded at its end, is cut into `world` shards of equal length; rank r owns shard r in a store of
-# its own. The layout in manifests is that of whole groups, so it does not depend on how many ranks
-# there are.
+# A *rank* is one process of a run, and `world` is the number of ranks. The flat buffer of every
+# group, padded at its end, is cut into `world` shards of equal length. Rank r owns shard r, in a
+# store of its own. The layout in manifests describes whole groups, so it does not depend on the
+# number of ranks.
 
 
 _STORE = re.compile(r"(.+)-rank(\d+)of(\d+)")
@@ -187,14 +198,14 @@ _STORE = re.compile(r"(.+)-rank(\d+)of(\d+)")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among those of its run."""
+    """The rank of this process and the number of ranks in its run."""
 
     rank: int = 0
     world: int = 1
 
     @property
     def first(self) -> bool:
-        """The rank that speaks for all: it prints, plans and writes the run folder."""
+        """True for the rank that prints, plans and writes the run folder on behalf of all ranks."""
         return self.rank == 0
 
     @property
@@ -205,24 +216,30 @@ class RankInfo:
         return tuple(RankInfo(rank, self.world) for rank in range(self.world))
 
     def shard_numel(self, group: FlatGroup) -> int:
-        """Elements of every rank's shard of a group; alone it is the whole group."""
+        """Return the number of elements in every rank's shard of a group.
+
+        With a single rank, this is the size of the group.
+        """
         if self.world == 1:
             return group.numel
         unit = self.world * GROUP_ALIGN
         return -(-group.numel // unit) * GROUP_ALIGN
 
     def padded(self, group: FlatGroup) -> int:
-        """Elements of a group with the padding that makes all shards equal."""
+        """Return the number of elements of a group, padded so that all shards are equal."""
         return self.shard_numel(group) * self.world
 
     def start(self, group: FlatGroup) -> int:
-        """Where this rank's shard begins in the group's flat buffer."""
+        """Return the offset of this rank's shard in the group's flat buffer."""
         return self.rank * self.shard_numel(group)
 
     def shard(self, group: FlatGroup) -> FlatGroup:
-        """This rank's shard as a group of its own. It has the tensors of the whole group in the
-        same order, each cut to what lies here: flat, with the elements that lie before it in
-        `begin`; a tensor that lies elsewhere has no elements."""
+        """Return this rank's shard as a group.
+
+        It has the tensors of the whole group in the same order, each reduced to a flat tensor of
+        the elements in this shard. `begin` is the number of elements of the tensor that precede the
+        shard. A tensor outside the shard has no elements.
+        """
         if self.world == 1:
             return group
         start, count = self.start(group), self.shard_numel(group)
@@ -230,25 +247,27 @@ class RankInfo:
         return FlatGroup(group.key, tensors, count)
 
     def shards(self, blocks: Blocks) -> Blocks:
-        """The model's cut with this rank's shard of every group."""
+        """Return the blocks with this rank's shard in place of every group."""
         if self.world == 1:
             return blocks
         return replace(blocks, groups=tuple(map(self.shard, blocks.groups)))
 
     def store_name(self, name: str) -> str:
-        """The folder of this rank's store; alone it is that of the run."""
+        """Return the folder name of this rank's store; with a single rank, it is `name` itself."""
         return name if self.world == 1 else f"{name}-rank{self.rank}of{self.world}"
 
     def rows(self, count: int) -> tuple[int, int]:
-        """Rows [start, stop) of a batch that this rank computes; the first ranks have the odd
-        ones."""
+        """Return the rows [start, stop) of a batch that this rank computes.
+
+        If the rows cannot be divided evenly, the first ranks get one more.
+        """
         each, more = divmod(count, self.world)
         start = self.rank * each + min(self.rank, more)
         return start, start + each + (self.rank < more)
 
 
 def ranks_of(env: Mapping[str, str]) -> RankInfo:
-    """What torchrun tells a process; alone if it was started in another way."""
+    """Return the rank that torchrun set in the environment, or a single rank if it is not set."""
     try:
         ranks = RankInfo(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")))
     except ValueError:
@@ -262,12 +281,12 @@ def ranks_of(env: Mapping[str, str]) -> RankInfo:
 
 
 def local_rank(env: Mapping[str, str]) -> int:
-    """The number of this process among those of its machine."""
+    """Return the rank of this process among those on the same machine."""
     return int(env.get("LOCAL_RANK", "0")) if ranks_of(env).several else 0
 
 
 def parse_store_name(folder: str) -> tuple[str, RankInfo]:
-    """The run's own store name and whose store it is, from the name of a folder."""
+    """Return the run's store name and the rank encoded in a store folder's name."""
     match = _STORE.fullmatch(folder)
     if match is None:
         return folder, RankInfo()
@@ -278,5 +297,6 @@ def _clipped(tensor: TensorSpec, start: int, stop: int) -> TensorSpec:
     low = min(max(tensor.offset, start), stop)
     high = max(min(tensor.offset + tensor.numel, stop), low)
     begin = low - tensor.offset if high > low else 0
-    shape = tensor.shape if tensor.packing else (high - low,)  # a part of codes is no tensor
+    # Keep the shape of a packed tensor: a part of its codes cannot be dequantised alone.
+    shape = tensor.shape if tensor.packing else (high - low,)
     return replace(tensor, shape=shape, offset=low - start, numel=high - low, begin=begin)

@@ -1,4 +1,4 @@
-"""What a machine can do: rates per lane and bytes per tier, measured or from a preset."""
+"""The performance of a machine: rates per lane and bytes per tier, measured or from a preset."""
 
 from __future__ import annotations
 
@@ -16,53 +16,68 @@ from lohan.util.settings import toml_value, wrong
 from lohan.util.units import parse_bytes
 
 Curve = tuple[tuple[float, float], ...]
-WRITTEN_OFF_S = 3 * 365 * 86400.0  # a machine is paid for by three years of work
-POSITIVE = {"read", "write", "adam", "cores", "gpus"}  # without which nothing would ever be done
+WRITTEN_OFF_S = 3 * 365 * 86400.0  # The price of a machine is spread over three years.
+POSITIVE = {"read", "write", "adam", "cores", "gpus"}  # Fields that must be greater than 0.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """One SSD (or folder on it). Rates in bytes per second; 0 bytes or USD: not known."""
+    """One SSD, or a folder on it. Rates are in bytes per second.
+
+    A value of 0 for `bytes`, `endurance_bytes` or `usd` means that it is not known.
+    """
 
     name: str
     read: float
     write: float
-    mixed: float = 0.0  # total of both directions when reads and writes alternate; 0: harmonic
+    # Combined rate of both directions when reads and writes alternate. 0 means that each direction
+    # runs at its own rate.
+    mixed: float = 0.0
     bytes: int = 0
-    endurance_bytes: float = 0.0  # writes it is rated for
+    endurance_bytes: float = 0.0  # Rated endurance, in bytes written.
     usd: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Rates are of one GPU where there are several; `drives` and `host_bytes` are the machine's."""
+    """The rates and sizes of one machine.
+
+    If there are several GPUs, compute and link rates are those of one GPU. `drives` and
+    `host_bytes` are those of the machine.
+    """
 
     name: str
-    device: str  # "cpu", or the name of a GPU
-    device_bytes: int = 0  # 0: compute works in host memory, there is no link
-    compute: Curve  # (tokens at once, FLOP/s) of a block's forward, rising tokens
-    backward: Curve = ()  # the same of its backward; empty: as `compute`
-    block_width: int = 0  # features of the block that was measured; 0: of no one block
-    head_flops: float = 0.0  # FLOP/s of the head; 0: as the last point of `compute`
-    device_rate: float = 0.0  # bytes/s of the device's own memory; 0: `compute` says it all
+    device: str  # "cpu", or the name of a GPU.
+    device_bytes: int = 0  # 0: compute uses host memory, and there is no link.
+    # Points (tokens at once, FLOP/s) for the forward of a block, with increasing tokens.
+    compute: Curve
+    backward: Curve = ()  # The same for the backward of a block. Empty: use `compute`.
+    block_width: int = 0  # Hidden size of the measured block. 0: no single block.
+    head_flops: float = 0.0  # FLOP/s of the head. 0: the last point of `compute`.
+    # Bytes/s of the memory that compute uses. It applies to sums of gradients and, if `compute` was
+    # not measured on a whole block (block_width is 0), to activations. 0: `compute` includes
+    # everything.
+    device_rate: float = 0.0
     h2d: float = 0.0  # bytes/s
     d2h: float = 0.0
-    link_limit: float = 0.0  # bytes/s each way of all GPUs' links together; 0: no limit
-    net: float = 0.0  # bytes/s each way between a GPU and the others; 0: over h2d and d2h
+    link_limit: float = 0.0  # Bytes/s in each direction of all GPU links together. 0: no limit.
+    # Bytes/s in each direction between a GPU and the others. 0: traffic uses h2d and d2h.
+    net: float = 0.0
     host_bytes: int
-    host_rate: float = 0.0  # bytes/s of main memory, for all that use it; 0: not known
-    adam: float  # parameters/s with all cores, state in host memory
-    cores: float = 8.0  # that an update may use
+    host_rate: float = 0.0  # Bytes/s of main memory, shared by all users. 0: not known.
+    adam: float  # Parameters/s with all cores and the state in host memory.
+    cores: float = 8.0  # Cores that an update may use.
     drives: tuple[Drive, ...] = ()
-    ssd_limit: float = 0.0  # bytes/s of all drives together, both directions; 0: no limit
-    io_share: float = 0.0  # of compute speed, lost while the drives work
-    compute_share: float = 0.0  # of the drives' speed, lost while the cores compute
-    action_s: float = 0.0  # fixed cost of one transfer or update
-    commit_s: float = 0.0  # of one commit of the store
+    # Bytes/s of all drives together, both directions. 0: no limit.
+    ssd_limit: float = 0.0
+    io_share: float = 0.0  # Fraction of compute speed lost while the drives work.
+    compute_share: float = 0.0  # Fraction of drive speed lost while the cores compute.
+    action_s: float = 0.0  # Fixed cost of one transfer or update.
+    commit_s: float = 0.0  # Duration of one commit of the store.
     gpus: int = 1
-    server_usd: float = 0.0  # without GPUs and drives
+    server_usd: float = 0.0  # Price without GPUs and drives.
     gpu_usd: float = 0.0
-    memory_usd: float = 0.0  # per GB of main memory, beyond what the server comes with
+    memory_usd: float = 0.0  # Price per GB of main memory beyond `host_bytes`.
 
     @property
     def has_link(self) -> bool:
@@ -74,21 +89,21 @@ class Profile:
 
     @property
     def usd_per_s(self) -> float:
-        """Of what does not wear out by writes."""
+        """The cost per second of everything but the drives, which wear out by writes instead."""
         return (self.usd - sum(drive.usd for drive in self.drives)) / WRITTEN_OFF_S
 
     @property
     def usd_per_written_byte(self) -> float:
-        """Of drives that share all writes alike; 0: not known."""
+        """The cost per written byte if all drives share the writes equally; 0 if not known."""
         prices = [d.usd / d.endurance_bytes if d.endurance_bytes else 0.0 for d in self.drives]
         return sum(prices) / len(prices) if all(prices) and prices else 0.0
 
     def flops_at(self, tokens: float) -> float:
-        """FLOP/s of a block that sees so many tokens at once."""
+        """Return the forward FLOP/s of a block that processes `tokens` at once."""
         return _at(self.compute, tokens)
 
     def backward_flops_at(self, tokens: float) -> float:
-        """The same of its backward, without the recomputation before it."""
+        """Return the backward FLOP/s of a block, without the recomputation before it."""
         return _at(self.backward or self.compute, tokens)
 
     @property
@@ -101,8 +116,10 @@ class Profile:
 
     @property
     def ssd_mixed(self) -> float:
-        """Bytes/s of both directions together when they alternate; 0: reads and writes at their own
-        rates, one after the other."""
+        """Bytes/s of both directions together when they alternate.
+
+        0 means that reads and writes run at their own rates, one after the other.
+        """
         return self._limited(sum(drive.mixed for drive in self.drives))
 
     def _limited(self, rate: float) -> float:
@@ -110,17 +127,19 @@ class Profile:
 
     @property
     def net_rate(self) -> float:
-        """Bytes/s that a rank receives from others, and sends to them, at the same time."""
+        """Bytes/s that a rank can receive from others while it sends to them at the same rate."""
         return self.net or min(self.h2d, self.d2h) or math.inf
 
     @property
     def net_over_links(self) -> bool:
-        """What ranks send each other takes the links to host memory too."""
+        """True if traffic between ranks also uses the links to host memory."""
         return self.has_link and not self.net
 
     def share(self, ranks: int) -> Profile:
-        """The machine as each of so many ranks on it sees it: memory, cores and drives are
-        divided, links where they have a limit in common."""
+        """Return the machine as seen by each of `ranks` ranks on it.
+
+        Memory, cores and drives are divided. Links are divided if they have a common limit.
+        """
         if ranks == 1:
             return self
         rates = {
@@ -135,20 +154,23 @@ class Profile:
                     bytes=d.bytes // ranks)
             for d in self.drives
         )  # fmt: skip
-        own = self if self.has_link else replace(  # others compute on its cores too
+        own = self if self.has_link else replace(  # Other ranks compute on the same cores.
             self, compute=_divided(self.compute, ranks), backward=_divided(self.backward, ranks),
             head_flops=self.head_flops / ranks,
         )  # fmt: skip
         return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
 
     def with_host(self, host_bytes: int) -> Profile:
-        """The same machine with so much main memory. More of it is paid for; what a plan leaves
-        unused was paid for too."""
+        """Return the same machine with `host_bytes` of main memory.
+
+        Memory beyond the machine's own adds to the price. Memory that a plan leaves unused does not
+        lower it.
+        """
         more = max(0, host_bytes - self.host_bytes) * self.memory_usd / 1e9
         return replace(self, host_bytes=host_bytes, server_usd=self.server_usd + more)
 
     def with_drives(self, count: int) -> Profile:
-        """The same machine with so many drives, all like its first."""
+        """Return the same machine with `count` drives, all like its first."""
         if not self.drives:
             raise ConfigError(f"{self.name} has no drive to take {count} of")
         return replace(self, drives=(self.drives[0],) * count)
@@ -166,7 +188,10 @@ class Profile:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], *, source: str) -> Profile:
-        """From the tables of a TOML file; byte counts may be text such as "24GiB"."""
+        """Create a profile from the tables of a TOML file.
+
+        Byte counts may be text such as "24GiB".
+        """
         rest = {key: value for key, value in data.items() if key != "drives"}
         drives = data.get("drives", ())
         if not isinstance(drives, (list, tuple)) or not all(isinstance(d, Mapping) for d in drives):
@@ -188,7 +213,11 @@ def _divided(points: Curve, times: int) -> Curve:
 
 
 def _at(points: Curve, tokens: float) -> float:
-    """Linear between the points, in proportion below them, level above."""
+    """Interpolate linearly between points.
+
+    The value is proportional to `tokens` below the first point and constant above the last. A
+    single point applies everywhere.
+    """
     if tokens <= points[0][0]:
         return points[0][1] * tokens / points[0][0] if len(points) > 1 else points[0][1]
     for (t0, f0), (t1, f1) in pairwise(points):

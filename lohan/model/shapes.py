@@ -1,7 +1,7 @@
-"""A model as numbers: what planner, cost model and simulator must know of it, and no more.
+"""A model as numbers: parameters, FLOPs and activations for planner, cost model and simulator.
 
-Comes from a preset, from a config.json, or from the traced blocks of a real model; all three give
-the same noun. FLOPs count a multiply-add as two.
+A shape comes from a preset, from a config.json, or from the traced blocks of a real model. FLOPs
+count a multiply-add as two.
 """
 
 from __future__ import annotations
@@ -15,46 +15,55 @@ from lohan.errors import ConfigError, LohanError
 
 @dataclass(frozen=True)
 class Activation:
-    """Tensors of one class inside a block that backward needs, and what keeping them saves.
+    """Tensors of one class in a block that backward needs, and the work that keeping them saves.
 
-    Elements and FLOPs are per token; `flops_per_context` counts once more for every token of the
-    sequence (attention). `flops` is the forward work that need not be repeated when the class is
-    kept. Masks and the like count as so many elements of two bytes."""
+    Elements and FLOPs are per token. `flops` is the forward work that need not be repeated if the
+    class is kept; `flops_per_context` is added to it once for every token of the sequence
+    (attention). Masks and similar tensors are counted as the equivalent number of two-byte
+    elements.
+    """
 
     name: str
     elements: float
     flops: float
     flops_per_context: float = 0.0
-    tiled: bool = False  # inside a position-wise part: in tiles, they are a tile's
+    # True inside a position-wise part of the block. With tiles, only those of one tile exist.
+    tiled: bool = False
 
     def flops_at(self, seq: int) -> float:
         return self.flops + self.flops_per_context * seq
 
     def benefit_at(self, seq: int) -> float:
-        """Offloading benefit: FLOPs saved per element kept; over the element size, per byte."""
+        """Return the offloading benefit: the FLOPs saved per element kept.
+
+        Dividing it by the element size gives the benefit per byte.
+        """
         return self.flops_at(seq) / self.elements
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One block. `activations` are everything that backward needs, without the block's input, in
-    the order in which forward makes them. `flops` also counts what makes the block's output: that
-    is the next block's input, kept anyway, and belongs to no class."""
+    """The parameters, work and activations of one block.
+
+    `activations` are all tensors that backward needs except the block's input, in the order in
+    which forward computes them. `flops` includes the work for the block's output. The output is
+    kept anyway as the input of the next block, so it belongs to no class.
+    """
 
     name: str
     parameters: int
-    input_elements: float  # per token
-    flops: float  # of forward, per token
+    input_elements: float  # Per token.
+    flops: float  # Forward, per token.
     flops_per_context: float = 0.0
     activations: tuple[Activation, ...] = ()
-    # In tiles: forward work per token that backward repeats in them, whatever is kept, and elements
-    # of one of their tokens.
+    # For tiles: forward work per token that backward always repeats, whatever is kept, and the
+    # elements of one token of a tile.
     tile_flops: float = 0.0
     tile_elements: float = 0.0
-    linear_ends: int = 0  # inputs and outputs of all its linear layers
+    linear_ends: int = 0  # Sum of the input and output widths of all its linear layers.
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of adapters of this rank on all its linear layers."""
+        """Return the parameters of adapters of this rank on all linear layers of the block."""
         return rank * self.linear_ends
 
     def flops_at(self, seq: int) -> float:
@@ -62,23 +71,30 @@ class BlockShape:
 
     @property
     def elements(self) -> float:
-        """All that backward needs, the input included."""
+        """The elements that backward needs, including the input."""
         return self.input_elements + sum(part.elements for part in self.activations)
 
     def work(self, temporaries: float) -> float:
-        """About what backward takes besides the input: all activations, so many more while it works
-        on them, and the gradient that it begins with."""
+        """Return the approximate number of elements that backward uses besides the input.
+
+        These are all activations, temporaries as a multiple of them, and the output gradient.
+        """
         inside = self.elements - self.input_elements
         return inside + self.elements * temporaries + self.input_elements
 
     @property
     def widest(self) -> float:
-        """About what forward without a graph makes and holds at once: what the largest operation
-        reads and makes, and the block's output."""
+        """The approximate peak of forward without a graph, in elements.
+
+        It consists of what the largest operation reads and writes, and of the block's output.
+        """
         return self.input_elements + 2 * max((a.elements for a in self.activations), default=0.0)
 
     def scaled(self, factor: float, *, context: float) -> BlockShape:
-        """So many times as much of everything per token, and of what attention takes."""
+        """Return the block with its work and sizes per token multiplied by `factor`.
+
+        The attention work, `flops_per_context`, is multiplied by `context`.
+        """
         return replace(
             self, input_elements=self.input_elements * factor, flops=self.flops * factor,
             tile_flops=self.tile_flops * factor, tile_elements=self.tile_elements * factor,
@@ -93,14 +109,19 @@ class BlockShape:
         )  # fmt: skip
 
     def recompute_flops_at(self, seq: int, kept: Collection[str] = ()) -> float:
-        """Forward work to repeat where only the input and these classes are kept, and recomputation
-        ends with the last tensor that backward needs."""
+        """Return the forward work to repeat if only the input and the `kept` classes are kept.
+
+        Recomputation ends with the last tensor that backward needs.
+        """
         again = sum(part.flops_at(seq) for part in self.activations if part.name not in kept)
         return again + self.tile_flops
 
     def in_tiles(self) -> BlockShape:
-        """The block whose position-wise parts run in tiles: of those, backward needs their inputs.
-        Weight gradients that they add up are counted apart."""
+        """Return the block with its position-wise parts run in tiles.
+
+        Of these parts, backward needs only the inputs. The weight gradients that the tiles
+        accumulate are accounted for elsewhere.
+        """
         inside = [part for part in self.activations if part.tiled]
         return replace(
             self, activations=tuple(part for part in self.activations if not part.tiled),
@@ -109,7 +130,7 @@ class BlockShape:
         )  # fmt: skip
 
     def by_benefit(self, seq: int) -> list[Activation]:
-        """Classes in the order in which keeping them pays."""
+        """Return the classes in descending order of the benefit of keeping them."""
         return sorted(self.activations, key=lambda part: -part.benefit_at(seq))
 
 
@@ -117,16 +138,19 @@ class BlockShape:
 class ModelShape:
     name: str
     hidden: int
-    vocabulary: int  # 0: no token head
+    vocabulary: int  # 0: no token head.
     blocks: tuple[BlockShape, ...]
-    embedding_parameters: int  # learned positions and projections of the embedding included
-    head_parameters: int  # 0: none, or tied to the embedding
+    embedding_parameters: int  # Including learned positions and projections of the embedding.
+    head_parameters: int  # 0: none, or tied to the embedding.
     tied: bool = False
-    resident_parameters: int = 0  # norms and loose vectors outside the blocks
-    sample_tokens: int = 0  # tokens of one sample where the data fix it (images); 0: the sequence
-    temporaries: float = 1.0  # of a block's work, as a share of its activations
-    lora: int = 0  # rank of adapters on all linear layers of the blocks; 0: all of it is trained
-    base: str = ""  # how the weights of blocks are packed under adapters, if they are
+    resident_parameters: int = 0  # Norms and single vectors outside the blocks.
+    # Tokens of one sample if the data determine it (images). 0: the sequence length.
+    sample_tokens: int = 0
+    temporaries: float = 1.0  # Temporaries of a block, as a fraction of its activations.
+    # Rank of the adapters on all linear layers of the blocks. 0: all parameters are trained.
+    lora: int = 0
+    # Packing of the block weights under adapters; empty if they are not packed.
+    base: str = ""
 
     @property
     def parameters(self) -> int:
@@ -135,33 +159,35 @@ class ModelShape:
 
     @property
     def head_flops(self) -> float:
-        """Of the token head's forward, per token; 0 without one."""
+        """The FLOPs of the token head's forward per token; 0 without a token head."""
         return 2.0 * self.hidden * self.vocabulary
 
     def flops_at(self, seq: int) -> float:
-        """Of one forward through blocks and head, per token."""
+        """Return the FLOPs of one forward through blocks and head, per token."""
         return sum(block.flops_at(seq) for block in self.blocks) + self.head_flops
 
 
-# -- Blocks of the known families as numbers -------------------------------------------------------
+# -- Blocks of the known families as numbers: parameters, FLOPs and activations --------------------
 #
-# Parameters, FLOPs, and the tensors backward needs.
-#
-# Attention is of the flash kind: the scores are never stored, and a causal mask halves the work.
-# Its log-sum-exp, two elements per head and token, is left out. Norms and activation functions are
-# one operation each; their FLOPs are few and count for the order in which classes are kept.
+# Attention is assumed to be flash attention: the scores are never stored, and a causal mask halves
+# the work. Its log-sum-exp, two elements per head and token, is ignored. Norms and activation
+# functions count as one operation each; their FLOPs are few, but they determine the order in which
+# classes are kept.
 
 
-NORM, POINTWISE, ADD = 8, 8, 1  # FLOPs per element
-MASK = 0.5  # elements: one byte where others have two
+NORM, POINTWISE, ADD = 8, 8, 1  # FLOPs per element.
+MASK = 0.5  # In elements: one byte instead of two.
 
 
 def gpt_block(
     *, parameters: int, hidden: int, inner: int, dropout: bool = True, parallel: bool = False,
     norms: int = 2, post_norm: bool = False, relu: bool = False,
 ) -> BlockShape:  # fmt: skip
-    """Attention and a plain MLP. `parallel`: both start from the block's input; `norms` are then
-    one or two. `post_norm`: norms come behind the sums. A relu needs its result alone."""
+    """Return a block with attention and a plain MLP.
+
+    With `parallel`, both start from the block's input, with one or two `norms`. With `post_norm`,
+    norms follow the residual sums. A ReLU needs only its result for backward.
+    """
     h = hidden
     norm1, norm2 = Activation("norm1", h, NORM * h), Activation("norm2", h, NORM * h)
     projection = Activation("projection", h, 2 * h * h + ADD * h)
@@ -189,7 +215,10 @@ def gated_block(
     *, parameters: int, hidden: int, queries: int, keys: int, inner: int, qk_norm: bool = False,
     sandwich: bool = False,
 ) -> BlockShape:  # fmt: skip
-    """Grouped-query attention and a gated MLP. `sandwich`: norms before and behind both."""
+    """Return a block with grouped-query attention and a gated MLP.
+
+    With `sandwich`, there are norms before and after both.
+    """
     h = hidden
     parts = [
         Activation("norm1", h, NORM * h),
@@ -211,8 +240,12 @@ def gated_block(
 
 
 def dit_block(*, hidden: int, sample_tokens: int) -> BlockShape:
-    """A GPT block whose norms are scaled and shifted, and whose branches are gated, by six vectors
-    made once per sample. A gate's gradient needs what it multiplies: both branches' outputs."""
+    """Return a block of a diffusion transformer.
+
+    It is a GPT block whose norms are scaled and shifted, and whose branches are gated, by six
+    vectors computed once per sample. The gradient of a gate needs its operand, so the outputs of
+    both branches are needed.
+    """
     h = hidden
     vectors = (12 * h * h + POINTWISE * h) / sample_tokens
     parts = [
@@ -245,8 +278,11 @@ def _attention(
 def _block(
     parameters: int, hidden: int, parts: Sequence[Activation], last: float, *, ends: int
 ) -> BlockShape:
-    """`last`: FLOPs of what makes the block's output; `ends`: inputs and outputs of linear
-    layers."""
+    """Return a block made of `parts`.
+
+    `last` is the number of FLOPs that compute the block's output, and `ends` is the sum of the
+    input and output widths of its linear layers.
+    """
     return BlockShape(
         name="block", parameters=parameters, input_elements=hidden,
         flops=sum(part.flops for part in parts) + last,
@@ -263,8 +299,10 @@ def gpt_shape(
     layers: int, heads: int, hidden: int, *, vocabulary: int = 50257, positions: int = 1024,
     name: str = "gpt",
 ) -> ModelShape:  # fmt: skip
-    """The paper's GPT: learned positions, biases, dropout, head tied to the embedding. Its blocks
-    run where their activations fit, as the published results have it."""
+    """Return the GPT of the paper: learned positions, biases, dropout, tied head.
+
+    Its `temporaries` are 0, in agreement with the published results.
+    """
     check_heads(name, heads, hidden)
     h = hidden
     block = gpt_block(parameters=12 * h * h + 13 * h, hidden=h, inner=4 * h)
@@ -279,8 +317,11 @@ def dit_shape(
     layers: int, heads: int, hidden: int, *, image: int = 512, patch: int = 2, classes: int = 1000,
     name: str = "dit",
 ) -> ModelShape:  # fmt: skip
-    """A diffusion transformer on latents of an eighth of the image, four channels; its embeddings
-    (patch, time, class) and its final layer, which predicts noise and variance."""
+    """Return a diffusion transformer on latents with 1/8 of the image size and four channels.
+
+    This includes its embeddings (patch, time, class) and its final layer, which predicts noise and
+    variance.
+    """
     check_heads(name, heads, hidden)
     h, pixels = hidden, 4 * patch * patch
     tokens = (image // 8 // patch) ** 2
@@ -303,16 +344,16 @@ def check_heads(name: str, heads: int, hidden: int) -> None:
 
 # -- From a Hugging Face config.json, without torch or transformers --------------------------------
 #
-# Parameter counts are those of the model that transformers builds from the same file. A key that
-# the file leaves out has the default that transformers gives it for that model type.
+# Parameter counts are those of the model that transformers builds from the same file. A missing key
+# has the default that transformers uses for that model type.
 
 
-MOST_LAYERS = 100_000
+# The deepest published models have this many. Planning for more takes minutes.
+MOST_LAYERS = 1_000
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape of the causal language model, or the DiT of diffusers, that a config.json
-    describes."""
+    """Return the shape of the causal language model or diffusers DiT of a config.json."""
     check_layers(config, name, ConfigError)
     kind = config.get("model_type") or config.get("_class_name")
     keys = _Keys(config, name)
@@ -327,7 +368,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def check_layers(config: Mapping[str, Any], name: object, kind: type[LohanError]) -> None:
-    """Refuses a number of layers that nobody could list, let alone build."""
+    """Raise an error of type `kind` if the config has more than MOST_LAYERS layers."""
     for key, value in config.items():
         if (
             str(key).endswith(("layers", "layer"))
@@ -347,13 +388,13 @@ def known_types() -> list[str]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """A config.json with checked access; `name` is for messages."""
+    """A config.json with checked access to its keys; `name` is used in messages."""
 
     config: Mapping[str, Any]
     name: str
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """A positive whole number under the first of these names that is there and not null."""
+        """Return the positive integer under the first of these keys that is not null or missing."""
         for key in names:
             value = self.config.get(key)
             if value is None:
@@ -391,13 +432,13 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Gated:
-    """How a family differs from Llama, and its defaults; None: follows from other keys."""
+    """The differences of a family from Llama, and its defaults; None: derived from other keys."""
 
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
-    qkv_bias: bool | None = False  # None: as `attention_bias` says, also for the output
-    mlp_bias: bool = False  # the key counts
+    qkv_bias: bool | None = False  # None: as in `attention_bias`, which then includes the output.
+    mlp_bias: bool = False  # True if the key `mlp_bias` is honoured.
     qk_norm: bool = False
     sandwich: bool = False
 
@@ -544,7 +585,7 @@ def _relu(keys: _Keys, default: str) -> bool:
 
 
 def _dit_shape(keys: _Keys) -> ModelShape:
-    """As diffusers builds it: every block has embeddings of time and class of its own."""
+    """Return the DiT as diffusers builds it: every block has its own time and class embeddings."""
     heads = keys.number("num_attention_heads", default=16)
     h = heads * keys.number("attention_head_dim", default=72)
     patch = keys.number("patch_size", default=2)

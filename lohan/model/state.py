@@ -1,16 +1,20 @@
-"""What a group's state looks like on SSD: formats, regions and chunks.
+"""The state of a group on SSD: formats, regions and chunks.
 
-Per group two regions. `w/KEY` holds the compute weights, `s/KEY` the optimizer state; both are cut
-into the same chunks of parameters. A frozen group has weights only, in a fixed region: one copy
-for all generations. Inside a state chunk lie arrays, one after the other, then zeros up to a whole
-page. Of AdamW (of others, their moments instead of m and v):
+Each group has two regions, `w/KEY` with the compute weights and `s/KEY` with the optimizer state.
+Both are cut into the same chunks of parameters. A frozen group has weights only, in a fixed region
+with one copy for all generations. If its weights were given in a wider type than the compute type,
+a second fixed region `x/KEY` holds what rounding removed: the remainder (bf16) or the master
+(fp16), as below. It is read when weights are saved, never by a step.
+
+A state chunk contains arrays, one after the other, and zeros up to a whole page. For AdamW (other
+optimizers have their moments instead of m and v):
 
     fp32: m, v                 (the fp32 weights are the master)
     bf16: m, v, remainder      (weights << 16, plus the remainder, is the fp32 master)
     fp16: master, m, v
 
-Moments in int8 come with their scales: m, v, m_scale, v_scale. A moving average of the weights,
-where there is one, comes last: ema.
+Moments in int8 are followed by their scales: m, v, m_scale, v_scale. A moving average of the
+weights, if there is one, comes last: ema.
 """
 
 from __future__ import annotations
@@ -39,26 +43,26 @@ if TYPE_CHECKING:
     from lohan.store.extents import Region
 
 
-# -- Frozen weights packed into fewer bits: formats, and how large a tensor gets -------------------
+# -- Frozen weights packed into fewer bits: formats and sizes --------------------------------------
 #
-# A packed tensor lies in its group's flat buffer as so many elements of the type that the model
-# computes in; its bytes are codes, then scales in fp32, each padded to 64 bytes:
+# A packed tensor occupies elements of the compute type in its group's flat buffer. Its bytes are
+# codes, followed by fp32 scales, each padded to 64 bytes:
 #
-#     nf4   two codes to a byte, the first in the high half, each one of 16 quantiles of a normal
-#           distribution; a scale for 64 values in turn, the largest of them
-#     int8  a byte for a value, and a scale for each row: its largest value over 127
-#     fp8   float8 e4m3, and a scale for each block of 128 x 128: its largest value over 448
+#     nf4   two codes per byte, the first in the high half; each code is one of 16 quantiles of a
+#           normal distribution; one scale per 64 consecutive values, their largest magnitude
+#     int8  one byte per value; one scale per row, its largest magnitude / 127
+#     fp8   float8 e4m3; one scale per block of 128 x 128, its largest magnitude / 448
 #
-# Everything that counts bytes counts these. Who computes with the weights dequantises them first.
+# All byte counts are those of packed tensors. Weights are dequantised before they are used.
 
 
 FORMATS = PACKINGS
 NF4_BLOCK, FP8_BLOCK = 64, 128
-PADDING = 64  # bytes: codes and scales begin on such a border
+PADDING = 64  # In bytes: codes and scales are aligned to this.
 SCALE_BYTES = 4
-DEQUANTISED_AT_ONCE = 2**21  # values that are dequantised at a time
-WORK_BYTES = 6  # that it takes for each of them, besides the result
-DEQUANTISED = "dequantised weights"  # of one call, as a line of a ledger
+DEQUANTISED_AT_ONCE = 2**21  # Values that are dequantised at a time.
+WORK_BYTES = 6  # Temporary bytes per value, besides the result.
+DEQUANTISED = "dequantised weights"  # The ledger entry for the weights of one call.
 
 
 def code_bytes(packing: str, shape: Sequence[int]) -> int:
@@ -80,12 +84,12 @@ def packed_bytes(packing: str, shape: Sequence[int]) -> int:
 
 
 def packed_numel(packing: str, shape: Sequence[int], weight_bytes: int) -> int:
-    """Elements of the compute type that a packed tensor takes."""
+    """Return the number of elements of the compute type that a packed tensor occupies."""
     return packed_bytes(packing, shape) // weight_bytes
 
 
 def with_packed(blocks: Blocks, names: Collection[str], packing: str, weight_bytes: int) -> Blocks:
-    """The same cut with these tensors packed."""
+    """Return the blocks with the named tensors packed."""
     groups = tuple(
         _lay_out_packed(group, names, packing, weight_bytes)
         if any(tensor.name in names for tensor in group.tensors)
@@ -109,18 +113,18 @@ def _lay_out_packed(
 
 
 def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
-    """Memory of the packed weights of one call while it computes with them."""
+    """Return the memory of the largest call's packed weights after dequantisation."""
     sites = [[blocks.by_key[key].dequantised for key in site.groups] for site in blocks.sites]
     return align_up(max(map(sum, sites), default=0) * weight_bytes, PAGE)
 
 
 def dequantising_bytes(blocks: Blocks) -> int:
-    """Memory that it takes to make them."""
+    """Return the temporary memory that dequantisation needs."""
     sizes = (tensor.parameters for _, tensor in blocks.tensors() if tensor.packing)
     return align_up(WORK_BYTES * min(DEQUANTISED_AT_ONCE, max(sizes, default=0)), PAGE)
 
 
-# -- What is stored for a group that learns --------------------------------------------------------
+# -- The stored state of a trained group -----------------------------------------------------------
 
 
 FLOAT, HALF = 4, 2
@@ -128,13 +132,16 @@ ITEM_BYTES = {
     "float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF, "int8": 1, "uint8": 1,
 }  # fmt: skip
 EMA = "ema"
-ROUNDING_S = {"fp32": 0.0, "bf16": 0.45e-9, "int8": 1.0e-9}  # per moment, measured with AVX2
+# Seconds per moment, measured with AVX2.
+ROUNDING_S = {"fp32": 0.0, "bf16": 0.45e-9, "int8": 1.0e-9}
 
 
 @dataclass(frozen=True)
 class StateArray:
-    """An array of a chunk's state. `per` parameters share an element; dtypes go by torch's
-    names."""
+    """An array in the state of a chunk.
+
+    `per` parameters share one element. Dtypes have torch's names.
+    """
 
     name: str
     dtype: str
@@ -145,7 +152,10 @@ class StateArray:
 
 
 class ChunkBytes(dict[int, int]):
-    """Bytes of a state chunk by its parameters, each found once: planning asks very often."""
+    """Maps the number of parameters of a state chunk to its bytes, computed once for each number.
+
+    The cache exists because planning asks for the same sizes very often.
+    """
 
     def __init__(self, arrays: tuple[StateArray, ...]) -> None:
         super().__init__()
@@ -158,7 +168,7 @@ class ChunkBytes(dict[int, int]):
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
+    """The storage format of a parameter: compute dtype and arrays of its optimizer state."""
 
     name: str
     dtype: str
@@ -171,7 +181,7 @@ class StateFormat:
 
     @property
     def state_bytes(self) -> float:
-        """Per parameter, but for the rounding to pages."""
+        """The bytes of optimizer state per parameter, without the rounding to pages."""
         return sum(ITEM_BYTES[array.dtype] / array.per for array in self.arrays)
 
     @cached_property
@@ -179,24 +189,29 @@ class StateFormat:
         return ChunkBytes(self.arrays)
 
     def state_size(self, parameters: int) -> int:
-        """Bytes of a state chunk."""
+        """Return the bytes of a state chunk."""
         return self._chunk_bytes[parameters]
 
     def state_total(self, parameters: int, chunk_params: int) -> int:
-        """Bytes of the state of a group that is cut into chunks."""
+        """Return the bytes of the state of a group that is cut into chunks."""
         whole, rest = divmod(parameters, chunk_params)
         return whole * self.state_size(chunk_params) + self.state_size(rest)
 
     @property
     def update_cost(self) -> float:
-        """Time of an update, as a multiple of AdamW's with fp32 moments, where memory limits it: by
-        the bytes of weights, gradient and state."""
+        """The time of an update relative to AdamW with fp32 moments, if memory bandwidth limits it.
+
+        It is the ratio of the bytes of weights, gradient and state that are read and written.
+        """
         usual = STATE_FORMATS[self.name]
         return self._touched / usual._touched
 
     @property
     def rounding_s(self) -> float:
-        """Of one core for a parameter: what limits the update where that takes longer."""
+        """The seconds of one core to round the moments of a parameter.
+
+        This limits the update if it takes longer than the memory accesses.
+        """
         return ROUNDING_S[self.kind.moments] * len(self.kind.moment_specs)
 
     @property
@@ -209,7 +224,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @lru_cache
 def state_format_of(name: str, kind: StateKind) -> StateFormat:
-    """Parameters that compute in a type, and the state that an optimizer keeps of them."""
+    """Return the format for parameters of a compute type and the state of an optimizer."""
     before = (StateArray("master", "float32"),) if name == "fp16" else ()
     after = (StateArray("remainder", "int16"),) if name == "bf16" else ()
     moments = tuple(StateArray(m.name, _stored_as(m, kind)) for m in kind.moment_specs)
@@ -226,12 +241,12 @@ def _stored_as(moment: Moment, kind: StateKind) -> str:
 
 
 def scale_of(moment: Moment) -> str:
-    """The array of its scales, where it has any."""
+    """Return the name of the array that holds the scales of a moment."""
     return f"{moment.name}_scale"
 
 
 def stored_kind(meta: Mapping[str, Any]) -> StateKind:
-    """What the optimizer keeps in a store, by its manifest."""
+    """Return the kind of optimizer state that a store holds, according to its manifest."""
     kind: StateKind = stored(meta, "kind", StateKind, {})
     if kind.optimizer not in OPTIMIZERS or kind.moments not in MOMENTS:
         raise damaged(f"kind is {kind.optimizer[:40]!r} with moments {kind.moments[:40]!r}")
@@ -246,7 +261,7 @@ def stored_state_format(meta: Mapping[str, Any]) -> StateFormat:
 
 
 def stored(meta: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
-    """What a manifest says under a key, with the type that it must have."""
+    """Return the value of a key in a manifest, and raise StoreError if it has the wrong type."""
     try:
         return checked(meta.get(key, default), kind, key)
     except WrongType as error:
@@ -260,7 +275,7 @@ def damaged(what: str) -> StoreError:
     )
 
 
-# By dtype, with what is usual.
+# The formats of the default optimizer, by dtype.
 STATE_FORMATS = {name: state_format_of(name, DEFAULT_KIND) for name in _DTYPES}
 
 
@@ -276,7 +291,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """Elements [start, stop) of one tensor, lying at `at` inside the chunk."""
+    """Elements [start, stop) of one tensor, located at `at` inside the chunk."""
 
     tensor: int
     start: int
@@ -290,6 +305,16 @@ def weight_key(group: FlatGroup) -> str:
 
 def state_key(group: FlatGroup) -> str:
     return f"s/{group.key}"
+
+
+def exact_key(group: FlatGroup) -> str:
+    """Return the key of the region with what rounding removed from a frozen group's weights."""
+    return f"x/{group.key}"
+
+
+# The array that, together with the rounded weights, restores the fp32 values. fp32 weights are not
+# rounded.
+EXACT_ARRAYS = {"bf16": StateArray("remainder", "int16"), "fp16": StateArray("master", "float32")}
 
 
 def gradient_key(group: FlatGroup) -> str:
@@ -323,10 +348,16 @@ def regions(
     state_format: StateFormat,
     chunk_params: int,
     gradients: bool = False,
+    exact: Collection[str] = (),
 ) -> list[Region]:
-    """All weights first, then all state: each kind of read walks one contiguous range. With
-    `gradients`, scratch room for gradients that have to wait for their update."""
-    from lohan.store.extents import Region  # with numpy, which a plan needs not
+    """Return the regions of a store: all weights first, then all state.
+
+    This order makes each kind of read walk one contiguous range. With `gradients`, scratch regions
+    are added for gradients that have to wait for their update. `exact` has the keys of the frozen
+    groups whose rounded-off part is kept.
+    """
+    # Imported here because it needs numpy, which planning does not.
+    from lohan.store.extents import Region
 
     sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
     width = state_format.weight_bytes
@@ -337,6 +368,13 @@ def regions(
     trained = [g for g in groups if not g.frozen]
     state_size = state_format.state_size
     state = [Region(state_key(g), tuple(state_size(n) for n in sizes[g.key])) for g in trained]
+    if exact:
+        size = EXACT_ARRAYS[state_format.name].size
+        state += [
+            Region(exact_key(g), tuple(size(n) for n in sizes[g.key]), fixed=True)
+            for g in groups
+            if g.key in exact
+        ]
     if not gradients:
         return weights + state
     held = [
@@ -348,16 +386,23 @@ def regions(
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a store holds, by its manifest: the whole model's groups, also of one rank's store."""
+    """The model in a store, according to its manifest.
+
+    The groups are those of the whole model, even in the store of one of several ranks.
+    """
 
     state_format: StateFormat
     chunk_params: int
     groups: tuple[FlatGroup, ...]
+    # Keys of the frozen groups whose rounded-off part is kept.
+    exact: frozenset[str] = frozenset()
 
 
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
-    """Read from a manifest and compared with the regions that the store has, so that
-    every chunk is found, of the size that is expected."""
+    """Return the model that a manifest describes, after comparing it with the store's regions.
+
+    The comparison ensures that every chunk exists and has the expected size.
+    """
     state_format, chunk_params = stored_state_format(meta), stored(meta, "chunk_params", int)
     ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
     if chunk_params < 1 or not 0 <= ranks.rank < ranks.world:
@@ -377,13 +422,18 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
             )
     own = tuple(map(ranks.shard, groups))
     there = {region.key: region for region in held}
-    for group in own:  # counted first: a wrong number could ask for any number of chunks
+    # The number of chunks is checked first, because a wrong `chunk_params` could ask for any number
+    # of them.
+    for group in own:
         found = there.get(weight_key(group))
         count = -(-group.numel // chunk_params)
         if found is None or len(found.chunks) != count:
             have = "no region" if found is None else f"{len(found.chunks)} chunks"
             raise damaged(f"group {group.key!r} needs {count} chunks, the store has {have} for it")
-    for region in regions(own, state_format=state_format, chunk_params=chunk_params):
+    exact = frozenset(g.key for g in own if g.frozen and exact_key(g) in there)
+    if exact and state_format.name not in EXACT_ARRAYS:
+        raise damaged(f"{state_format.name} weights of {min(exact)!r} are said to be rounded")
+    for region in regions(own, state_format=state_format, chunk_params=chunk_params, exact=exact):
         if there.get(region.key) != region:
             raise damaged(f"region {region.key!r} has other sizes in the store")
-    return StoredModel(state_format, chunk_params, groups)
+    return StoredModel(state_format, chunk_params, groups, exact)

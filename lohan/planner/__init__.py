@@ -1,1 +1,1 @@
-"""From shapes, budgets and a machine to a plan and its forecast."""
+"""The planner: computes a plan and its forecast from model shapes, budgets and a machine."""

@@ -1,4 +1,4 @@
-"""Which activations are kept, offloaded or recomputed, and which updates are deferred."""
+"""The choice of activations to keep, offload or recompute, and of updates to defer."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from lohan.schedule.simulate import (
     TOUCHED,
     SiteWork,
     Traffic,
-    memory_s,
+    activation_s,
     step_s,
 )
 
 # -- Which activations to keep and which updates to defer ------------------------------------------
 #
-# The closed form, asked for every choice.
+# Every choice is priced by the closed form.
 #
-# Classes are kept in the order of their offloading benefit (FLOPs saved per byte), so the time to
-# recompute is a convex function of the bytes kept, and so is the step: the paper's argument.
-# Unlike it, every candidate is priced with what its bytes displace: host memory that activations
-# take cannot hold weights, state or gradients, and what does not fit goes over the SSD lane.
+# Classes are kept in the order of their offloading benefit (FLOPs saved per byte). The time of
+# recomputation, and with it the step time, is therefore a convex function of the bytes kept, as the
+# paper argues. Unlike in the paper, the price includes what the kept bytes displace: host memory
+# that holds activations cannot hold weights, state or gradients, which then use the SSD lane.
 
 
-SHARES = tuple(i / 8 for i in range(9))  # of the updates, that may run in the next forward
-HEAD_WORK = "(head)"  # in place of a name: its site may share the embedding's group
-EQUAL = 1.00003  # times the best: fewer bytes kept are worth as much
-PARTS = 8  # in which the blocks of a model begin to keep a class
+SHARES = tuple(i / 8 for i in range(9))  # shares of the updates that may run in the next forward
+HEAD_WORK = "(head)"  # the key of the head, whose site may share the group of the embedding
+EQUAL = 1.00003  # choices within this factor of the best time count as equally fast
+PARTS = 8  # number of steps in which the blocks of a model start to keep a class
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`kept` as in Plan; `deferred`: the share of the updates that wait for the next forward."""
+    """A choice of activations and deferred updates, with its price."""
 
-    kept: Kept
-    deferred: float
+    kept: Kept  # as in Plan
+    deferred: float  # share of the updates that wait for the next forward
     step_s: float
-    written: float  # bytes to SSD
+    written: float  # bytes written to SSD per step
 
 
 def choose(
@@ -61,8 +61,11 @@ def choose(
     kept: Kept | None = None,
     spill_all: bool = False,
 ) -> Choice:
-    """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
-    times: fewer bytes kept."""
+    """Return the best choice over all levels of activations and all shares of deferred updates.
+
+    If `kept` is given, only the share is chosen. Of equally fast choices, the one that keeps the
+    fewest bytes is returned.
+    """
     pricer = _Pricer(profile, memory, workload, plan, limit, two_generations, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
     if plan.needs_all_gradients:
@@ -70,7 +73,7 @@ def choose(
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
         priced = pricer.prices(level, shares)
-        if not priced:  # more than the device can hold, and later levels take more still
+        if not priced:  # The device cannot hold this level, and later levels need more memory.
             break
         candidates += priced
     if not candidates:
@@ -85,11 +88,13 @@ def choose(
 
 
 def levels(memory: MemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
-    """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
+    """Yield levels of kept activations, from block inputs only to everything.
+
+    Classes are added in the order of their benefit, each for a growing number of blocks.
+    """
     count = len(memory.block_sites)
-    shape = workload.shapes[
-        memory.block_sites[-1]
-    ]  # nothing may want the gradient of the first's input
+    # The last block is used, because the input of the first one may need no gradient.
+    shape = workload.shapes[memory.block_sites[-1]]
     kept: list[tuple[str, int]] = []
     yield ()
     for part in shape.by_benefit(workload.seq):
@@ -105,22 +110,23 @@ class _Pricer:
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.two_generations, self.spill_all = two_generations, spill_all
-        self.writes_cached = two_generations and not plan.commits_by_interval  # in every step
+        # Whether cached weights and state are written in every step.
+        self.writes_cached = two_generations and not plan.commits_by_interval
         bare = replace(plan, kept=(), spilled_sites=())
-        # What is left for activations, gradients that wait, weights and state.
+        # Host memory for activations, waiting gradients, and cached weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
         self.parameters = float(sum(group.numel for group in memory.moving))
         self.trained = float(sum(group.numel for group in memory.trained))
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
-        """Choices with these activations kept; none if the device cannot hold them."""
+        """Return a choice for each share; an empty list if the device cannot hold `kept`."""
         bare = replace(self.plan, kept=kept, spilled_sites=())
         plan = self.memory.relieved(bare, self.profile.device_bytes)
         if plan is None:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
         free, out = max(0.0, self.free_bytes - activations), max(0.0, activations - self.free_bytes)
-        known, key = self.memory.priced, (self.profile, kept)
+        known, key = self.memory.priced, (self.profile, kept, plan.needs_all_gradients)
         compute = known[key] = known.get(key) or self._compute(plan)
         made = []
         for share in shares:
@@ -133,15 +139,17 @@ class _Pricer:
         self, compute: tuple[float, float, float], share: float, free: float, out: float,
         kept: float,
     ) -> Traffic:  # fmt: skip
-        """Free host memory goes to gradients that wait, then weights, then state."""
+        """Return the traffic of a step.
+
+        Free host memory is used for waiting gradients first, then for weights, then for state.
+        """
         fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.needs_all_gradients else 0.0
         in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
-        if in_memory.may_speculate(
-            two_generations=self.two_generations
-        ):  # steps that are not clipped count
+        if in_memory.may_speculate(two_generations=self.two_generations):
+            # The price is that of a step that is not clipped: its updates run in backward.
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
         if not plan.needs_all_gradients and waiting > free:
@@ -165,9 +173,8 @@ class _Pricer:
         )  # fmt: skip
 
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
-        """Forward, backward, and how much of forward is the head."""
+        """Return the seconds of forward, of backward, and of the head, which is part of forward."""
         memory, workload = self.memory, self.workload
-        micro = (memory.micro_batch or workload.batch) * workload.seq
         alike = Counter(
             zip(
                 memory.sizes.kind.values(), memory.sizes.classes(plan.kept),
@@ -179,10 +186,10 @@ class _Pricer:
         forward_s = backward_s = head_s = 0.0
         for (kind, classes, share, unpacked), count in alike.items():
             work = _block_work(
-                workload, first[kind], classes, tokens=micro, trained=share, unpacked=unpacked
+                memory, workload, plan, first[kind], classes, trained=share, unpacked=unpacked
             )
-            # Two blocks' activations are copied at a time: one with more than its own time allows
-            # holds the next one up, however little the others have.
+            # Activations of at most two blocks are copied at a time. A block whose copy takes
+            # longer than its compute delays the next block, however little the others copy.
             copy_s = self._copy_s(first[kind], classes)
             forward_s += count * max(work.forward_s(self.profile), copy_s[0])
             backward_s += count * max(work.backward_s(self.profile), copy_s[1])
@@ -192,7 +199,7 @@ class _Pricer:
         return forward_s, backward_s, head_s
 
     def _copy_s(self, name: str, classes: frozenset[str]) -> tuple[float, float]:
-        """Of one block's activations from the device, and back."""
+        """Return the seconds to copy the activations of one block from the device, and back."""
         if not self.profile.has_link:
             return 0.0, 0.0
         size = self.memory.sizes.bytes_with(name, classes)
@@ -200,8 +207,7 @@ class _Pricer:
 
 
 def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
-    """Compute and activation bytes of every site that has any, by name."""
-    micro = (memory.micro_batch or workload.batch) * workload.seq
+    """Return the compute and the activation bytes of every site that has any, by name."""
     moved, staying = set(plan.spilled_sites), set(plan.staying)
     works: dict[str, SiteWork] = {}
     made: dict[tuple[object, ...], SiteWork] = {}
@@ -215,7 +221,7 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
         if key not in made:
             made[key] = replace(
                 _block_work(
-                    workload, name, classes, tokens=micro, trained=share, unpacked=unpacked
+                    memory, workload, plan, name, classes, trained=share, unpacked=unpacked
                 ),
                 kept_bytes=0.0 if name in staying else size,
                 out_bytes=size if name in moved else 0.0,
@@ -225,21 +231,27 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
 
 
 def _block_work(
-    workload: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float,
-    unpacked: int,
+    memory: MemoryModel, workload: BatchWorkload, plan: Plan, name: str, classes: frozenset[str],
+    *, trained: float, unpacked: int,
 ) -> SiteWork:  # fmt: skip
-    """Compute of one block that keeps these classes. In tiles its matrix products are smaller, and
-    each adds to sums of weight gradients."""
+    """Return the compute of one block that keeps these classes.
+
+    In tiles, its matrix products are smaller, and every tile adds to the sums of weight gradients,
+    as every slice does.
+    """
     shape, tiles = workload.shapes[name], workload.tiles
+    tokens = float((memory.micro_batch or workload.batch) * workload.seq)
     again = sum(part.elements for part in shape.activations if part.name not in classes)
     again, all_elements = again + shape.tile_elements, shape.elements + shape.tile_elements
-    summed = 0.0
+    sums = memory.slices if memory.slices > 1 else 0.0
     if tiles and shape.tile_flops:
-        share = shape.tile_flops / shape.flops  # of its weights, as of its FLOPs
-        summed = SUMMED * shape.parameters * trained * share * workload.tokens / tiles
+        share = shape.tile_flops / shape.flops  # The share of the weights equals that of FLOPs.
+        sums += share * workload.tokens / tiles
         tokens = min(tokens, tiles)
+    gradients = shape.parameters * trained
     return SiteWork(
-        trained=trained, tokens=tokens, summed_bytes=summed,
+        trained=trained, tokens=tokens,
+        summed_bytes=gradients * (SUMMED * sums + _norm_bytes(memory, plan)),
         forward_flops=shape.flops_at(workload.seq) * workload.tokens,
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
         forward_bytes=TOUCHED * workload.tokens * all_elements,
@@ -248,8 +260,18 @@ def _block_work(
     )  # fmt: skip
 
 
+def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
+    """Return the bytes of device memory that the norm reads for each gradient.
+
+    The result is 0 on a CPU, which sums the squares right after it computed a gradient, and for
+    several ranks, which sum them on the net lane.
+    """
+    on_device = memory.has_own_memory and plan.world == 1
+    return memory.gradient_width if plan.needs_all_gradients and on_device else 0
+
+
 def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
-    """Of sites without a backward, and of the head."""
+    """Return the compute of sites without a backward, and of the head."""
     micro = (memory.micro_batch or workload.batch) * workload.seq
     works = {
         name: SiteWork(
@@ -261,57 +283,61 @@ def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> di
         for name in memory.sizes.no_backward
     }  # fmt: skip
     if memory.head is not None:
+        share, parts = memory.shares[memory.head.name], -(-workload.tokens // plan.head_tokens)
+        gradients = share * sum(memory.blocks.by_key[key].numel for key in memory.head.groups)
+        sums = SUMMED * parts if parts > 1 else 0
         works[HEAD_WORK] = SiteWork(
             forward_flops=workload.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
-            head=True, at_once=True, trained=memory.shares[memory.head.name],
+            head=True, at_once=True, trained=share,
+            summed_bytes=gradients * (sums + _norm_bytes(memory, plan)),
         )  # fmt: skip
     return works
 
 
-# -- Which activations leave the device and which are made again -----------------------------------
+# -- Activation policies ---------------------------------------------------------------------------
 #
-# The paper's Algorithm 1, and the policies it is compared with. The simulator asks them of model
-# shapes, a run of its traced blocks.
+# The paper's Algorithm 1 and the policies it is compared with. The simulator applies them to model
+# shapes, a run to its traced blocks.
 #
-# All of them keep the block inputs first and add classes of activations in some order; they differ
-# in the order and in what they look at before they stop. Checkmate solves a small integer program.
+# All of them keep the block inputs first and then add classes of activations. They differ in the
+# order and in the criterion by which they stop. Checkmate solves a small integer program.
 
 
-WIDTH = 2  # bytes of an element: all that is simulated here computes in 16 bit
+WIDTH = 2  # bytes of an element; the simulated systems compute in 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What the choice depends on, per step of one GPU: the paper's symbols, compute as seconds.
+    """The inputs of a policy for one step of one GPU: the paper's symbols, with compute in seconds.
 
-    `state_read` and `state_written` are bytes between SSD and host memory in backward; `room` is
-    the host memory that is left for kept activations of all GPUs (MEM_avail). Without a link the
-    device's memory is the host's, and keeping costs no transfer."""
+    All amounts are in bytes. Without a link, the device uses host memory, and keeping activations
+    needs no transfer.
+    """
 
     profile: Profile
     forward_s: float
     backward_s: float  # without recomputation
-    weights: float  # bytes: over the link in each phase
-    gradients: float
+    weights: float  # over the link, in each phase
+    gradients: float  # over the link
     weights_read: float  # from SSD, in each phase
-    state_read: float
-    state_written: float
-    room: float
+    state_read: float  # from SSD, in backward
+    state_written: float  # to SSD, in backward
+    room: float  # host memory for kept activations of all GPUs (MEM_avail)
     width: int = WIDTH  # bytes of an element
-    slices: int = 1  # in which a block sees the tokens
+    slices: int = 1  # number of micro-batches
 
     @property
     def link_bytes(self) -> float:
-        """That the link moves from the device while forward computes."""
+        """The bytes that the link can move from the device while forward computes."""
         p = self.profile
         return self.forward_s * p.d2h if p.has_link else float("inf")
 
     def spilled(self, kept: float) -> float:
-        """Bytes that overflow to SSD when every GPU keeps so many."""
+        """Return the bytes of all GPUs that are spilled to SSD if each GPU keeps `kept` bytes."""
         return max(0.0, self.profile.gpus * kept - self.room)
 
     def iteration_s(self, kept: float, recompute_s: float) -> float:
-        """T_iter with so many bytes kept and so many seconds of recomputation left."""
+        """Return T_iter for the given bytes kept and the given seconds of recomputation."""
         p, out = self.profile, self.spilled(kept)
         ssd_s = _seconds_at(self.weights_read, p.ssd_read) + _seconds_at(out, p.ssd_write)
         forward_s = max(self.forward_s, ssd_s)
@@ -337,7 +363,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """The choice: classes kept in each block, their bytes with the inputs, and T_iter."""
+    """The classes kept in each block, their bytes including block inputs, and T_iter."""
 
     classes: tuple[frozenset[str], ...]
     bytes: float
@@ -349,15 +375,17 @@ def input_bytes(model: ModelShape, tokens: float, width: int = WIDTH) -> float:
 
 
 def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[Candidate]:
-    """Everything that could be kept, best first; of equal classes those of the last block first,
-    whose backward comes first."""
+    """Return everything that could be kept, largest benefit first.
+
+    Of the same class, the last block comes first, because its backward runs first.
+    """
     profile, width = step.profile, step.width
     rate = profile.flops_at(tokens / step.slices)
     found = [
         Candidate(
             number, part.name, width * tokens * part.elements,
             tokens * part.flops_at(seq) / rate
-            + memory_s(profile, TOUCHED * tokens * part.elements),
+            + activation_s(profile, TOUCHED * tokens * part.elements),
             part.benefit_at(seq) / width,
         )
         for number, block in enumerate(model.blocks)
@@ -368,18 +396,18 @@ def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> lis
 
 @dataclass(frozen=True)
 class _So:
-    """Totals after some candidates were taken."""
+    """The totals after some candidates were taken."""
 
     bytes: float
     recompute_s: float
     iteration_s: float
 
 
-GoOn = Callable[[_So, _So], bool]  # from before and after one more candidate
+GoOn = Callable[[_So, _So], bool]  # whether to take a candidate, given the totals before and after
 
 
 def algorithm1(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
-    """The paper's choice: block inputs first, then by benefit for as long as T_iter falls."""
+    """Return the paper's choice: block inputs, then classes by benefit while T_iter decreases."""
 
     def falls(before: _So, now: _So) -> bool:
         return now.iteration_s < before.iteration_s
@@ -388,19 +416,22 @@ def algorithm1(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Pol
 
 
 def at_most(step: Step, model: ModelShape, *, tokens: float, seq: int, most: float) -> PolicyChoice:
-    """By benefit, up to so many bytes."""
+    """Return block inputs and classes by benefit, with at most `most` bytes in total."""
     return _choose(step, model, tokens, seq, lambda _, now: now.bytes <= most)
 
 
 def static(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
-    """Block inputs and nothing else."""
+    """Return the choice that keeps only block inputs."""
     return at_most(step, model, tokens=tokens, seq=seq, most=0.0)
 
 
 def capuchin(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
-    """By the time until a tensor is needed again, so all of the first block, then of the second:
-    what host memory holds and the link moves while forward computes. It does not see what else
-    is copied."""
+    """Return the choice of Capuchin, which keeps the tensors with the longest time until reuse.
+
+    It therefore keeps all classes of the first block, then those of the second, and so on, as far
+    as host memory holds them and the link moves them while forward computes. It ignores other
+    transfers over the link.
+    """
     most = min(step.link_bytes, step.room / step.profile.gpus)
     return _choose(
         step, model, tokens, seq, lambda _, now: now.bytes <= most, order=lambda one: one.block
@@ -408,8 +439,11 @@ def capuchin(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Polic
 
 
 def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
-    """The least recomputation that host memory allows, whatever the transfers cost: how many of
-    each kind of candidate, as an integer program."""
+    """Return the choice of Checkmate: the least recomputation that host memory allows.
+
+    It ignores the cost of transfers. An integer program determines how many candidates of each kind
+    are kept.
+    """
     found = candidates(step, model, tokens=tokens, seq=seq)
     start = _start(step, model, found, tokens)
     alike = groupby(found, key=lambda c: (c.name, c.bytes, c.recompute_s))
@@ -421,7 +455,7 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
 
 
 def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[int]:
-    """How many of each kind, so that their bytes fit and the most seconds are saved."""
+    """Return how many candidates of each kind save the most seconds within `room` bytes."""
     if not kinds or room < min(kind[0].bytes for kind in kinds):
         return [0] * len(kinds)
     try:
@@ -441,7 +475,7 @@ def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[
 
 
 def g10(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
-    """Everything is kept."""
+    """Return the choice of G10, which keeps everything."""
     return at_most(step, model, tokens=tokens, seq=seq, most=float("inf"))
 
 
@@ -449,8 +483,8 @@ CHOOSERS: dict[str, Callable[..., PolicyChoice]] = {
     "holistic": algorithm1, "static": static, "capuchin": capuchin, "checkmate": checkmate,
     "g10": g10,
 }  # fmt: skip
-HOST_ONLY = ("static", "capuchin", "checkmate")  # do not know that there is an SSD
-# Checkmate plans for a tensor and its recomputed twin at once.
+HOST_ONLY = ("static", "capuchin", "checkmate")  # policies that do not use the SSD
+# Checkmate reserves memory for a tensor and for its recomputed copy at the same time.
 INPUT_COPIES = {"checkmate": 2}
 
 
@@ -498,7 +532,7 @@ def _walk(step: Step, start: _So, found: Sequence[Candidate]) -> Iterator[_So]:
 
 
 def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tuple[float, float]]:
-    """(bytes kept, T_iter) from block inputs alone to everything, in the order of benefit."""
+    """Return (bytes kept, T_iter) from block inputs only to everything, in order of benefit."""
     found = candidates(step, model, tokens=tokens, seq=seq)
     start = _start(step, model, found, tokens)
     return [(so.bytes, so.iteration_s) for so in (start, *_walk(step, start, found))]
@@ -510,15 +544,15 @@ def _seconds_at(amount: float, rate: float) -> float:
     return amount / rate if rate else float("inf")
 
 
-# -- What blocks keep where the user has decided how that is chosen --------------------------------
+# -- Activations kept by a policy that the user selects --------------------------------------------
 #
-# The simulator's own policies, asked of the blocks at hand and of the host memory that the plan
-# leaves.
+# The policies of the simulator are applied to the blocks of the run and to the host memory that the
+# plan leaves.
 
 
 ALIASES = {"recompute": "static", "inputs": "static", "all": "g10"}
-# A machine that is not known: of one speed and without a link, where the choices do not depend on
-# how fast it is.
+# Stands for an unknown machine. It has a constant speed and no link, so that the choices do not
+# depend on the speed.
 _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, adam=1e9)
 
 
@@ -526,8 +560,10 @@ def resolve_activation_policy(
     asked: str | Kept, memory: MemoryModel, workload: BatchWorkload | None, plan: Plan, *,
     limit: int, profile: Profile | None,
 ) -> Kept | None:  # fmt: skip
-    """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
-    and `limit` is all of host memory."""
+    """Return the classes and the blocks that keep them, or None if the planner chooses them.
+
+    `plan` is a plan without activations; `limit` is the budget of host memory in bytes.
+    """
     if isinstance(asked, tuple):
         shapes = workload.shapes.values() if workload is not None else ()
         known = {part.name for shape in shapes for part in shape.activations}
@@ -553,7 +589,7 @@ def resolve_activation_policy(
 
 
 def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Kept:
-    """Blocks of each class, from the classes of each block; those of `first` in its order."""
+    """Convert the classes of each block to the blocks of each class; `first` orders the result."""
     names = dict.fromkeys([*first, *(name for kept in classes for name in sorted(kept))])
     found = {name: tuple(n for n, kept in enumerate(classes) if name in kept) for name in names}
     return tuple(
@@ -572,7 +608,7 @@ def _step(
     limit: int,
     profile: Profile,
 ) -> Step:
-    """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
+    """Return the terms of the paper's T_iter for this run, with all weights and state on SSD."""
     fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
     bare = replace(plan, kept=(), spilled_sites=())

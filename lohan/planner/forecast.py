@@ -1,4 +1,4 @@
-"""What a plan will do on a machine: its schedule, run by the simulator; rates learnt from a run."""
+"""Forecasts of plans by simulating their schedules, and machine profiles measured by a run."""
 
 from __future__ import annotations
 
@@ -26,53 +26,57 @@ from lohan.schedule.simulate import (
 from lohan.schedule.steps import chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
-BUS = "bus"  # main memory: a lane that drives, links and updates share
+BUS = "bus"  # main memory as a lane, which drives, links and updates share
 PHASES = ("forward", "backward", "after backward")
-STEPS = 2  # simulated: the second is the one that counts
-BETWEEN = (False, False, True, False)  # which of some steps commits, where not every one does
-FEW_CHUNKS = 256  # that are simulated where plans are compared: of more, neighbours are joined
-ROUGHLY = 8  # times as many: then it saves more time than it blurs
-MANY_CHUNKS = 2048  # that are simulated of a plan that was chosen, if it has twice as many
-REMEMBERED = 8  # forecasts of plans that are compared
-ROUNDS = 3  # of simulation, where lanes take something from each other
+STEPS = 2  # number of simulated steps; the forecast describes the second
+BETWEEN = (False, False, True, False)  # the simulated steps that commit, if not every step does
+FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
+ROUGHLY = 8  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
+MANY_CHUNKS = 2048  # number of chunks to which any forecast is reduced if there are twice as many
+REMEMBERED = 8  # number of rough forecasts that are cached
+ROUNDS = 3  # number of repeated simulations if lanes slow each other down
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a commit adds to its step where not every step has one, once in so many `steps`."""
+    """The cost of a commit if not every step commits."""
 
-    steps: float
-    seconds: float
-    written_bytes: float  # of all ranks
+    steps: float  # number of steps from one commit to the next
+    seconds: float  # added by a commit
+    written_bytes: float  # added by a commit, over all ranks
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A steady step of one rank, and of all of them: tokens, and `written_bytes` to SSD, with a
-    step's share of the commits."""
+    """The forecast of a step in the steady state.
+
+    Times are those of one rank; `tokens` and `written_bytes` are totals over all ranks.
+    """
 
     plan: Plan
     timeline: Timeline
     tokens: int
-    written_bytes: float
-    phases: tuple[Schedule, ...] = field(repr=False)  # as simulated: chunks may be joined
+    written_bytes: float  # to SSD, including the step's share of the commits
+    phases: tuple[Schedule, ...] = field(repr=False)  # as simulated; chunks may be joined
     work: StepWork = field(repr=False)
-    busy_s: dict[str, float]  # of each lane, for all actions of one step
-    shared_s: float  # of lanes that are one thing
-    bus_s: float = 0.0  # of all that goes through main memory; 0 where its rate is not known
-    commit: Commit | None = None  # where not every step has one
+    busy_s: dict[str, float]  # seconds of each lane for all actions of one step
+    shared_s: float  # total seconds of lanes that share one resource
+    bus_s: float = 0.0  # seconds of all transfers through main memory; 0 if its rate is not known
+    commit: Commit | None = None  # the cost of a commit, if not every step commits
 
     def steady_phases(self) -> dict[str, Schedule]:
-        """The schedules of the last step, by name."""
+        """Return the non-empty schedules of the last simulated step by name."""
         last = self.phases[-(len(self.phases) // STEPS) :]
         return {name: phase for name, phase in zip(PHASES, last, strict=True) if phase}
 
     @property
     def step_s(self) -> float:
-        """Of a steady step, with its share of the commits. What one step leaves to the next, writes
-        above all, adds up: in the long run no lane can have more to do in a step than the step
-        lasts."""
+        """The seconds of a step in the steady state, including its share of the commits.
+
+        A step is at least as long as the work of its busiest lane. The simulated timeline may be
+        shorter, because it leaves work, mostly writes, to the next step.
+        """
         step_s = max(self.timeline.step_s, *self.busy_s.values(), self.shared_s, self.bus_s)
         return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
 
@@ -88,19 +92,23 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Simulator:
-    """A batch on a machine: what a plan will do there."""
+    """Forecasts plans for one batch on one machine."""
 
     profile: Profile
     blocks: Blocks
     workload: BatchWorkload
     two_generations: bool
-    _rough: dict[tuple[Plan, bool], Forecast] = field(  # the last ones: planning asks again
+    # The last rough forecasts by plan and `clipped`, because planning requests them repeatedly.
+    _rough: dict[tuple[Plan, bool], Forecast] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def forecast(self, plan: Plan, *, clipped: bool = False, rough: bool = False) -> Forecast:
-        """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
-        chunks of a model with many, to compare plans; of one with very many always."""
+        """Return the forecast of a plan if every step is `clipped`, or if none is.
+
+        A `rough` forecast joins chunks of a model with many of them. It is used to compare plans.
+        Chunks of a model with very many of them are always joined.
+        """
         if not rough:
             return self._simulated(plan, clipped=clipped, rough=False)
         if (plan, clipped) not in self._rough:
@@ -140,9 +148,11 @@ class Simulator:
 
 
 def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpec, StepWork]:
-    """Some neighbours as one, about `limit` in all, those that stay in memory apart from those that
-    do not. What a step moves is the same; but buffers hold more, and a lane waits for longer ones,
-    so that a step takes a few percent more or less."""
+    """Return the spec and the work with neighbouring chunks joined to about `limit` chunks.
+
+    Cached chunks are joined separately from the others. A step moves the same bytes, but buffers
+    hold more and lanes wait for longer actions, so that the step time differs by a few percent.
+    """
     count = -(-sum(spec.chunks) // limit)
     cached, kept = set(spec.host_cached_state), list[tuple[int, int]]()
     chunk_sizes: list[tuple[int, ...]] = []
@@ -162,10 +172,13 @@ def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpe
 
 
 def most_clipped(profile: Profile, accepted: Forecast, waiting: Forecast) -> float:
-    """The share of clipped steps up to which updates should not wait for the norm: then steps take
-    as long either way. `accepted` is of steps that did not wait and counted, `waiting` of those
-    that waited. A clipped step that did not wait is run again, or its updates once more in the next
-    forward, as if it had waited, after what is cached was read back."""
+    """Return the share of clipped steps up to which speculative updates are faster on average.
+
+    `accepted` is the forecast of speculative steps that are not clipped, `waiting` that of steps
+    that wait for the norm. If the plan spills gradients, a speculative step that turns out to be
+    clipped is run again. Otherwise cached weights and state are read back from SSD, and the updates
+    are repeated in the next forward.
+    """
     gain_s, loss_s = waiting.step_s - accepted.step_s, accepted.step_s
     if not accepted.plan.spilled_gradients:
         cached = accepted.plan.owner_bytes(CACHED_WEIGHTS, CACHED_STATE)
@@ -177,8 +190,11 @@ def most_clipped(profile: Profile, accepted: Forecast, waiting: Forecast) -> flo
 def _with_commits(
     made: Forecast, profile: Profile, spec: ScheduleSpec, later: tuple[Schedule, ...]
 ) -> Forecast:
-    """A commit between steps without: what it adds is written in its step and the next, which are
-    the `later` ones."""
+    """Return the forecast with the cost of commits added.
+
+    `later` are the phases of a step that commits and of the step after it, which together write
+    what the commit adds.
+    """
     machine = replace(profile, commit_s=0.0)
     timeline, _ = _timed(machine, made.phases + later, made.work)
     step_s, world, interval = made.step_s, made.plan.world, made.plan.commit
@@ -198,14 +214,14 @@ def _with_commits(
 
 
 def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
-    """What a commit writes that steps between two of them do not."""
+    """Return the bytes that only a step with a commit writes."""
     cached = set(spec.host_cached_weights)
     params = sum(work.chunk(*key) for key in spec.host_cached_state if key[0] in cached)
     return params * (work.per_parameter.state + work.per_parameter.weight)
 
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
-    """The same plan and schedule on another machine."""
+    """Return the forecast of the same plan and schedule on another machine."""
     timeline, costs = _timed(profile, made.phases, made.work)
     lane_s = _lane_s(costs, tuple(made.steady_phases().values()))
     bus_s = _bus_s(profile, made.work, tuple(made.steady_phases().values()))
@@ -221,7 +237,7 @@ def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> floa
 
 def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
     total = dict.fromkeys(LANES, 0.0)
-    known = costs.known.get  # as many calls as actions
+    known = costs.known.get  # Looked up once, because the loop runs once per action.
     for phase in phases:
         for action in phase:
             kind, _, _, _, _, name = action
@@ -233,8 +249,11 @@ def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
 def _timed(
     profile: Profile, phases: Sequence[Schedule], work: StepWork
 ) -> tuple[Timeline, ActionCosts]:
-    """What cores and drives take from each other depends on what runs at a time, and that
-    on what they take: simulated again and again, which soon changes nothing any more."""
+    """Simulate the phases and return the timeline and the costs of the actions.
+
+    If cores and drives slow each other down, the slowdown depends on which actions overlap, and the
+    overlap depends on the slowdown. The simulation is repeated a few times and converges quickly.
+    """
     costs, shared = ActionCosts(profile, work), not profile.has_link
     timeline = simulate(phases, costs.seconds, caller_updates=shared)
     for _ in range(ROUNDS if shared and (profile.io_share or profile.compute_share) else 0):
@@ -244,8 +263,11 @@ def _timed(
 
 
 def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
-    """Of its speed, for each action of the last step: compute and updates during I/O, and I/O
-    during them. What a step leaves to the next is seen where the one before left it."""
+    """Return the share of its speed that each action of the last step loses to concurrent ones.
+
+    Compute and updates are slowed down by I/O, and I/O by them. Actions that the last step leaves
+    to the next are represented by those that the step before left to the last one.
+    """
     stop = timeline.step_ends[-1]
     start, cores, drives = stop - timeline.step_s, ("compute", "optimizer"), ("ssd",)
     lost = overlap_shares(timeline.spans, cores, drives, start, stop)
@@ -276,29 +298,33 @@ def step_work(
     )  # fmt: skip
 
 
-# -- A machine as a run itself sees it: rates of its lanes from the spans of one of its steps ------
+# -- A machine profile measured by a run: rates of its lanes from the spans of one step ------------
 
 
-LEAST_BACKWARD = 0.2  # of a backward, that is not recomputation, however fast forward was
-UNKNOWN_DRIVE = 1e9  # bytes/s, where a step moved nothing: a careful guess
+LEAST_BACKWARD = 0.2  # smallest share of backward that is attributed to gradients
+UNKNOWN_DRIVE = 1e9  # bytes/s; a conservative guess if the step used no drive
 
 
 def profile_of_step(
     spans: Sequence[Span], work: StepWork, *, host_bytes: int, device: str = "cpu",
     device_bytes: int = 0,
 ) -> Profile | None:  # fmt: skip
-    """None if the step had no forward, backward or update, or nothing went over a link. What
-    concurrent I/O costs compute is in its rates. `device_bytes`: of a device with a memory of its
-    own, whose link is measured too."""
+    """Return the machine profile measured by one step of a run, or None if it is incomplete.
+
+    The profile is incomplete if the step had no forward, backward or update, or if it moved nothing
+    over the link of a device. The rates of compute include the slowdown by concurrent I/O.
+    `device_bytes` is the memory of a device that has its own, or 0.
+    """
     seconds: dict[str, float] = {}
     layout, others = work.per_parameter, work.world - 1
-    # Of weights and gradients over the link, and between this rank and the others.
+    # Bytes per parameter over the link (L, D), and between this rank and the others (A, X).
     per_parameter = {
         "L": layout.weight, "D": layout.gradient,
         "A": others * layout.weight, "X": others * layout.gradient,
     }  # fmt: skip
     linked = dict.fromkeys(per_parameter, 0.0)  # bytes
-    ssd_bytes, updated = 0.0, 0.0  # updated: parameters, as if by AdamW
+    # `updated` counts parameters, multiplied by the cost of an update relative to AdamW.
+    ssd_bytes, updated = 0.0, 0.0
     for span in spans:
         kind, rest = span.name[0], span.name[1:]
         site = _site(kind, rest, work)
@@ -312,8 +338,9 @@ def profile_of_step(
             ssd_bytes += _ssd_bytes(kind, rest, work)
     blocks = [site for site in work.sites if not site.head]
     forward = sum(site.forward_flops for site in blocks)
-    again = sum(site.recompute_flops for site in blocks)
-    gradients = sum(site.gradient_flops for site in blocks if not site.no_backward)
+    trained = [site for site in blocks if not site.no_backward]
+    again = sum(site.recompute_flops for site in trained)
+    gradients = sum(site.gradient_flops for site in trained)
     needed = "FBULD" if device_bytes else "FBU"
     if not all(seconds.get(kind) for kind in needed) or not forward:
         return None
@@ -328,10 +355,11 @@ def profile_of_step(
     net = (linked["A"] + linked["X"]) / net_s if net_s else 0.0
     return Profile(
         name="this run", device=device, device_bytes=device_bytes, compute=((1.0, rate),),
-        backward=((1.0, gradients / back_s),),
+        # A run that trains only the head measures no backward of a block.
+        backward=((1.0, gradients / back_s),) if gradients else (),
         head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
         h2d=h2d, d2h=d2h,
-        # 0: over the links, unless it is slower than they are.
+        # 0 means that ranks communicate over the links. It is used unless the network is slower.
         net=net if net < min(h2d, d2h) else 0.0,
         host_bytes=host_bytes, adam=updated / seconds["U"],
         drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),
@@ -339,7 +367,7 @@ def profile_of_step(
 
 
 def _ssd_bytes(kind: str, rest: str, work: StepWork) -> float:
-    """That an action of the drives reads or writes."""
+    """Return the bytes that an action of the ssd lane reads or writes."""
     layout = work.per_parameter
     if kind == Op.READ_WEIGHTS:
         return work.groups[int(rest)] * layout.weight
@@ -356,7 +384,7 @@ def _ssd_bytes(kind: str, rest: str, work: StepWork) -> float:
 
 
 def _site(kind: str, rest: str, work: StepWork) -> str:
-    """Under what a span counts: its kind, or the head apart."""
+    """Return the key under which a span is counted: "head" for compute of the head, or its kind."""
     if kind in "FB" and rest.isdigit() and work.sites[int(rest)].head:
         return "head"
     return kind

@@ -1,5 +1,7 @@
-"""The plan of a model on a machine, either of which need not be here, and what it will do: the one
-way to plan, from shapes or for a model that was traced, without torch."""
+"""Plans and forecasts of a model on a machine, from shapes or from a traced model.
+
+Neither the model nor the machine has to be present. This module needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,18 @@ from lohan.schedule.steps import (
 )
 from lohan.util.units import align_up, counted, format_bytes
 
-# -- A model shape as the planner sees a real model ------------------------------------------------
-#
-# Groups, sites, and the footprint of a batch.
+# -- Groups, sites and the footprint of a batch, derived from a model shape ------------------------
 
 
 EMBEDDING, HEAD = "embedding", "head"
 
 
 def layout_of(model: ModelShape, dtype: str = "bf16") -> Blocks:
-    """Embedding, blocks and head as groups and sites; a tied head is a second site of the
-    embedding. Under adapters, all but these is frozen, and blocks may be packed for a dtype."""
+    """Return the embedding, the blocks and the head of a model shape as groups and sites.
+
+    A tied head is a second site that uses the group of the embedding. With adapters, everything
+    else is frozen, and the weights of blocks may be packed.
+    """
     rest = FROZEN if model.lora else ""
     groups = [_group(EMBEDDING + rest, model.embedding_parameters)]
     sites = [Site(EMBEDDING, (), (EMBEDDING + rest,))]
@@ -79,7 +82,7 @@ def layout_of(model: ModelShape, dtype: str = "bf16") -> Blocks:
 
 
 def _packed(model: ModelShape, block: BlockShape, dtype: str) -> tuple[TensorSpec, ...]:
-    """All weights of a block as if they were one matrix; what else it has is little."""
+    """Return the frozen weights of a block as one packed matrix, ignoring its small vectors."""
     shape = (-(-block.parameters // model.hidden), model.hidden)
     numel = packed_numel(model.base, shape, STATE_FORMATS[dtype].weight_bytes)
     return (TensorSpec("weights", shape, 0, numel, True, False, packing=model.base),)
@@ -92,7 +95,7 @@ def _head_group(model: ModelShape) -> str:
 def load_of_shape(
     model: ModelShape, *, batch: int, seq: int, dtype: str, tiles: int = 0
 ) -> BatchWorkload:
-    """What a batch asks for, from the shape alone; `tiles`: as in Plan."""
+    """Return the workload of a batch, derived from the model shape; `tiles` is as in Plan."""
     width = STATE_FORMATS[dtype].weight_bytes
     seq = model.sample_tokens or seq
     blocks = [block.in_tiles() if tiles else block for block in model.blocks]
@@ -101,11 +104,12 @@ def load_of_shape(
         found = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
         for number, block in enumerate(blocks):
             each = micro_batch * seq * width
-            # Activations of one tile, and sums of weight gradients with what a tile adds to them.
+            # The activations of one tile; the sums of weight gradients and the terms that a tile
+            # adds to them.
             tile = block.tile_elements * min(tiles, micro_batch * seq) * width
             trained = block.adapter_parameters(model.lora) if model.lora else block.parameters
             sums = trained * (FLOAT + width) if tiles else 0
-            # The first gradients come while most activations are still there.
+            # The first gradients are computed while most activations are still in memory.
             first = trained * width / 3 if micro_batch >= batch else 0
             inputs = int(block.input_elements * batch * seq * width)
             found[_block(number)] = SiteFootprint(
@@ -148,15 +152,18 @@ def _real(sites: list[Site], groups: list[FlatGroup]) -> list[Site]:
 
 T = TypeVar("T")
 Overhead = tuple[tuple[str, int], ...]  # bytes by owner
-FASTER = 1e3  # a lane that is out of the way
+FASTER = 1e3  # speedup with which a lane is never the bottleneck
 LARGEST_BATCH = 2**16
 MOST_DRIVES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked: a model, a machine and the batch; `host`: bytes of main memory. The GPUs of
-    the machine share all three: each has a rank of the run, and all of them the same plan."""
+    """A model, a machine and a batch to plan for.
+
+    Each GPU of the machine runs one rank. The ranks share the model, the batch and the `host` bytes
+    of main memory, and all of them follow the same plan.
+    """
 
     model: ModelShape
     machine: Profile
@@ -171,27 +178,30 @@ class PlanRequest:
 
     @property
     def blocks(self) -> Blocks:
-        """Each rank's shard of every group."""
+        """The groups and sites of one rank, with its shard of every group."""
         return _shards(self.model, self.ranks, self.options.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProblem:
-    """What a plan is made for: a model of known shapes or one that was traced, a machine and the
-    memory. Memory, blocks and workload are those of each rank."""
+    """The input of the planner: a model shape or a traced model, a machine, and the memory.
+
+    Memory, blocks and workload are those of one rank.
+    """
 
     model: str
     parameters: int
-    batch: int  # of all ranks
-    machine: Profile | None  # None: it was not measured
+    batch: int  # samples of all ranks
+    machine: Profile | None  # None if the machine was not measured
     options: PlanOptions
     host_bytes: int
-    device_bytes: int | None  # of a device with a memory of its own
-    overhead: Callable[[int], Overhead]  # of that memory, by main memory
+    device_bytes: int | None  # None if the device has no memory of its own
+    overhead: Callable[[int], Overhead]  # overhead in device memory, given the bytes of host memory
     blocks: Blocks
     workload: BatchWorkload
-    drive_bytes: int = 0  # that the drives can hold, where that is known before the run
-    site_order: Callable[[Plan], Sequence[int]] | None = None  # as a traced model calls them
+    drive_bytes: int = 0  # capacity of the drives; 0 if it is not known before the run
+    # The sites in the order in which a traced model calls them under a plan.
+    site_order: Callable[[Plan], Sequence[int]] | None = None
 
     @property
     def rank_machine(self) -> Profile | None:
@@ -199,18 +209,18 @@ class PlanProblem:
 
     @cached_property
     def simulator(self) -> Simulator | None:
-        """Where the machine is known."""
+        """The simulator of this problem, or None if the machine is not known."""
         if (machine := self.rank_machine) is None:
             return None
         return Simulator(machine, self.blocks, self.workload, self.options.two_generations)
 
     @property
     def traced(self) -> bool:
-        """Not from shapes alone."""
+        """Whether the model was traced."""
         return self.site_order is not None
 
     def sized(self, size: Callable[..., T]) -> T:
-        """Calls a function of the planner with it."""
+        """Call a function of the planner with the arguments of this problem."""
         options = replace(self.options, device_overhead=self.overhead(self.host_bytes))
         return size(
             self.blocks, options, host_bytes=self.host_bytes, workload=self.workload,
@@ -232,15 +242,16 @@ class PlanProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePlan(PlanProblem):
-    """The answer, where the run fits: a plan and what it will do."""
+    """The solution of a problem: a plan and its forecast."""
 
     plan: Plan
     order: ExecutionOrder  # of a step
-    forecast: Forecast | None  # where the machine is known
-    clipped: Forecast | None = None  # if every step were clipped, where that is another
-    without_binding_s: float = 0.0  # a step if the binding lane cost nothing
-    scarce: bool = False  # the drives have no room for activations that would be worth it
-    usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
+    forecast: Forecast | None  # None if the machine is not known
+    clipped: Forecast | None = None  # the forecast if every step is clipped, if that differs
+    without_binding_s: float = 0.0  # step time if the binding lane took almost no time
+    scarce: bool = False  # whether the drives have no room for activations of the best plan
+    # The plan with AdamW and fp32 moments, if the run uses another optimizer and this plan fits.
+    usual: MachinePlan | None = None
     instead: tuple[Alternative, ...] = ()  # options with which less is written
 
     @property
@@ -250,7 +261,7 @@ class MachinePlan(PlanProblem):
 
     @property
     def changes_plan(self) -> bool:
-        """A run whose every step is clipped goes on by another plan."""
+        """Whether a run continues with another plan if every step is clipped."""
         if self.clipped is None:
             return False
         parts = ("commit", "spilled_gradients", "host_cached_weights", "host_cached_state")
@@ -262,22 +273,34 @@ class MachinePlan(PlanProblem):
 
     @property
     def phases(self) -> dict[str, Schedule]:
-        """Of a steady step."""
+        """The phases of a step in the steady state."""
         return steady_step(self.spec, self.order)
 
     @property
+    def export_bytes(self) -> int:
+        """The size of the exported model, or of the adapter."""
+        width = STATE_FORMATS[self.options.dtype].weight_bytes
+        return width * self.plan.world * sum(group.numel for group in self.blocks.trained)
+
+    @property
+    def has_room_for_export(self) -> bool:
+        """Whether the drives can hold the exported model besides the store."""
+        needed = self.peak_bytes["ssd"] + self.export_bytes
+        return not self.drive_bytes or needed <= self.drive_bytes
+
+    @property
     def peak_bytes(self) -> dict[str, int]:
-        """Of each GPU, and of the machine's memory and drives."""
+        """The peak bytes of each GPU, and of the host memory and drives of the whole machine."""
         ranks = {"device": 1, "host": self.plan.world, "ssd": self.plan.world}
         return {tier: count * self.plan.tier_bytes(tier) for tier, count in ranks.items()}
 
 
 class SpaceError(BudgetError):
-    """The drives are too small."""
+    """Raised when the drives are too small for a plan."""
 
 
 def plan_for_machine(request: PlanRequest) -> MachinePlan:
-    """The plan and what it will do, or a BudgetError that names every change that would help."""
+    """Return the plan and its forecast, or raise a BudgetError that names changes that help."""
     ranks, machine = request.ranks, request.machine
     if ranks > 1 and not machine.has_link:
         raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
@@ -295,7 +318,7 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
 
 
 def solve(problem: PlanProblem) -> MachinePlan:
-    """The one way from a problem to its plan, of shapes and of a traced model."""
+    """Return the plan of a problem, for a model shape or for a traced model."""
     plan, known, scarce = _within_drives(problem)
     made, clipped, faster_s = None, None, 0.0
     if problem.simulator is not None:
@@ -321,10 +344,13 @@ def solve(problem: PlanProblem) -> MachinePlan:
 
 
 def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
-    """What a run does whose every step is clipped, by the plan that it then goes on by; `made`: by
-    the one it begins with."""
+    """Return the forecast of a run in which every step is clipped.
+
+    `made` is the forecast with the initial plan. If another plan is sufficiently faster, the run
+    changes to it, and its forecast is returned.
+    """
     plan = made.plan
-    if not adds_much(plan, made):  # with little state in memory, plans differ little
+    if not adds_much(plan, made):  # With little cached state, the plans hardly differ.
         return made
     options = replace(problem.options.fixed_by(plan), every_clipped=True)
     other, known, _ = _within_drives(replace(problem, options=options))
@@ -335,8 +361,11 @@ def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
 
 
 def with_alternatives(made: MachinePlan) -> MachinePlan:
-    """With the plan of the usual optimizer, where the run has another, and with what other options
-    would write; each planned as the run itself."""
+    """Return the plan with alternatives added, each planned in the same way as the run.
+
+    The alternatives are the plan with the default optimizer, if the run uses another one, and the
+    options with which less is written.
+    """
     usual, world = None, made.options.world
     instead: tuple[Alternative, ...] = ()
     if made.options.kind != DEFAULT_KIND:
@@ -356,8 +385,11 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
 
 
 def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
-    """The best plan or, where the drives have no room for its activations, the best without; what
-    it does, where that was found on the way; and whether the drives are too small for the best."""
+    """Return the best plan for the drives, its forecast if it was simulated, and a flag.
+
+    If the drives have no room for the activations of the best plan, the best plan that recomputes
+    activations is returned, and the flag is True.
+    """
     plan, known = problem.best_plan()
     try:
         problem.check_drives(plan)
@@ -380,7 +412,7 @@ def problem_of(request: PlanRequest) -> PlanProblem:
         raise ConfigError(f"{machine.name} has no drive; take a machine with one")
 
     def overhead(host_bytes: int) -> Overhead:
-        """As in a run on such a card."""
+        """Return the same overhead as in a run on such a card."""
         if not machine.has_link:
             return ()
         return tuple(card_overhead(machine.device_bytes, host_bytes).items())
@@ -395,12 +427,12 @@ def problem_of(request: PlanRequest) -> PlanProblem:
 
 
 def workload_of(request: PlanRequest) -> BatchWorkload:
-    """What the largest share of the batch asks of a rank."""
+    """Return the workload of the rank with the largest share of the batch."""
     rows = -(-request.batch // request.ranks)
     return _load(request.model, rows, request.seq, request.options.dtype)
 
 
-# One object for all plans of a batch, which keeps what was found out about it.
+# These are cached, so that all plans of a batch share one object with its cached results.
 
 
 @lru_cache(maxsize=4)
@@ -422,11 +454,11 @@ def fits(request: PlanRequest) -> bool:
     return True
 
 
-# -- what would help ------------------------------------------------------------------------------
+# -- Changes that make a run fit ------------------------------------------------------------------
 
 
 def _changes(request: PlanRequest) -> Iterator[str]:
-    """The nearest change of each kind that makes the run fit, alone."""
+    """Yield the smallest change of each kind that makes the run fit by itself."""
     smaller = largest(lambda n: fits(replace(request, batch=n)), request.batch - 1)
     if smaller >= request.ranks:
         yield f"--batch {smaller}"
@@ -450,7 +482,7 @@ def _changes(request: PlanRequest) -> Iterator[str]:
 
 
 def _enough_drives(request: PlanRequest) -> int:
-    """0 if there is no such number: more drives are no more memory."""
+    """Return the number of drives with which the run fits; 0 if more drives do not help."""
     with suppress(BudgetError):
         plan = problem_of(request).sized(check_fits)
         for count in range(len(request.machine.drives) + 1, MOST_DRIVES + 1):
@@ -462,8 +494,10 @@ def _enough_drives(request: PlanRequest) -> int:
 
 
 def largest(possible: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to `limit` for which something is possible that gets harder with
-    it; 0 if none."""
+    """Return the largest number from 1 to `limit` for which `possible` is true, or 0.
+
+    If `possible` is true for a number, it must be true for all smaller ones.
+    """
     low, high = 0, 1
     while high <= limit and possible(high):
         low, high = high, high * 2
@@ -480,7 +514,7 @@ def largest_batch(request: PlanRequest) -> int:
 
 
 def largest_model(request: PlanRequest, models: list[ModelShape]) -> ModelShape | None:
-    """The largest of these that fits."""
+    """Return the largest of these models that fits, or None."""
     for model in sorted(models, key=lambda m: -m.parameters):
         if fits(replace(request, model=model)):
             return model
@@ -496,7 +530,7 @@ def faster_drives(machine: Profile, factor: float) -> Profile:
 
 
 def without_lane(machine: Profile, lane: str) -> Profile:
-    """The same machine with one lane out of the way."""
+    """Return the same machine with one lane that takes almost no time."""
     if lane == "compute":
         faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
         back = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)

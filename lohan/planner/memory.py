@@ -417,7 +417,7 @@ class DeviceMemoryModel:
     def _gradients_of(self, groups: Iterable[str]) -> int:
         members = [self._host.blocks.by_key[key] for key in groups]
         trained = numel(g for g in members if not g.frozen and not g.resident)
-        return trained * self._host.summed_width
+        return trained * self._host.gradient_width
 
 
 # -- What a plan costs in bytes: its ledger, by tier and owner -------------------------------------
@@ -459,7 +459,9 @@ class _Known:
     sizes: KeptSizes
     at_most: dict[tuple[object, ...], HeldBytes] = field(default_factory=dict)
     device_bytes: dict[tuple[object, ...], int] = field(default_factory=dict)
-    priced: dict[tuple[Profile, Kept], tuple[float, float, float]] = field(default_factory=dict)
+    priced: dict[tuple[Profile, Kept, bool], tuple[float, float, float]] = field(
+        default_factory=dict
+    )
 
 
 class MemoryModel:
@@ -470,11 +472,11 @@ class MemoryModel:
         self, blocks: Blocks, dtype: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
-        device_overhead: Iterable[tuple[str, int]] = (), grad_dtype: str = "fp32",
+        device_overhead: Iterable[tuple[str, int]] = (),
     ) -> None:  # fmt: skip
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
         self.state_format = state_format_of(dtype, kind)
-        self._world, self._grad_dtype = world, grad_dtype
+        self._world = world
         self.has_own_memory, self._generations = has_own_memory, generations
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
@@ -500,7 +502,7 @@ class MemoryModel:
         for all of them is found once."""
         workload, micro_batch = self.workload, self.micro_batch
         key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
-        key = (*key, self._world, self._grad_dtype)
+        key = (*key, self._world)
         if workload is not None and key in workload.known:
             known: _Known = workload.known[key]
             return known
@@ -520,7 +522,7 @@ class MemoryModel:
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
             blocks, plan.dtype, workload, plan.micro_batch, has_own_memory=has_own_memory,
-            kind=plan.kind, world=plan.world, grad_dtype=plan.grad_dtype,
+            kind=plan.kind, world=plan.world,
         )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
@@ -590,15 +592,10 @@ class MemoryModel:
         return numel(groups), numel([group for group in groups if not group.frozen])
 
     @property
-    def summed_width(self) -> int:
-        """Of gradients where they are made. Sums, over slices or over ranks, are fp32."""
+    def gradient_width(self) -> int:
+        """Bytes of a gradient element. Sums over slices or over ranks are fp32."""
         sums = self.slices > 1 or self._world > 1
         return FLOAT if sums or self.state_format.name == "fp32" else HALF
-
-    @property
-    def gradient_width(self) -> int:
-        """Of gradients in flight to their update."""
-        return HALF if self._grad_dtype == "bf16" else self.summed_width
 
     @cached_property
     def stream(self) -> int:

@@ -1,4 +1,4 @@
-"""From blocks, footprint and budgets to a plan, or to a message that says what would fit."""
+"""The search for the best plan of a run within its memory budgets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from lohan.errors import BudgetError, ConfigError
+from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import CACHED_WEIGHTS, BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
@@ -29,31 +29,34 @@ from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
 from lohan.schedule.actions import Action, Op
 from lohan.schedule.simulate import ActionCosts
 from lohan.util.trace import busy_s
-from lohan.util.units import EVERY_STEP, Interval, format_bytes
+from lohan.util.units import EVERY_STEP, Interval, format_bytes, format_bytes_up
 
-# -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
+# -- The closed-form plan, or an error that says what would fit ------------------------------------
 #
-# Host memory goes first to what a step cannot do without, at the smallest sizes; then to overlap
-# (prefetch, gradients that may wait, state buffers); then, as far as it pays on the machine at
-# hand, to activations and to gradients of updates that run in the next forward; what is still left
-# keeps weights and then optimizer state in memory instead of on SSD: weights first, since every
-# byte of them saves two reads a step. The state is used in a fixed cyclic order, so a fixed share
-# is kept; the least recently used would always be the next needed.
+# Host memory is assigned in this order: the buffers that a step needs, at their smallest sizes;
+# overlap (prefetch, waiting gradients, state buffers); activations and the gradients of deferred
+# updates, as far as they make steps faster on the machine; cached weights; cached optimizer state.
+# Weights precede state, because every cached byte of weights saves two reads per step. The state is
+# used in a fixed cyclic order, so a fixed part of it is cached: with LRU eviction, the evicted
+# chunk would always be the one needed next.
 
 
 __all__ = ["SPARE_SHARE", "PlanOptions", "check_fits", "closed_form_plan"]
 
-TILES = (8192, 2048, 512, 128)  # tokens, where the plan chooses
-SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
+TILES = (8192, 2048, 512, 128)  # tile sizes in tokens that the planner may choose
+SPARE_SHARE = 0.03  # share of the budget that is reserved for rounding by the allocator
 
 
 def closed_form_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
-    micro-batch leaves the device room for activations in flight, so some are tried.
-    `device_bytes`: of the device's own memory, where the profile does not say."""
+    """Return the best plan according to the closed form, or raise a BudgetError.
+
+    Several micro-batch sizes are tried, because a smaller one leaves the device more room for
+    activations in flight. `device_bytes` is the memory of the device; by default it is taken from
+    the profile.
+    """
     known = {} if workload is None else workload.known
     key = "plan", id(blocks), options, host_bytes, profile, device_bytes
     if key in known:
@@ -65,29 +68,20 @@ def closed_form_plan(
         if not sizer.device:
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
-    _check_grad_dtype(options, sizer)
     plan = sizer.grown(plan, choice, limit)
-    known[key] = blocks, plan  # with them its id is theirs
+    known[key] = blocks, plan  # Keep `blocks` alive so that its id() is not reused.
     return plan
-
-
-def _check_grad_dtype(options: PlanOptions, sizer: Sizer) -> None:
-    batch, memory = sizer.workload, sizer.memory
-    if options.grad_dtype != "bf16" or batch is None or memory.slices > 1 or memory.tied:
-        return
-    raise ConfigError(
-        f"grad_dtype: bf16 is for sums of slices, and the {batch.batch} examples of this batch go "
-        "through a block at once, whose gradients have 16 bits anyway; leave it out"
-    )
 
 
 def check_fits(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan that fits, or a BudgetError: whether a run is possible, not how it would go. A smaller
-    micro-batch takes less, but for the whole batch in one slice, whose gradients may have fewer
-    bits: of all sizes, these two are tried."""
+    """Return any plan that fits, or raise a BudgetError if the run is not possible.
+
+    Only the largest and the smallest micro-batch are tried. A smaller micro-batch needs less
+    memory, except that the gradients of the whole batch in one slice may have fewer bits.
+    """
     fitting = _fitting(blocks, options, host_bytes, workload, profile, device_bytes, ends=True)
     return next(fitting)[1]
 
@@ -102,8 +96,11 @@ def _fitting(
     *,
     ends: bool = False,
 ) -> Iterator[tuple[Sizer, Plan]]:
-    """The smallest plan of every micro-batch that fits, the largest first. `ends`: only of the
-    largest and the smallest."""
+    """Yield the smallest plan for every micro-batch size that fits, largest micro-batch first.
+
+    With `ends`, only the largest and the smallest micro-batch are tried. If nothing fits, a
+    BudgetError is raised.
+    """
     device = device_bytes
     if device is None:
         device = profile.device_bytes if profile is not None else 0
@@ -138,8 +135,7 @@ def _fitting(
 
 
 def _tile_sizes(workload: BatchWorkload | None, options: PlanOptions) -> list[int]:
-    """What the user wants or, if that is left to the plan, no tiles and then smaller and smaller
-    ones."""
+    """Return the tile sizes to try: the user's choice, or no tiles and then decreasing sizes."""
     if isinstance(options.tiles, int):
         return [options.tiles]
     if workload is None or workload.tiled is None or options.tiles != "auto":
@@ -149,8 +145,10 @@ def _tile_sizes(workload: BatchWorkload | None, options: PlanOptions) -> list[in
 
 
 def _tiles_help(plan: Plan, device: int, host_bytes: int) -> bool:
-    """Whether a plan would fit if blocks took next to nothing for their work, and for masks: those
-    are counted where it is not known that there are none."""
+    """Return whether a plan would fit if blocks needed almost no memory for their computation.
+
+    Masks are left out too, because they are counted unless it is known that there are none.
+    """
     work: Counter[str] = Counter()
     for entry in plan.ledger:
         if entry.owner in (WORK, INPUTS, SHARED):
@@ -160,8 +158,11 @@ def _tiles_help(plan: Plan, device: int, host_bytes: int) -> bool:
 
 
 def _micro_batches(workload: BatchWorkload, profile: Profile | None) -> list[int]:
-    """Halves of halves and, with a profile, the smallest with which the device is at its
-    fastest; the largest first."""
+    """Return the micro-batch sizes to try, largest first.
+
+    These are the batch halved repeatedly and, with a profile, the smallest size at which the device
+    reaches its highest speed.
+    """
     sizes = {1, *(-(-workload.batch // 2**i) for i in range(12))}
     if profile is not None:
         sizes.add(min(workload.batch, math.ceil(profile.compute[-1][0] / workload.seq)))
@@ -169,34 +170,38 @@ def _micro_batches(workload: BatchWorkload, profile: Profile | None) -> list[int
 
 
 def _fast(micro_batch: int | None, workload: BatchWorkload | None, profile: Profile | None) -> bool:
-    """Whether a micro-batch is among the smallest with which the device is about at its fastest:
-    larger ones only take more of its memory."""
+    """Return whether a micro-batch is close to the size at which the device is fastest.
+
+    Half of that size has fewer bytes in flight; two to four times that size sums gradients less
+    often.
+    """
     if workload is None or profile is None or micro_batch is None:
         return False
-    return 0.5 <= micro_batch * workload.seq / profile.compute[-1][0] < 2
+    return 0.5 <= micro_batch * workload.seq / profile.compute[-1][0] < 4
 
 
 def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> BudgetError:
-    """A tier is too small: both numbers, the largest owners, and the next move."""
+    """Return the error for a tier that is too small, with the largest owners and a remedy."""
     needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
-    # What a card needs for itself grows with its memory, at most in proportion.
+    # The overhead of a card grows with its memory, at most in proportion.
     own = sum(e.bytes for e in rows if e.owner in CARD_OWNERS)
-    enough = needed if not own else int((needed - own) / (1 - own / limit))
+    enough = needed if not own else math.ceil((needed - own) / (1 - own / limit))
     return BudgetError(
-        f"{tier} budget too small: {what} needs {format_bytes(needed)}, {option} allows "
-        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(enough)}"
+        f"{tier} budget too small: {what} needs {format_bytes_up(needed)}, {option} allows "
+        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes_up(enough)}"
         f"{hint}"
     )
 
 
 def lower_hint(workload: BatchWorkload | None, options: PlanOptions) -> str:
-    """What else a user can lower who has no more memory: the end of a message."""
+    """Return the end of an error message: the options that can be lowered to save memory."""
     if workload is None:
         return ""
     each, micro = " for each rank" if options.world > 1 else "", options.micro_batch or 1
-    lower = [f"--batch (now {workload.batch}{each})"] if workload.batch > 1 else []
+    samples = workload.samples or workload.batch
+    lower = [f"--batch (now {samples}{each})"] if samples > 1 else []
     lower += [f"--micro-batch (now {micro})"] if micro > 1 else []
     lower += [f"--seq (now {workload.seq})"] if workload.text else []
     words = f", or lower {' or '.join(lower)}" if lower else ""
@@ -205,28 +210,32 @@ def lower_hint(workload: BatchWorkload | None, options: PlanOptions) -> str:
 
 # -- The plan that a run follows -------------------------------------------------------------------
 #
-# The planner's, with its choice of activations looked at again.
-#
-# The closed form knows no waits. Where a simulation takes little time, other levels of activations
-# are simulated too, first far apart, then near the best. So is, of any model, the plan that leaves
-# no update to the next forward.
+# The closed form ignores waits, so its plan is refined by simulation. If a simulation is quick,
+# other levels of activations are simulated too, first far apart and then near the best. For every
+# model, the plan that defers no update to the next forward is simulated as well.
 
 
-QUICK = 500  # chunks and sites of a model that is simulated several times
-FAR, NEAR = 8, 2  # levels apart
-BETTER = 0.999  # of the time of the choice before
-FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
-WORTH = 1.05  # times as fast a new plan must promise to be, while a run goes on
-CLIPPED = 0.1  # of the steps of a run, where it is not known how many are
-WHOLE = 0.99  # of what slices take, that the whole batch in tiles may: tiles have costs of theirs
+QUICK = 500  # largest number of chunks and sites of a model that is simulated several times
+FAR, NEAR = 8, 2  # distances between simulated levels of activations
+BETTER = 0.999  # another plan is preferred if its step takes less than this share of the time
+# If more than this share of the groups spills its gradients, spilling all of them saves little.
+FEW_HELD = 0.9
+WORTH = 1.05  # speedup from which a running run changes its plan
+CLIPPED = 0.1  # assumed share of clipped steps if it is not known
+# The whole batch in tiles is preferred to slices only below this share of their cost, because tiles
+# have costs that are not modelled.
+WHOLE = 0.99
 
 
 def plan_for_budget(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """As `closed_form_plan`, with the same errors, with an interval of commits where the user
-    leaves that open, and with the share of clipped steps up to which updates need not wait."""
+    """Return the plan that a run follows, or raise a BudgetError.
+
+    In addition to `closed_form_plan`, it chooses the commit interval if the user does not set it,
+    and the share of clipped steps up to which updates are speculative.
+    """
     simulator = None
     if workload is not None and profile is not None:
         simulator = Simulator(profile, blocks, workload, options.two_generations)
@@ -236,7 +245,7 @@ def plan_for_budget(
     )  # fmt: skip
     if simulator is None or not plan.may_speculate(two_generations=options.two_generations):
         return plan
-    if options.every_clipped:  # what is known is of clipped steps
+    if options.every_clipped:  # The forecast assumes clipped steps, so it cannot be used here.
         known = None
     return foreseen(simulator, plan, known)[0]
 
@@ -244,9 +253,13 @@ def plan_for_budget(
 def foreseen(
     simulator: Simulator, plan: Plan, known: Forecast | None
 ) -> tuple[Plan, Forecast, Forecast | None]:
-    """The plan with updates made twice where they wait, and with the share of clipped steps up to
-    which they need not; what it does while no step is clipped (`known`, if that is no rough one);
-    and if each were, where that is another."""
+    """Complete a plan and return it with its forecasts.
+
+    The plan gets the groups that are updated twice if updates wait, and the share of clipped steps
+    up to which updates are speculative. The first forecast assumes that no step is clipped. It is
+    `known`, unless that is a rough one. The second assumes that every step is clipped, and is None
+    if updates are never speculative.
+    """
     if known is None or known.work.joined:
         known = simulator.forecast(plan)
     if not plan.may_speculate(two_generations=simulator.two_generations):
@@ -263,8 +276,10 @@ def plan_with_forecast(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
     profile: Profile | None, device_bytes: int | None, simulator: Simulator | None,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    """The plan of `plan_for_budget` and, where it was simulated at the end, what it does.
-    `simulator`: where batch and machine are known."""
+    """Return the plan of `plan_for_budget` and, if it was simulated last, its forecast.
+
+    `simulator` is None if the batch or the machine is not known.
+    """
     search = _PlanSearch(
         partial(
             closed_form_plan, blocks, host_bytes=host_bytes, workload=workload, profile=profile,
@@ -280,13 +295,16 @@ def plan_with_forecast(
         plan, found = made
         return (found or simulator.forecast(plan)).written_bytes
 
-    # The fastest plan is chosen by simulation, and may keep more in memory.
+    # The fastest plan is chosen by simulation and may cache more, so that it may write less.
     return min(made, search.best(replace(options, minimise="time")), key=written_bytes)
 
 
 class _PlanSearch:
-    """Plans of one run with different options: the closed form's, of which the fastest is found by
-    simulation, where batch and machine are known."""
+    """The search for the best plan of one run over options that the user leaves open.
+
+    Candidates are plans of the closed form. If the batch and the machine are known, they are
+    compared by simulation.
+    """
 
     def __init__(
         self, closed_form: Callable[[PlanOptions], Plan], simulator: Simulator | None
@@ -306,10 +324,13 @@ class _PlanSearch:
         )
 
     def _with_micro_batch(self, options: PlanOptions) -> PlanOptions:
-        """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several
-        have sums of them in fp32: taken where that makes steps faster, or what else is to be
-        minimised less; and halves of it, where it leaves the device too little. As many clipped
-        steps count as others: a run keeps its slices, whatever its norms are."""
+        """Return the options with the best micro-batch and tiles, if the user leaves them open.
+
+        The whole batch in one slice, if necessary in tiles, has 16-bit gradients, while several
+        slices sum them in fp32. It is chosen if that reduces the step time, or whatever else is
+        minimised. If one slice leaves the device little room, half of the batch is tried too. Half
+        of the steps are assumed to be clipped, because a run keeps its slices whatever its norms.
+        """
         simulator = self._simulator
         if simulator is None or not simulator.profile.has_link:
             return options
@@ -325,8 +346,7 @@ class _PlanSearch:
             spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
             return self._closed_form(replace(asked, commit=commit, spill_all=spills))
 
-        def bare(asked: PlanOptions) -> Plan:
-            """With block inputs alone: what else is kept is chosen with more care later."""
+        def with_inputs_alone(asked: PlanOptions) -> Plan:
             kept = "recompute" if options.activations == "holistic" else options.activations
             return plan_of(replace(asked, activations=kept))
 
@@ -334,27 +354,45 @@ class _PlanSearch:
         every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
         most_cached = 2 * sum(weights_too(best)) > every
         if options.commit is None and options.two_generations and most_cached:
-            commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
+            # Most of the state is cached and need not be written in every step.
+            commit = Interval(0, LONGEST_S)
             best = plan_of(options)
-        if best.micro_batch == workload.batch and not best.tiles:  # maybe little room is left
+        if best.micro_batch == workload.batch and not best.tiles:
+            # One slice may leave the device little room for activations.
             candidates.append(replace(options, micro_batch=-(-workload.batch // 2)))
         options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
-        worth = partial(_to_minimise, simulator, options.minimise)
-        least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
+        minimised = partial(_to_minimise, simulator, options.minimise)
+
+        def least_of(plan: Plan, asked: PlanOptions, least: float = math.inf) -> float:
+            """Return the smaller cost of two plans.
+
+            One is `plan`, which keeps only block inputs, the other the plan whose activations the
+            closed form chooses. The activations are chosen more carefully later.
+            """
+            chosen = plan_of(asked)
+            plans = [plan] if chosen.kept == plan.kept else [plan, chosen]
+            return min(minimised(plan, least) for plan in plans)
+
+        least = WHOLE * least_of(with_inputs_alone(options), options)
+        seen = {(best.micro_batch, best.tiles)}
         for candidate in candidates:
             with suppress(BudgetError):
-                plan = bare(candidate)
+                plan = with_inputs_alone(candidate)
                 if (plan.micro_batch, plan.tiles) in seen:
                     continue
                 seen.add((plan.micro_batch, plan.tiles))
-                if (found := worth(plan, least)) < least:
+                if (found := least_of(plan, candidate, least)) < least:
                     options, least = candidate, found
         return options
 
     def _with_interval(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
-        """Where clipped steps can be run again, held gradients need no memory in the others: they
-        get it if that costs those less than it saves. Where all updates wait, between two commits,
-        state in that memory may be worth more."""
+        """Return the best plan for a given commit interval, and its forecast if it was simulated.
+
+        Two uses of memory are compared: holding gradients in it, or spilling all gradients and
+        caching more. If clipped steps can be run again, held gradients need no memory in other
+        steps. If all updates wait between two commits, cached state may be more valuable than
+        gradients in memory.
+        """
         held, made = self._simulated_plan(options)
         two_generations, every_clipped = options.two_generations, options.every_clipped
         if held.commits_by_interval or every_clipped:
@@ -371,7 +409,7 @@ class _PlanSearch:
             spilling = replace(options, spill_all=True)
             _, other = self._simulated_plan(spilling, near=[held.kept])
             assert other is not None
-            clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
+            clipped = 0.0 if every_clipped else CLIPPED  # 0: the forecasts are of clipped steps.
             made = min(made, other, key=partial(_expected_s, simulator, clipped=clipped))
             held = made.plan
         return held, made
@@ -379,8 +417,10 @@ class _PlanSearch:
     def _simulated_plan(
         self, options: PlanOptions, *, near: Sequence[Kept] = ()
     ) -> tuple[Plan, Forecast | None]:
-        """With a rough forecast, where the plan was simulated. `near`: what a plan that differs
-        little has kept."""
+        """Return the best plan for these options, with a rough forecast if it was simulated.
+
+        `near` are the levels of activations of similar plans, from which the search starts.
+        """
         plan_of, simulator = self._closed_form, self._simulator
         plan = plan_of(options)
         if simulator is None:
@@ -429,12 +469,14 @@ class _PlanSearch:
 
 
 def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float = math.inf) -> float:
-    """What the user wants little of, where half of the steps are clipped. `least`: what others
-    take; from there on the answer may be too small."""
+    """Return the quantity that is minimised, if half of the steps are clipped.
+
+    `least` is the best value so far. A result that is not below it may be too small.
+    """
     made, profile = simulator.forecast(plan, rough=True), simulator.profile
     if minimise == "writes":
         return made.written_bytes
-    if minimise == "time" and made.step_s >= least:  # as a rule clipped ones take longer
+    if minimise == "time" and made.step_s >= least:  # Clipped steps usually take longer still.
         return made.step_s
     step_s = _expected_s(simulator, made, clipped=0.5)
     if minimise == "time":
@@ -443,8 +485,10 @@ def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float =
 
 
 def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> float:
-    """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
-    how likely it is."""
+    """Return the expected step time, given the probability `clipped` that a step is clipped.
+
+    `made` is the forecast of a step that is not clipped.
+    """
     speculates = made.plan.may_speculate(two_generations=simulator.two_generations)
     if not clipped or not speculates:
         return made.step_s
@@ -453,11 +497,14 @@ def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> floa
 
 
 def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
-    """Where all updates wait for forward, it waits for their writes, while the drives rest in
-    backward. Updates of some groups are then made twice: for their weights in forward, and again,
-    from the state of before, to be written during backward. Reads are cheap: as many groups as the
-    drives have time for. It needs gradients for longer, but no more of them. `waiting`: a rough
-    forecast without."""
+    """Return the forecast with some groups updated twice, if that is faster than `waiting`.
+
+    If all updates wait for forward, forward is limited by their writes, while the drives are idle
+    in backward. Some groups are then updated twice: in forward to compute their weights, and again
+    in backward, from the old state, to write the result. As many groups are chosen as the drives
+    have time for in backward. Gradients are needed for longer, but no more of them at a time.
+    `waiting` is a rough forecast in which no group is updated twice.
+    """
     plan, blocks = waiting.plan, simulator.blocks
     groups = _passing(blocks, plan) if simulator.profile.has_link else []
     if not groups:
@@ -481,7 +528,7 @@ def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
 
 
 def _passing(blocks: Blocks, plan: Plan) -> list[str]:
-    """Groups of one site each, nothing of which stays in memory."""
+    """Return the trained groups that belong to one site and of which nothing is cached."""
     uses = Counter(key for site in blocks.sites for key in site.groups)
     stay = {*plan.host_cached_weights, *(key for key, _ in plan.host_cached_state)}
     trained = (group.key for group in blocks.trained if not group.resident)
@@ -489,7 +536,7 @@ def _passing(blocks: Blocks, plan: Plan) -> list[str]:
 
 
 def _resting_s(made: Forecast) -> float:
-    """For which drives have nothing to do in backward."""
+    """Return the seconds for which the drives are idle in backward."""
     timeline = made.timeline
     stop = timeline.step_ends[-1]
     start = stop - timeline.step_s + timeline.forward_s
@@ -500,8 +547,11 @@ def _best_level(
     made: Forecast, known: list[Kept], simulated: Callable[[Kept], Forecast], *,
     near: Sequence[Kept],
 ) -> Forecast:  # fmt: skip
-    """Other levels of activations than that of the plan, where they are faster: all over the range,
-    or `near` that of a similar plan, then next to the best of them."""
+    """Return the forecast of the fastest level of activations that the search finds.
+
+    The search simulates levels over the whole range, or the levels `near` if there are any, and
+    then the neighbours of the best one.
+    """
     at = known.index(made.plan.kept) if made.plan.kept in known else 0
     seen = set[int]()
     hints = [known.index(kept) for kept in near if kept in known]
@@ -522,19 +572,19 @@ def _keeping(options: PlanOptions, kept: Kept) -> PlanOptions:
     return replace(options, activations=kept or "recompute")
 
 
-# -- The plan of a rank that computes on the CPU: its host budget is also that of compute ----------
+# -- The plan of a rank that computes on the CPU, in one memory with its host budget ---------------
 #
-# Which part of it compute gets is tried: the first that a plan fits into.
+# Several shares of the budget are tried for compute. The first one with a plan that fits is used.
 
 
-SHARES = (0.5, 0.65, 0.35, 0.75, 0.25, 0.85, 0.15)  # of the budget, for compute
-DOUBLED, HALVED = 20, 4  # times, to find out how much would be enough
+SHARES = (0.5, 0.65, 0.35, 0.75, 0.25, 0.85, 0.15)  # shares of the budget for compute
+DOUBLED, HALVED = 20, 4  # numbers of doublings and bisections to find a sufficient budget
 
 
 def plan_in_one_memory(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None
 ) -> tuple[Plan, int]:
-    """The plan, and the bytes of the budget that are compute's."""
+    """Return the plan and the bytes of the budget that are reserved for compute."""
 
     def planned(size: int) -> tuple[Plan, int] | None:
         for share in SHARES:
@@ -552,17 +602,17 @@ def plan_in_one_memory(
     if found is not None:
         return found
     enough = _enough(lambda size: planned(size) is not None, host_bytes)
-    world, each = options.world, format_bytes(enough)
+    world, each = options.world, format_bytes_up(enough)
     raise BudgetError(
         f"host budget too small: each of {world} ranks needs {each} for its share of the state and "
         f"for compute, its share of --host is {format_bytes(host_bytes)}; raise --host to "
-        f"{format_bytes(world * enough)} for {world} ranks on a machine"
+        f"{format_bytes_up(world * enough)} for {world} ranks on a machine"
         f"{lower_hint(workload, options)}, or start fewer ranks"
     )
 
 
 def _enough(fits: Callable[[int], bool], little: int) -> int:
-    """A size that fits and is not much more than it takes."""
+    """Return a size that fits and is close to the smallest such size."""
     sizes = (little * 2**times for times in range(1, DOUBLED))
     high: int = next(filter(fits, sizes), little * 2**DOUBLED)
     low = high // 2
@@ -572,18 +622,20 @@ def _enough(fits: Callable[[int], bool], little: int) -> int:
     return high
 
 
-# -- The plan of a model that only runs forward: no state, no gradients ----------------------------
+# -- The plan of a model that only runs forward, without state and gradients -----------------------
 #
-# The rest keeps weights.
+# The remaining memory caches weights.
 
 
 def forward_plan(
     blocks: Blocks, dtype: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
     host_bytes: int, device_bytes: int | None, needs: Mapping[str, int],
 ) -> Plan:  # fmt: skip
-    """The plan that uses `host_bytes` best, or a BudgetError with the numbers. `needs` is what
-    compute takes besides the weights, by owner: in host memory, or on a device with a memory of its
-    own, `device_bytes`."""
+    """Return the plan that uses `host_bytes` best, or raise a BudgetError.
+
+    `needs` are the bytes that compute needs besides the weights, by owner. They are in host memory,
+    or on the device if it has its own memory of `device_bytes`.
+    """
     widest = max((len(site.groups) for site in blocks.sites), default=1)
     plan = Plan(
         dtype=dtype, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,

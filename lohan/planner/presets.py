@@ -1,4 +1,4 @@
-"""Machines and models by name, from the TOML files next to this one; or from files of one's own."""
+"""Machines and models by name, from the TOML files in this package or from the user's files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lohan.util.files import read_object
 from lohan.util.units import parse_bytes
 
 CONFIG_FILE = "config.json"
-SHOWN = 3  # nearest names in a message
-_PARTS = ("server", "gpu", "drive", "drive_count")  # keys of a machine that are not the profile's
+SHOWN = 3  # number of similar names that an error message suggests
+_PARTS = ("server", "gpu", "drive", "drive_count")  # keys of a machine that Profile does not have
 
 
 def model_names() -> list[str]:
@@ -31,7 +31,7 @@ def machine_names() -> list[str]:
 
 
 def model(name_or_path: str | Path) -> ModelShape:
-    """The shape of a preset, of a config.json, or of the folder that holds one."""
+    """Return the shape of a preset, of a config.json, or of a folder that contains one."""
     presets = _table("models.toml")
     if str(name_or_path) in presets:
         return _preset_model(str(name_or_path), presets[str(name_or_path)])
@@ -42,7 +42,7 @@ def model(name_or_path: str | Path) -> ModelShape:
 
 
 def machine(name_or_path: str | Path) -> Profile:
-    """A preset, or the profile in a TOML file such as `lohan profile` writes."""
+    """Return a preset, or the profile in a TOML file as written by `lohan profile`."""
     presets = _table("machines.toml")["machines"]
     if str(name_or_path) in presets:
         return _preset_machine(str(name_or_path))
@@ -53,8 +53,10 @@ def machine(name_or_path: str | Path) -> Profile:
 
 
 def gpu_of(card: str) -> dict[str, Any] | None:
-    """What the presets say of a GPU, by the name that its driver gives it: the longest that it
-    contains."""
+    """Return the preset of a GPU, given the name that its driver reports, or None.
+
+    Of all presets whose device name is contained in `card`, the one with the longest name is used.
+    """
     found = [gpu for gpu in _table("machines.toml")["gpus"].values() if gpu["device"] in card]
     if not found:
         return None
@@ -73,7 +75,10 @@ def _preset_model(name: str, table: Mapping[str, Any]) -> ModelShape:
 
 
 def _preset_machine(name: str) -> Profile:
-    """Server, GPU and drives put together; what the machine itself says comes last."""
+    """Return the profile of a preset, merged from its server, its GPU and its drives.
+
+    Keys of the machine itself take precedence.
+    """
     tables = _table("machines.toml")
     own = tables["machines"][name]
     parts = {**tables["servers"][own["server"]], **tables["gpus"][own["gpu"]], **own}
@@ -98,7 +103,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _unknown(kind: str, name: str | Path, known: Mapping[str, Any], other: str) -> ConfigError:
     names = list(known)
     asked = str(name).lower()
-    number = re.search(r"\d{3,}", asked)  # of a card, or of parameters
+    number = re.search(r"\d{3,}", asked)  # the number of a GPU model, or a parameter count
     near = [one for one in names if number is not None and number[0] in one]
     near += difflib.get_close_matches(asked, names, n=SHOWN, cutoff=0.5)
     near = list(dict.fromkeys(near))[:SHOWN]

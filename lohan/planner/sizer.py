@@ -1,4 +1,4 @@
-"""Plans of one micro-batch size: the smallest that works, then what memory is spent on."""
+"""Plans for one micro-batch size: the smallest plan, and how the remaining memory is used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.memory import LOGIT_COPIES, MemoryModel
 from lohan.util.units import EVERY_STEP, MiB, align_up
 
-# -- What memory that is left over is spent on, each as far as the budgets go ----------------------
+# -- Uses of the remaining memory, each as far as the budgets allow --------------------------------
 
 
 class GreedyFill:
-    """Grows plans of one ledger within a host `limit`; `fits` knows all budgets."""
+    """Extends plans while they fit. `limit` is in bytes of host memory; `fits` checks all tiers."""
 
     def __init__(self, memory: MemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
         self._memory, self._limit, self._fits = memory, limit, fits
@@ -27,8 +27,11 @@ class GreedyFill:
         return grown if self._fits(grown) else plan
 
     def unspill(self, plan: Plan) -> Plan:
-        """Held gradients stay in memory, the first blocks' first: they are held for the least
-        time and needed the soonest."""
+        """Keep held gradients in memory instead of on SSD, as many groups as fit.
+
+        The first blocks have priority: their gradients are held for the shortest time and are
+        needed first.
+        """
         spilled = set(plan.spilled_gradients)
         first = [group.key for group in self._memory.trained if group.key in spilled]
 
@@ -41,7 +44,10 @@ class GreedyFill:
         return self._largest_change(plan, len(first), without)
 
     def defer(self, plan: Plan, share: float) -> Plan:
-        """The last blocks' updates wait for the next forward, which reaches them last."""
+        """Defer up to `share` of the updates to the next forward.
+
+        The last blocks are deferred first, because the next forward reaches them last.
+        """
         allowed = share * sum(group.numel for group in self._memory.trained)
         deferred: list[str] = []
         for group in reversed(self._memory.trained):
@@ -56,9 +62,12 @@ class GreedyFill:
     def _largest_change(
         self, plan: Plan, limit: int, change: Callable[[int], dict[str, object]]
     ) -> Plan:
-        """The plan with as much of a change as fits; half of it takes less than all of it."""
+        """Return the plan with the largest change that fits, by binary search.
+
+        `change(count)` must need more memory for a larger `count`, up to `limit`.
+        """
         best, low, high = plan, 0, limit + 1
-        tried = limit  # often all of it fits
+        tried = limit  # The whole change is tried first, because it often fits.
         while low + 1 < high:
             grown = self.if_fits(plan, **change(tried))
             best, low, high = (best, low, tried) if grown is plan else (grown, tried, high)
@@ -66,8 +75,10 @@ class GreedyFill:
         return best
 
     def cache_on_device(self, plan: Plan) -> Plan:
-        """More weight slots on the device: the last blocks of forward need not be loaded again.
-        What compute needs must be known, or they would take its room."""
+        """Add weight slots on the device, so that backward need not load the last blocks again.
+
+        Nothing is added if the memory that compute needs is not known.
+        """
         while (
             self._memory.has_own_memory
             and self._memory.workload is not None
@@ -80,8 +91,11 @@ class GreedyFill:
         return plan
 
     def cache_groups(self, plan: Plan) -> Plan:
-        """Weights and state of as many groups as fit: they need not be read, and where updates
-        wait, they are written during backward. Large ones first or, where `_spreads`, spread."""
+        """Cache the weights and the state of as many whole groups as fit.
+
+        Cached groups need not be read and, if all updates wait for forward, they are written during
+        backward. Large groups are cached first, or groups spread over the model if `_spreads`.
+        """
         groups = [g for g in self._memory.trained if g.key not in plan.host_cached_weights]
         if not (even := _spreads(plan)):
             groups.sort(key=lambda group: -group.numel)
@@ -101,7 +115,7 @@ class GreedyFill:
         return self._largest_change(plan, len(groups), some)
 
     def cache_weights(self, plan: Plan) -> Plan:
-        """Large groups first. Of groups of one size as many as fit."""
+        """Cache the weights of as many groups as fit, large groups first."""
         cached = plan.host_cached_weights
         by_size: dict[int, list[str]] = {}
         for group in sorted(self._memory.moving, key=lambda group: -group.numel):
@@ -118,7 +132,7 @@ class GreedyFill:
         )
 
     def cache_state(self, plan: Plan) -> Plan:
-        """As much as fits, the first groups first or, where `_spreads`, spread over all groups."""
+        """Cache as many state chunks as fit: the first ones, or spread evenly if `_spreads`."""
         sizes = {
             (group.key, chunk.index): self._memory.state_format.state_size(chunk.stop - chunk.start)
             for group in self._memory.blocks.trained
@@ -138,8 +152,11 @@ class GreedyFill:
 
 
 def _spreads(plan: Plan) -> bool:
-    """All updates wait for the next forward, in every step: if what stays in memory is spread over
-    the model, forward never waits for many chunks in a row."""
+    """Return whether cached chunks should be spread evenly over the model.
+
+    They should if all updates of every step wait for the next forward: forward then never waits for
+    many uncached chunks in a row.
+    """
     return plan.commits_by_interval and plan.needs_all_gradients
 
 
@@ -147,17 +164,17 @@ def _spreads(plan: Plan) -> bool:
 
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
-MOST_CHUNKS = 128  # in which a group is cut
-SMALLEST_HEAD = 16  # tokens
-HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows
-DEVICE_HEAD = 1024  # tokens of a slice: as fast as any larger one on a device
-MOST_DEFERRED = 0.25  # of the parameters, with `balanced`, on an unknown machine
-ACT_BUFFERS = 3  # blocks' activations in flight between a device and SSD, in host memory
-DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one free
+MOST_CHUNKS = 128  # largest number of chunks of a group, if the planner chooses their size
+SMALLEST_HEAD = 16  # tokens of a slice of the head
+HEAD_BYTES = 128 * MiB  # logits of one slice of the head in host memory, if the budget allows it
+DEVICE_HEAD = 1024  # tokens of a slice of the head on a device; larger slices are not faster
+MOST_DEFERRED = 0.25  # share of the parameters that `balanced` defers on an unknown machine
+ACT_BUFFERS = 3  # host buffers for activations of blocks in flight between a device and SSD
+DEVICE_SLOTS = 3  # weight slots on the device: one in use, one being loaded, one free
 
 
 class Sizer:
-    """Plans of one micro-batch size, from the smallest upwards."""
+    """Builds plans for one micro-batch size, starting from the smallest one."""
 
     def __init__(
         self,
@@ -174,12 +191,16 @@ class Sizer:
             blocks, options.dtype, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.two_generations else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
-            device_overhead=options.device_overhead, grad_dtype=options.grad_dtype,
+            device_overhead=options.device_overhead,
         )  # fmt: skip
         self.moving = self.memory.moving
 
     def smallest(self, host_bytes: int) -> Plan:
-        """One block at a time and small buffers; the head slice as large as it may be."""
+        """Return the plan that needs the least memory: one block at a time and small buffers.
+
+        Chunks, the slice of the head and slots on the device are reduced only as far as necessary.
+        The result may still exceed the budgets.
+        """
         options = self.options
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
         small = self._small_groups()
@@ -187,8 +208,7 @@ class Sizer:
         plan = Plan(
             dtype=options.dtype, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
-            update_mode=options.update_mode, clip=options.clip, clip_by=options.clip_by,
-            grad_dtype=options.grad_dtype,
+            update_mode=options.update_mode, clip=options.clip,
             kind=options.kind, can_rerun=options.can_rerun, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
@@ -214,8 +234,12 @@ class Sizer:
         return self.options.tiles if isinstance(self.options.tiles, int) else 0
 
     def _small_groups(self) -> tuple[str, ...]:
-        """Groups that are small next to another of every site they belong to, as adapters are: they
-        stay in memory if that takes less than slots for them, which have the largest one's size."""
+        """Return the small groups that stay in host memory, such as adapters.
+
+        A group is small if it is not the largest group of any site. A slot has the size of the
+        largest group, so caching these groups can take less memory than slots for them. If it does
+        not, the result is empty.
+        """
         by_key = self.blocks.by_key
         main = {max(s.groups, key=lambda k: by_key[k].numel) for s in self.blocks.sites if s.groups}
         small = tuple(group.key for group in self.moving if group.key not in main)
@@ -224,12 +248,12 @@ class Sizer:
         return small if sum(by_key[key].numel for key in small) < saved * largest else ()
 
     def _widest_without(self, cached: tuple[str, ...]) -> int:
-        """Weight slots that one block needs, besides what is cached."""
+        """Return the number of weight slots that one site needs if these groups are cached."""
         sites = self.blocks.sites
         return max((sum(key not in cached for key in site.groups) for site in sites), default=1)
 
     def _smaller(self, plan: Plan, host_bytes: int) -> dict[str, object] | None:
-        """The next change that saves memory in a tier that has too little, or None."""
+        """Return the next change that saves memory in a tier that is over budget, or None."""
         head = plan.head_tokens // 2
         if plan.tier_bytes("device") > self.device:
             if plan.staying:
@@ -250,7 +274,7 @@ class Sizer:
 
     @property
     def _last_resort(self) -> bool:
-        """No smaller micro-batch is left to be tried."""
+        """Whether no smaller micro-batch can be tried."""
         return (
             self.workload is None or self.micro_batch == 1 or self.options.micro_batch is not None
         )
@@ -259,8 +283,10 @@ class Sizer:
         return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
 
     def _with_spilled_sites(self, plan: Plan, limit: int) -> Plan:
-        """Activations go to SSD of as many blocks as it takes, spread over all of them: the drives
-        are busy evenly then."""
+        """Spill the activations of the fewest blocks with which the plan fits into host memory.
+
+        The blocks are spread evenly over the model, so that the drives are evenly loaded.
+        """
         names = [name for name in self.memory.block_sites if name not in plan.staying]
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
@@ -268,13 +294,18 @@ class Sizer:
             tried = self.memory.with_ledger(replace(plan, spilled_sites=spread(names, middle)))
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
         moved = self.memory.with_ledger(replace(plan, spilled_sites=spread(names, few)))
-        # Where nothing is enough, small inputs take less than the buffers that they leave through.
+        # If spilling is not enough, small activations may need less memory than the buffers
+        # through which they would be spilled.
         return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
 
     def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
-        """With memory for overlap, and what is best kept then, where the machine is known."""
+        """Return the plan with buffers for overlap, and the best choice of activations for it.
+
+        The choice is None if the machine is not known.
+        """
         fill = self._fill(limit)
-        if plan.overlap and self.device:  # one fills, one leaves, one free
+        if plan.overlap and self.device:
+            # One buffer is being filled, one is being written, and one is free.
             plan = fill.if_fits(plan, act_buffers=ACT_BUFFERS)
         if plan.overlap:
             for change in (
@@ -286,7 +317,7 @@ class Sizer:
         choice = self._choice(plan, limit, self._by_policy(plan, limit))
         if choice is None or not self.device or plan.device_grads == 1:
             return plan, choice
-        # With fewer gradients on the device there is more room for activations.
+        # Fewer gradients on the device leave more room for activations.
         for fewer in ({"head_alone": True}, {"head_alone": True, "device_grads": 1}):
             changed = self.memory.with_ledger(replace(plan, **fewer))
             other = self._choice(changed, limit, self._by_policy(changed, limit))
@@ -295,7 +326,7 @@ class Sizer:
         return plan, choice
 
     def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
-        """Spends what is left, in the order of what it is worth."""
+        """Return the plan with the remaining memory used, most valuable purposes first."""
         kept = self._by_policy(plan, limit)
         if kept is None:
             kept = choice.kept if choice else ()
@@ -313,7 +344,7 @@ class Sizer:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
-        """With these classes kept, or as many of them as fit, the most beneficial first."""
+        """Return the plan with these classes kept, or with as many of the first ones as fit."""
         while kept:
             grown = self.memory.relieved(replace(plan, kept=kept, spilled_sites=()), self.device)
             if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
@@ -322,14 +353,14 @@ class Sizer:
         return plan
 
     def _placed(self, plan: Plan, limit: int) -> Plan:
-        """In host memory as far as that goes, or all of it on SSD, as G10 has it."""
+        """Place kept activations in host memory as far as they fit, or with g10 all on SSD."""
         if self.options.activations != "g10":
             return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.block_sites if name not in plan.staying)
         return self.memory.with_ledger(replace(plan, spilled_sites=tuple(names)))
 
     def _by_policy(self, plan: Plan, limit: int) -> Kept | None:
-        """What the user wants kept, class by class; None: whatever is best."""
+        """Return the classes that the user's policy keeps; None if the planner chooses them."""
         return resolve_activation_policy(
             self.options.activations, self.memory, self.workload, plan, limit=limit,
             profile=self.profile,
@@ -349,7 +380,11 @@ class Sizer:
         return max(SMALLEST_CHUNK, largest // MOST_CHUNKS)
 
     def _first_chunk(self, host_bytes: int) -> int:
-        """4 Mi parameters at 1 GiB, in proportion, and no larger than the largest group needs."""
+        """Return the initial chunk size in parameters.
+
+        It is a power of two of about 4 Mi parameters per GiB of host memory, within fixed limits,
+        and at most the size of the largest group.
+        """
         cap = min(LARGEST_CHUNK, max(self._smallest_chunk(), host_bytes // 256))
         largest = max(group.numel for group in self.blocks.groups)
         size = SMALLEST_CHUNK

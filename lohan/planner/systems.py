@@ -1,4 +1,4 @@
-"""Other systems, and the paper as published: each a short description, run by one simulator."""
+"""Descriptions of other systems and of the paper's LoHan, which one simulator runs."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from lohan.schedule.simulate import (
 from lohan.schedule.steps import ExecutionOrder, steps
 from lohan.util.units import format_bytes
 
-# -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
+# -- Policies: placement of tensors, overlap, and memory requirements ------------------------------
 
 
-FP16 = BytesPerParameter(weight=2.0, state=12.0, gradient=2.0)  # state: master, m and v in fp32
+# The state consists of master weights, m and v in fp32.
+FP16 = BytesPerParameter(weight=2.0, state=12.0, gradient=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFormula:
-    """Bytes that a policy takes in one tier: per parameter of the model, per parameter of its
-    largest block, and fixed."""
+    """The bytes that a policy needs in one tier."""
 
-    per_parameter: float = 0.0
-    per_block: float = 0.0
-    fixed: float = 0.0
+    per_parameter: float = 0.0  # bytes per parameter of the model
+    per_block: float = 0.0  # bytes per parameter of the largest block
+    fixed: float = 0.0  # bytes
 
     def bytes(self, parameters: float, block: float) -> float:
         return self.per_parameter * parameters + self.per_block * block + self.fixed
@@ -55,54 +55,58 @@ class MemoryFormula:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How one system trains. Tiers are device, host or ssd.
+    """A description of how one system trains.
 
-    `host` and `device` are what it takes in memory besides activations and logits; the rest are
-    facts about its software, the same on every machine and for every model."""
+    A tier is "device", "host" or "ssd". The values describe the software and are the same on every
+    machine and for every model.
+    """
 
     name: str
     about: str
-    weights: str  # where compute weights wait for their block
-    state: str  # where master weights, m and v wait for their update
-    gradients: str = "host"  # where gradients wait for it
-    inputs: str = "host"  # where block inputs wait for backward
-    optimizer: str = "cpu"  # or gpu
+    weights: str  # tier of the compute weights while they are not used
+    state: str  # tier of master weights, m and v between updates
+    gradients: str = "host"  # tier of gradients that wait for their update
+    inputs: str = "host"  # tier of block inputs until backward
+    optimizer: str = "cpu"  # cpu | gpu
     activations: str = "static"  # the activation policy
     update_mode: str = "serial"
-    free: bool = False  # both are the user's choice, these are the defaults
-    prefetch: int = 1  # blocks whose weights are prefetched; 0: compute waits for them
-    ring: int = 3  # tensors of state in flight through host memory; 1: nothing overlaps
-    model_parallel: bool = False  # several GPUs share each block, not the batch
-    sum_rate: float = 0.0  # bytes/s at which the CPU adds up what several GPUs made; 0: GPUs do it
-    whole_recompute: bool = True  # recomputation runs to the block's end
+    free: bool = False  # whether the user may choose `activations` and `update_mode`
+    prefetch: int = 1  # number of blocks whose weights are prefetched; 0 if compute waits for them
+    ring: int = 3  # number of state tensors in flight through host memory; 1 means no overlap
+    model_parallel: bool = False  # whether GPUs share each block instead of the batch
+    # Bytes/s at which the CPU sums the gradients of several GPUs; 0 if the GPUs sum them.
+    sum_rate: float = 0.0
+    whole_recompute: bool = True  # whether recomputation runs to the end of the block
     layout: BytesPerParameter = FP16
+    # Memory requirements without activations and logits.
     host: MemoryFormula = field(default_factory=MemoryFormula)
     device: MemoryFormula = field(default_factory=MemoryFormula)
-    peers: float = 0.0  # device bytes per parameter of a block more, where there are several GPUs
-    logit_bytes: float = 0.0  # per token and word of the vocabulary; 0: the head runs in slices
-    compute_share: float = 1.0  # of the device's speed that its kernels reach
-    touched: float = (
-        1.0  # of the passes over activations in device memory: fused kernels need fewer
-    )
-    stall: float = 0.0  # of the time that activations take over the link, in which compute waits
-    op_s: float = 0.0  # software cost of moving one tensor to or from SSD
-    io_rate: float = 0.0  # bytes/s that its file access reaches; 0: what the drives give
-    largest_tensor: float = 0.0  # bytes in fp32 that it can move as one; 0: any
+    peers: float = 0.0  # additional device bytes per parameter of a block with several GPUs
+    # Bytes per token and vocabulary entry; 0 if the head runs in slices.
+    logit_bytes: float = 0.0
+    compute_share: float = 1.0  # share of the device's speed that the kernels reach
+    # Share of the passes over activations in device memory; fused kernels need fewer.
+    touched: float = 1.0
+    # Share of the time of activations on the link during which compute waits.
+    stall: float = 0.0
+    op_s: float = 0.0  # seconds of software overhead to move one tensor to or from SSD
+    io_rate: float = 0.0  # bytes/s of file access; 0 if only the drives limit it
+    largest_tensor: float = 0.0  # bytes in fp32 of the largest tensor it can move; 0 if unlimited
 
 
-# -- What a policy asks of every tier, by owner, and whether a machine has it ----------------------
+# -- The memory requirements of a policy by tier and owner, compared with a machine ----------------
 
 
 TIERS = ("device", "host", "ssd")
-HEAD_TOKENS = 1024  # of one slice, where the head runs in slices
+HEAD_TOKENS = 1024  # tokens of one slice, if the head runs in slices
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by tier and owner, and what of them does not fit."""
+    """The memory requirements of a policy, and the reason why they do not fit."""
 
     ledger: tuple[LedgerEntry, ...]
-    reason: str = ""  # empty: it fits
+    reason: str = ""  # empty if everything fits
 
     def peak(self, tier: str) -> int:
         return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
@@ -113,24 +117,27 @@ class Needs:
 
 
 def tokens_of(policy: Policy, model: ModelShape, profile: Profile, batch: int, seq: int) -> float:
-    """Tokens that one GPU sees."""
+    """Return the number of tokens that one GPU processes."""
     share = 1 if policy.model_parallel else profile.gpus
     return batch * (model.sample_tokens or seq) / share
 
 
 def room_for_kept(policy: Policy, model: ModelShape, profile: Profile) -> float:
-    """Host memory that is left for activations of all GPUs (MEM_avail)."""
+    """Return the host memory for activations of all GPUs (MEM_avail)."""
     return profile.host_bytes - policy.host.bytes(model.parameters, _block(model))
 
 
 def twins(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    """Bytes of second copies of the block inputs, for all GPUs."""
+    """Return the bytes of second copies of the block inputs, for all GPUs."""
     copies = INPUT_COPIES.get(policy.activations, 1) - 1
     return profile.gpus * copies * input_bytes(model, tokens)
 
 
 def holds_on_ssd(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> bool:
-    """Gradients that wait for the end of backward go to SSD: always, or for want of room."""
+    """Return whether gradients wait on SSD for the end of backward.
+
+    They do if the policy always stores them there, or if host memory has no room for them.
+    """
     if policy.update_mode != "serial" or policy.gradients == "device":
         return False
     if policy.gradients == "ssd":
@@ -140,8 +147,7 @@ def holds_on_ssd(policy: Policy, model: ModelShape, profile: Profile, tokens: fl
 
 
 def waiting(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    """Bytes of gradients that wait in host memory, where the policy's own demand has not got
-    them."""
+    """Return the bytes of gradients in host memory that the formula of the policy leaves out."""
     held = policy.free and policy.update_mode == "serial"
     if not held or holds_on_ssd(policy, model, profile, tokens):
         return 0.0
@@ -152,8 +158,11 @@ def needs(
     policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int,
     kept: float = 0.0, spilled: float = 0.0,
 ) -> Needs:  # fmt: skip
-    """`kept`: bytes that leave each device, beyond which it may choose; `spilled`: what of all
-    GPUs' goes on to SSD."""
+    """Return the memory requirements of a policy.
+
+    `kept` are the bytes of activations that leave each device, at least those of the block inputs.
+    `spilled` are the bytes of all GPUs that are spilled to SSD.
+    """
     tokens = tokens_of(policy, model, profile, batch, seq)
     rows = [
         *_device(policy, model, profile, tokens),
@@ -233,7 +242,7 @@ def _have(profile: Profile, tier: str) -> int:
 
 
 def _short_tier(profile: Profile, ledger: tuple[LedgerEntry, ...]) -> str | None:
-    """The first tier that is too small."""
+    """Return the first tier that is too small, or None."""
     needed = {tier: sum(e.bytes for e in ledger if e.tier == tier) for tier in TIERS}
     return next((tier for tier in TIERS if needed[tier] > _have(profile, tier)), None)
 
@@ -247,20 +256,21 @@ def _shortage(profile: Profile, ledger: tuple[LedgerEntry, ...], tier: str) -> s
     )
 
 
-# -- The systems that are compared, each in a few lines --------------------------------------------
+# -- The systems that are compared -----------------------------------------------------------------
 #
-# The numbers are of their software, found once from what the paper publishes of each on one
-# machine; docs/paper.md says from what. Rates of hardware are in the machine presets.
+# The numbers describe the software of each system. They were derived from results that the paper
+# publishes for one machine; docs/paper.md names the results. The rates of hardware are in the
+# machine presets.
 
 
 GB = 1e9
 
-# Weights of two blocks and gradients of two, in 16 bit.
+# The weights of two blocks and the gradients of two blocks, in 16 bits.
 _TWO_BLOCKS = MemoryFormula(per_block=8.0)
-# Logits in 16 bit and in fp32, and a gradient of each.
+# Logits in 16 bits and in fp32, and a gradient of each.
 _LOGITS = 12.0
-# Of all passes over a gated block's activations those that are left when norms, rotary embedding,
-# the MLP's product and the sums are one kernel each: counted, not fitted.
+# The share of passes over the activations of a gated block that remains if norms, rotary embedding,
+# the product in the MLP and the sums are one kernel each. It is counted, not fitted.
 _FUSED = 0.41
 
 _LOHAN = Policy(
@@ -269,9 +279,9 @@ _LOHAN = Policy(
     " Algorithm 1",
     weights="ssd", state="ssd", inputs="host", activations="holistic", update_mode="optimized",
     free=True, prefetch=2, sum_rate=17 * GB, whole_recompute=False, stall=1 / 3,
-    # Host: four blocks of P32, m, v, P16 and G16 (16 each), G32 of four (4 each), weights of four.
+    # Host: P32, m, v, P16 and G16 of four blocks (16 each), G32 of four (4 each), weights of four.
     host=MemoryFormula(per_block=88.0, fixed=20 * GB),
-    # Weights of two blocks, gradients of one and of the next one's first quarter; CUDA's context.
+    # Weights of two blocks, gradients of one and of a quarter of the next; the CUDA context.
     device=MemoryFormula(per_block=6.5, fixed=0.5 * GB), peers=2.0, op_s=0.005,
     largest_tensor=2.0**32,
 )  # fmt: skip
@@ -282,7 +292,7 @@ _SLIDEFORMER = Policy(
     " while backward runs",
     weights="host", state="host", inputs="host", update_mode="optimized", prefetch=2,
     whole_recompute=False, touched=_FUSED,
-    # Host: P32, m and v; buffers of P16 and gradients that the layers share.
+    # Host: P32, m and v; buffers for P16 and gradients, shared by all layers.
     host=MemoryFormula(per_parameter=13.4), device=_TWO_BLOCKS,
 )  # fmt: skip
 
@@ -291,7 +301,7 @@ _ZERO_INFINITY = Policy(
     about="states and gradients on SSD, block inputs in host memory, all else recomputed; updates"
     " after backward, one tensor at a time",
     weights="ssd", state="ssd", gradients="ssd", inputs="host", prefetch=0, ring=1,
-    # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of its swapper.
+    # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of the swapper.
     host=MemoryFormula(per_parameter=5.0, fixed=70 * GB), device=_TWO_BLOCKS, logit_bytes=_LOGITS,
     compute_share=0.67, op_s=0.005,
 )  # fmt: skip
@@ -345,7 +355,7 @@ _FAST_DIT = Policy(
     name="fast-dit",
     about="everything on the device, block inputs kept, all else recomputed",
     weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
-    # fp32 weights, gradients, m and v, and 16-bit weights to compute with; the CUDA context.
+    # Weights, gradients, m and v in fp32, and 16-bit weights for compute; the CUDA context.
     device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB), compute_share=0.88,
 )  # fmt: skip
 
@@ -354,7 +364,7 @@ _ALL = (
     _MEGATRON, _FAST_DIT,
 )  # fmt: skip
 POLICIES = {policy.name: policy for policy in _ALL}
-AUTO = "auto"  # LoHan as it is built here; compare.py
+AUTO = "auto"  # LoHan as implemented by this package; see compare.py
 
 
 def policy_names() -> list[str]:
@@ -372,7 +382,7 @@ def policy(name: str) -> Policy:
 def with_choices(
     chosen: Policy, *, update_mode: str | None = None, activations: str | None = None
 ) -> Policy:
-    """The policy with the user's own choices, where it leaves them free."""
+    """Return the policy with the user's choices, or raise a ConfigError if they are not free."""
     wanted = replace(
         chosen, update_mode=update_mode or chosen.update_mode,
         activations=activations or chosen.activations,
@@ -390,38 +400,42 @@ def with_choices(
     return wanted
 
 
-# -- A policy's step as the schedule's nouns -------------------------------------------------------
+# -- A step of a policy as a schedule --------------------------------------------------------------
 #
-# Sites, tensors, spec, order, and a clock for them.
+# Sites, tensors, spec, order, and the costs of the actions.
 
 
 ELEMENT_BYTES = 2  # bytes of a 16-bit element
-# Shares of a block's matrices in the order in which backward finishes them (both of the MLP, the
-# attention's output, its inputs); behind each come the vectors that belong to it.
+# Shares of the matrices in the parameters of a block, in the order in which backward finishes them:
+# two of the MLP, the output of attention, its inputs. Each is followed by the vectors of its layer.
 MATRICES = (4 / 12, 4 / 12, 1 / 12, 3 / 12)
-VECTORS = 1e-4  # of the block's parameters
-SLOTS, DEVICE_SLOTS = 4, 2  # blocks whose weights are in host memory, and on the device
-ACT_BUFFERS = 4  # blocks whose activations are in flight from or to SSD
-GRADS = 2  # blocks whose gradients may wait for their update
-SUM_BYTES = 8  # of a gradient's fp32 sum: its cache line is fetched before it is written
-DEVICE_UPDATE_BYTES = 32  # through device memory per parameter that is updated there
+VECTORS = 1e-4  # share of the vectors of one layer in the parameters of a block
+SLOTS, DEVICE_SLOTS = 4, 2  # number of blocks with weights in host memory, and on the device
+ACT_BUFFERS = 4  # number of blocks whose activations are in flight from or to SSD
+GRADS = 2  # number of blocks whose gradients may wait for their update
+# Bytes to write an element of the fp32 sum of gradients: its cache line is fetched first.
+SUM_BYTES = 8
+DEVICE_UPDATE_BYTES = 32  # bytes through device memory per parameter that is updated there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The share of one GPU, and what of it leaves the device and the host."""
+    """The share of one GPU in a batch, and its activations that leave the device and the host."""
 
     tokens: float
     seq: int
-    kept: tuple[frozenset[str], ...]  # classes of activations, by block
-    spilled: float = 0.0  # share of the kept bytes that goes on to SSD
+    kept: tuple[frozenset[str], ...]  # classes of kept activations of each block
+    spilled: float = 0.0  # share of the kept bytes that is spilled to SSD
 
 
 def block_work(
     block: BlockShape, *, tokens: float, seq: int, kept: Collection[str] = (), whole: bool = False,
     touched: float = 1.0,
 ) -> SiteWork:  # fmt: skip
-    """Compute of one block. `whole`: unless all is kept, recomputation runs to the block's end."""
+    """Return the compute of one block.
+
+    With `whole`, recomputation runs to the end of the block unless all activations are kept.
+    """
     again = [part for part in block.activations if part.name not in kept]
     flops = sum(part.flops_at(seq) for part in again)
     if whole and again:
@@ -438,7 +452,7 @@ def block_work(
 
 
 def sites_of(policy: Policy, model: ModelShape, batch: Batch, gpus: int) -> tuple[SiteWork, ...]:
-    """Embedding, blocks and head. The embedding computes nothing to speak of."""
+    """Return the work of embedding, blocks and head. The compute of the embedding is neglected."""
     idle = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=batch.tokens)
     made = [
         _block_site(policy, block, names, batch, gpus)
@@ -471,8 +485,7 @@ ChunkSizes = tuple[tuple[int, ...], ...]
 
 
 def chunk_sizes_of(model: ModelShape) -> ChunkSizes:
-    """Parameters of every tensor of every group: embedding, blocks, and the head if it has its
-    own."""
+    """Return the parameters of each tensor by group: embedding, blocks, and an untied head."""
     made: list[tuple[int, ...]] = [(model.embedding_parameters + model.resident_parameters,)]
     made += [_cut(block.parameters) for block in model.blocks]
     return tuple(made + ([(model.head_parameters,)] if model.head_parameters else []))
@@ -497,7 +510,7 @@ def spec_of(
         sites=((0,), *((group,) for group in blocks), (head,)),
         chunks=tuple(map(len, chunk_sizes)),
         slots=SLOTS if policy.prefetch else 1,
-        # One rank of several reads and writes while another computes its updates.
+        # With several ranks, one rank reads and writes while another computes its updates.
         ring=max(policy.ring, 2) if gpus > 1 else policy.ring,
         window=policy.prefetch,
         grads=1 if policy.update_mode == "naive" else GRADS,
@@ -520,12 +533,15 @@ def order_of(spec: ScheduleSpec, update_mode: str) -> ExecutionOrder:
     )
 
 
-# -- passes over the updates after backward -------------------------------------------------------
+# -- Transformations of the updates after backward ------------------------------------------------
 
 
 def on_device(phase: Schedule) -> Schedule:
-    """Updates on the GPU: in place of U the state goes there (L with a chunk) and comes back (D
-    with a chunk)."""
+    """Return the phase with its updates on the GPU.
+
+    Each U is replaced by a copy of the state to the device (L with a chunk) and back (D with a
+    chunk).
+    """
     made: list[Action] = []
     for action in phase:
         waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
@@ -538,12 +554,14 @@ def on_device(phase: Schedule) -> Schedule:
     return tuple(made)
 
 
-ON_DEVICE = (Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.UPDATE)  # free where weights never leave it
+# Actions that cost nothing if weights stay on the device.
+ON_DEVICE = (Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.UPDATE)
+# Actions that move one tensor to or from SSD.
 ONE_TENSOR = (Op.READ_STATE, Op.WRITE, Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS)
 
 
 class PolicyCosts(ActionCosts):
-    """Seconds of actions with the policy's own costs."""
+    """The seconds of each action, including the software overhead of a policy."""
 
     def __init__(self, policy: Policy, profile: Profile, work: StepWork) -> None:
         if policy.io_rate:
@@ -567,12 +585,15 @@ class PolicyCosts(ActionCosts):
         return super().seconds(action) + tensors * policy.op_s
 
     def _stalled_s(self, action: Action) -> float:
-        """Compute waits for a share of what its own activations take over the link."""
+        """Return the seconds for which compute waits for its own activations on the link."""
         rate = self._profile.d2h if action.kind == Op.FORWARD else self._profile.h2d
         return self._policy.stall * self._work.sites[action.index].kept_bytes / rate
 
     def _held_up_s(self, site: int) -> float:
-        """The naive handler runs on the thread that drives the GPU, which waits for its Adam."""
+        """Return the seconds for which the update of a site blocks backward in mode `naive`.
+
+        The update runs on the thread that launches the GPU kernels.
+        """
         if self._policy.update_mode != "naive" or site >= len(self._work.groups):
             return 0.0
         return self._update_s(self._work.groups[site])
@@ -593,22 +614,22 @@ class PolicyCosts(ActionCosts):
             numel = work.chunk(action.index, action.chunk)
             if action.kind == Op.UPDATE:
                 return self._update_s(numel)
-            if action.kind == Op.LOAD_WEIGHTS:  # the state, to be updated on the device
+            if action.kind == Op.LOAD_WEIGHTS:  # A load with a chunk moves state; see `on_device`.
                 return numel * layout.state / profile.h2d
             if action.kind == Op.OFFLOAD_GRADIENTS:
                 return numel * (layout.state + layout.weight) / profile.d2h
         return super()._moving_s(action)
 
 
-# -- A policy on a machine: its memory, its choice of activations, and its step, simulated ---------
+# -- The simulation of a policy on a machine -------------------------------------------------------
 
 
-STEPS = 2  # simulated: the second is the one that counts
+STEPS = 2  # number of simulated steps; the result describes the second
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """What a policy does on a machine, or why it cannot."""
+    """The simulated performance of a policy on a machine, or the reason why it does not fit."""
 
     feasible: bool
     reason: str = ""
@@ -616,11 +637,11 @@ class PolicyResult:
     tokens_per_s: float = 0.0
     lane_busy_s: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    kept_bytes: float = 0.0  # activations that leave each device
+    kept_bytes: float = 0.0  # bytes of activations that leave each device
     timeline: Timeline | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Without the timeline; numbers of a step that cannot be are None."""
+        """Return the result without the timeline; if it is not feasible, its numbers are None."""
         made: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
         numbers: dict[str, Any] = {
             "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
@@ -634,8 +655,11 @@ def run(
     policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int,
     swapped: float | None = None,
 ) -> PolicyResult:  # fmt: skip
-    """`batch` is that of all GPUs together. `swapped`: bytes of activations that leave each
-    device, in place of the policy's own choice."""
+    """Simulate a policy on a machine.
+
+    `batch` is the total of all GPUs. `swapped` are the bytes of activations that leave each device;
+    by default the policy chooses them.
+    """
     _check(profile, batch, seq)
     tokens = tokens_of(policy, model, profile, batch, seq)
     step = step_of(policy, model, profile, tokens=tokens, seq=seq)
@@ -653,7 +677,7 @@ def run(
 
 
 def fits(policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int) -> Needs:
-    """What it needs at the least: block inputs, and those on SSD where they may go there."""
+    """Return the least memory a policy needs: with block inputs only, spilled if it allows that."""
     tokens = tokens_of(policy, model, profile, batch, seq)
     kept = input_bytes(model, tokens)
     over = profile.gpus * kept - _room(policy, model, profile, tokens)
@@ -669,7 +693,7 @@ def _room(policy: Policy, model: ModelShape, profile: Profile, tokens: float) ->
 def step_of(
     policy: Policy, model: ModelShape, profile: Profile, *, tokens: float, seq: int
 ) -> Step:
-    """The terms of the paper's T_iter."""
+    """Return the terms of the paper's T_iter for a policy."""
     everything = tuple(frozenset(a.name for a in block.activations) for block in model.blocks)
     batch = Batch(tokens=tokens, seq=model.sample_tokens or seq, kept=everything)
     sites = sites_of(policy, model, batch, profile.gpus)
@@ -708,14 +732,18 @@ def _kept(
 
 
 def _spilled(policy: Policy, kept: float, over: float) -> float:
-    """Bytes that go to SSD, of all that is kept and of what host memory has no room for."""
+    """Return the bytes of activations that a policy spills to SSD.
+
+    `kept` are all bytes that are kept, `over` those for which host memory has no room.
+    """
     if policy.inputs == "device" or policy.activations in HOST_ONLY:
         return 0.0
-    return kept if policy.activations == "g10" else over  # g10: from the device to the drives
+    return kept if policy.activations == "g10" else over  # G10 moves everything to the drives.
 
 
 def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch) -> Timeline:
-    if policy.free and policy.activations == "static":  # the rival's way
+    if policy.free and policy.activations == "static":
+        # Static recomputation is simulated as the other systems implement it.
         policy = replace(policy, whole_recompute=True)
     sites, chunk_sizes = sites_of(policy, model, batch, profile.gpus), chunk_sizes_of(model)
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)
@@ -734,7 +762,7 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
 
 
 def _updates(policy: Policy, phase: Schedule) -> Schedule:
-    # From a master copy they need not read the compute weights that they replace.
+    # Updates start from the master weights and need not read the compute weights they replace.
     updates = tuple(action for action in phase if action.kind != Op.READ_WEIGHTS)
     return on_device(updates) if policy.optimizer == "gpu" else updates
 

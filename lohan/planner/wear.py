@@ -1,5 +1,8 @@
-"""What a run writes to its drives: how often it commits, what its writes take of their rated life
-and in money, and what would take less of it, planned like the run itself."""
+"""Commit intervals and drive wear.
+
+This module chooses how often a run commits, computes which share of the drives' rated life and
+price its writes use, and plans alternatives that write less.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,30 @@ from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format
 
 Planned = tuple[Plan, Forecast | None]
 
-# -- How often a run commits its steps, where the user leaves that open ----------------------------
+# -- The commit interval, if the user does not set it ----------------------------------------------
 #
-# Every step, if that costs little: of a step's time, and of the drives' life. Otherwise by a plan
-# whose steps leave what stays in memory unwritten, at the shortest interval that costs little, at
-# least every quarter of an hour; unless that plan is slower, since updates wait for the norm
-# between two commits.
+# Every step is committed if that costs little of a step's time and of the drives' life. Otherwise
+# cached weights and state are written only by steps that commit, at the shortest interval that
+# costs little and at least every 15 minutes. If such a plan is slower, because updates wait for the
+# norm between two commits, every step is committed after all.
 
 
-LONGEST_S = 15 * 60.0  # that a crash may cost
-SLOWER = 0.02  # of a step, that commits may cost
-MORE_BYTES = 0.2  # of what steps write anyway, that they may add
-LASTING_S = 5 * 365 * 86400.0  # of training without a pause: what drives survive is no wear
-DEFAULT_LIFE = 600.0  # bytes written per byte of capacity that consumer drives are rated for
+LONGEST_S = 15 * 60.0  # longest commit interval, which is the work that a crash may lose
+SLOWER = 0.02  # share of the step time that commits may add
+MORE_BYTES = 0.2  # share of the bytes that steps write without commits that commits may add
+# Drives that survive this many seconds of continuous training do not limit the interval.
+LASTING_S = 5 * 365 * 86400.0
+DEFAULT_LIFE = 600.0  # rated bytes written per byte of capacity of consumer drives
 
 
 def choose_commit_interval(
     profile: Profile, planned: Callable[[Interval], Planned], foreseen: Callable[[Plan], Forecast]
 ) -> Planned:
-    """`planned` makes the plan for an interval, and what it does if it was simulated."""
+    """Return the best plan over commit intervals, and its forecast if it was simulated.
+
+    `planned` returns the plan for an interval, with its forecast if it was simulated. `foreseen`
+    simulates a plan.
+    """
     every, now = planned(EVERY_STEP)
     if not any(weights_too(every)):
         return every, now
@@ -68,44 +76,53 @@ def choose_commit_interval(
 
 
 def adds_much(plan: Plan, made: Forecast) -> bool:
-    """Whether writing what stays in memory takes more than little of the bytes of a step, and so of
-    its time; `made`: what a plan does that writes it in every step."""
+    """Return whether cached chunks are a considerable share of the bytes that a step writes.
+
+    `made` is the forecast of a plan that writes cached chunks in every step.
+    """
     layout, stays = made.work.per_parameter, sum(weights_too(plan))
     added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
     return added > SLOWER * made.written_bytes
 
 
 def weights_too(plan: Plan) -> list[bool]:
-    """Of the state that stays in memory, whether its weights do: then it need not be written."""
+    """Return for each cached state chunk whether the weights of its group are cached too.
+
+    Such a chunk need not be written in every step.
+    """
     cached = set(plan.host_cached_weights)
     return [key in cached for key, _ in plan.host_cached_state]
 
 
 def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
-    """Bytes that commits add to what a step writes anyway."""
+    """Return whether the bytes that commits add to a step are acceptable.
+
+    They are if they are a small share of the bytes that the step writes `anyway`, or if the drives
+    survive LASTING_S of such steps.
+    """
     life = sum(drive.endurance_bytes or DEFAULT_LIFE * drive.bytes for drive in profile.drives)
     return added <= MORE_BYTES * anyway or (added + anyway) * LASTING_S / step_s <= life
 
 
-# -- What writes take of the drives' life ----------------------------------------------------------
+# -- Drive wear ------------------------------------------------------------------------------------
 
 
-DEFAULT_USD = 80e-12  # per byte of capacity; assumed, as in machines.toml
+DEFAULT_USD = 80e-12  # price per byte of capacity; an assumption, as in machines.toml
 ASSUMED_WEAR = "at 600 TB and 80 USD per TB of capacity, which is usual"
-WORN_PERCENT = 5  # of its life, from which a drive's log tells how long that is
-SPOKEN = 1000  # steps to speak of, where their number is not known
-LEAST_LIVES, LEAST_USD = 0.001, 0.01  # below both, wear is nothing to speak of
-LESS = 0.98  # times the bytes, of an option that is worth a line
+WORN_PERCENT = 5  # percentage used from which the drive's own log is precise enough
+SPOKEN = 1000  # number of steps to report if the length of the run is not known
+LEAST_LIVES, LEAST_USD = 0.001, 0.01  # wear below both is not reported
+LESS = 0.98  # an alternative is reported if it writes at most this share of the bytes
 
 
 @dataclass(frozen=True)
 class Wear:
-    """Of writes that go to all drives alike; 0 lives or USD: not known."""
+    """The wear caused by writes that are spread evenly over all drives."""
 
     written_bytes: float
     drives: int
-    lives: float  # times that the drive with the shortest life is worn out
-    usd: float  # share of the drives' price
+    lives: float  # rated lives used of the drive with the shortest life; 0 if not known
+    usd: float  # price of the life used, summed over all drives; 0 if not known
 
     def times(self, count: float) -> Wear:
         return Wear(count * self.written_bytes, self.drives, count * self.lives, count * self.usd)
@@ -121,8 +138,11 @@ def wear_of(drives: Sequence[Drive], written_bytes: float) -> Wear:
 
 
 def drives_at(folders: Iterable[Path]) -> list[Drive]:
-    """The drives below a run's folders, each once, with the life that their own log tells, or that
-    is usual for their size. Where none can be seen: one of 1 TB for each folder."""
+    """Return the distinct drives that store a run's folders.
+
+    The rated life of a drive is derived from its own log or, if that is not possible, from its
+    size. If no drive can be identified, one drive of 1 TB is assumed for each folder.
+    """
     found = {facts.name: facts for folder in folders for facts in drives_of(folder)}
     return [_rated(name, facts) for name, facts in found.items()] or [
         _rated(str(folder), None) for folder in folders
@@ -143,8 +163,11 @@ def written_per_step(
     blocks: Blocks, workload: BatchWorkload, plan: Plan, *, two_generations: bool,
     has_own_memory: bool,
 ) -> float:  # fmt: skip
-    """Bytes to SSD of a step that is not clipped, of all ranks, with its share of the commits if
-    these go by steps: no machine need be known for it."""
+    """Return the bytes that all ranks write to SSD in a step that is not clipped.
+
+    The step's share of a commit is included if the interval is a number of steps. No profile of the
+    machine is needed.
+    """
     spec = spec_of(blocks, plan, two_generations=two_generations)
     work = step_work(blocks, workload, plan, has_own_memory=has_own_memory)
     order = planned_order(blocks, plan, two_generations=two_generations)
@@ -155,12 +178,12 @@ def written_per_step(
     return plan.world * written
 
 
-# -- what would take less --------------------------------------------------------------------------
+# -- Alternatives that write less ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan of the same run with one option changed."""
+    """The forecast of the same run with one option changed."""
 
     option: str
     step_s: float
@@ -172,9 +195,12 @@ def alternatives(
     now: Forecast, options: PlanOptions, host_bytes: int,
     planned: Callable[[PlanOptions, int], Forecast],
 ) -> Iterator[Alternative]:  # fmt: skip
-    """Options with which fewer bytes are written, most sparing first, in the slices of `now`.
-    `host_bytes`: of all ranks; `planned`: what the run does with other options and memory, or a
-    BudgetError."""
+    """Yield the options with which fewer bytes are written, fewest bytes first.
+
+    All alternatives use the micro-batch and the tiles of the current forecast `now`. `host_bytes`
+    is the host memory of all ranks. `planned` returns the forecast of the run with other options
+    and host memory, or raises a BudgetError.
+    """
     options = replace(
         options, micro_batch=now.plan.micro_batch, tiles=now.plan.tiles or "off"
     )  # fmt: skip
@@ -190,7 +216,10 @@ def alternatives(
 def _candidates(
     now: Forecast, options: PlanOptions, host_bytes: int
 ) -> Iterator[tuple[str, PlanOptions, int, str]]:
-    """Only what can change the writes of this plan: planning takes time."""
+    """Yield option, plan options, host bytes and note of every alternative to be planned.
+
+    Because planning takes time, only options that can change the writes of this plan are tried.
+    """
     plan, work = now.plan, now.work
     kind = options.kind
     if kind.moments == "fp32":
@@ -210,14 +239,17 @@ def _candidates(
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
 
 
-# -- for people ------------------------------------------------------------------------------------
+# -- Formatting ------------------------------------------------------------------------------------
 
 
 def wear_lines(
     drives: Sequence[Drive], written_bytes: float, *, steps: int | None,
     instead: Sequence[Alternative] = (),
 ) -> list[str]:  # fmt: skip
-    """Of one step, of all of them or of a thousand, and with other options."""
+    """Return lines that describe the wear of one step, of the whole run, and of alternatives.
+
+    If the number of steps is not known, the wear of 1000 steps is described.
+    """
     step, count = wear_of(drives, written_bytes), steps or SPOKEN
     text = f"{format_bytes(written_bytes)} written per step"
     if step.drives > 1:
@@ -238,12 +270,12 @@ def wear_lines(
 
 
 def is_nothing(wear: Wear) -> bool:
-    """Less than anyone would replace a drive for, or count."""
+    """Return whether wear is known and too small to be reported."""
     return 0 < wear.lives < LEAST_LIVES and wear.usd < LEAST_USD
 
 
 def describe_wear(wear: Wear) -> str:
-    """Such as "357.57 TiB written, 4.4 times the rated life of the drives, 1,408 USD"."""
+    """Format wear, such as "357.57 TiB written, 4.4 times the rated life of the drives"."""
     text = f"{format_bytes(wear.written_bytes)} written"
     if wear.lives:
         text += f", {format_lives(wear.lives)} the rated life of {_them(wear.drives)}"
@@ -255,7 +287,7 @@ def _them(drives: int) -> str:
 
 
 def format_lives(lives: float) -> str:
-    """The beginning of "... the rated life": plain numbers, however few or many."""
+    """Format a number of lives so that "the rated life" can follow it."""
     if lives < LEAST_LIVES:
         return "less than a thousandth of"
     return f"{lives:.2g} of" if lives < 0.995 else f"{lives:,.{1 if lives < 100 else 0}f} times"

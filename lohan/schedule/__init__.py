@@ -1,1 +1,1 @@
-"""A step as data: actions, phases and waits; checked and simulated."""
+"""Schedules: a training step as data that can be checked, simulated and executed."""

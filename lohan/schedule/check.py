@@ -1,17 +1,17 @@
-"""Whether a schedule may run on lanes. Two questions, asked of every action in order:
+"""Validation of schedules.
 
-1. Is the plain order right: does each action find in slots, buffers and on SSD what it expects?
-2. Can two lanes meet: of two actions that touch the same buffer, one of them writing, the second
-   must know the first to be finished before it starts.
+Two properties are checked for every action, in the order of the schedule:
 
-What an action knows comes first.
+1. The serial order is correct: each action finds the expected contents in slots, in buffers and on
+   SSD.
+2. Lanes do not race: if two actions use the same resource and one of them writes it, the first must
+   certainly have finished when the second starts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar
 
 from lohan.errors import LohanError
@@ -19,120 +19,41 @@ from lohan.schedule.actions import (
     DEVICE_BUFFERS,
     LANE_OF,
     Action,
-    BufferState,
     Op,
     Schedule,
     ScheduleSpec,
 )
+from lohan.schedule.buffers import BufferState
+from lohan.schedule.effects import WRITE, Use, effects_of
 from lohan.util.trace import LANES
 
-# -- What an action of a schedule knows to be finished, and how it uses a buffer -------------------
+# -- Vector clocks ---------------------------------------------------------------------------------
 #
-# What an action knows is one number per lane: actions finish before the next of their lane starts;
-# only those of the ssd lane start in order and finish in order, but the next may start before the
-# last has finished. Whatever an action waits for has finished, with all that it knew.
+# A clock has one number per lane: how many actions of that lane have certainly finished. An action
+# of the ssd lane starts when the previous one has started, an action of any other lane when the
+# previous one has finished. The actions of a lane finish in order. If an action waits for another,
+# everything that had finished before the other one finished has finished too.
 
-
-UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
+COMPUTE = LANES.index("compute")
+Clock = tuple[int, ...]
 NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
-@dataclass(frozen=True)
-class VectorClock:
-    """What is known to be finished: so many actions of each lane, and names from before."""
-
-    upto: tuple[int, ...] = (UNKNOWN,) * len(LANES)
-    names: frozenset[str] = frozenset()
-
-    def join(self, other: VectorClock) -> VectorClock:
-        return VectorClock(tuple(map(max, self.upto, other.upto)), self.names | other.names)
+def join(first: Clock, second: Clock) -> Clock:
+    return tuple(map(max, first, second))
 
 
-def at_least(lane: str, count: int) -> VectorClock:
-    return VectorClock(tuple(count if lane == other else UNKNOWN for other in LANES))
-
-
-@dataclass(frozen=True)
-class Use:
-    """One action's use of a slot, a buffer or a region. `part` is a chunk of it, None all of it."""
-
-    name: str
-    position: int  # in its lane, from 1; BEFORE: from before the schedule
-    part: tuple[int, int] | None
-    writes: bool
-
-    def known(self, clock: VectorClock) -> bool:
-        lane = LANES.index(LANE_OF[Op(self.name[0])])
-        return clock.upto[lane] >= self.position or (
-            self.position == BEFORE and self.name in clock.names
-        )
-
-    def meets(self, other: Use) -> bool:
-        apart = self.part is not None and other.part is not None and self.part != other.part
-        return (self.writes or other.writes) and not apart
-
-
-def from_before(name: str) -> Use:
-    match = NAME.fullmatch(name)
-    assert match is not None
-    part = (int(match[2]), int(match[3])) if match[3] else None
-    return Use(name, BEFORE, part, False)
+def at_least(lane: int, number: int) -> Clock:
+    return tuple(number if lane == other else 0 for other in range(len(LANES)))
 
 
 def split_buffers(
-    action: Action, spec: ScheduleSpec, buffers_at: tuple[int, ...]
+    action: Action, spec: ScheduleSpec, buffers: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a site's activations lie: a buffer in host memory, one on the device."""
+    """Return the host buffers and the device buffers of a site's activations."""
     if action.index in spec.offloaded:
-        return buffers_at[:-1], buffers_at[-1:]
-    return buffers_at, ()
-
-
-Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # buffer, part of it, writes
-
-
-def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
-    """What an action touches."""
-    kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
-    if kind in (Op.FORWARD, Op.BACKWARD):
-        groups = len(spec.sites[index])
-        for slot in at[:groups]:
-            yield ("device" if spec.device_slots else "slot", slot), None, False
-        buffers, by = split_buffers(action, spec, at[groups:])
-        for buffer in buffers:
-            yield ("act", buffer), None, kind == Op.FORWARD
-        for buffer in by:
-            yield ("device_act", buffer), None, kind == Op.FORWARD
-    elif kind == Op.READ_WEIGHTS:
-        yield ("slot", at[0]), None, True
-        yield ("weights of group", index), None, False
-    elif kind == Op.READ_STATE:
-        yield ("ring", at[0]), None, True
-        yield ("state of group", index), chunk, False
-    elif kind in (Op.UPDATE, Op.WRITE):
-        yield ("ring", at[0]), None, kind == Op.UPDATE
-        yield ("slot", at[1]), chunk, kind == Op.UPDATE
-        for buffer in at[2:]:
-            yield ("stage", buffer), None, False
-        if kind == Op.WRITE:
-            yield ("weights of group", index), chunk, True
-            yield ("state of group", index), chunk, True
-    elif kind in (Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS):
-        yield ("stage", at[0]), None, True
-        yield ("gradients of group on SSD", index), chunk, kind == Op.SPILL_GRADIENTS
-    elif kind == Op.LOAD_WEIGHTS:
-        yield ("slot", at[0]), None, False
-        yield ("device", at[1]), None, True
-    elif kind == Op.ALL_GATHER:
-        yield ("device", at[0]), None, True
-    elif kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
-        yield ("activations of site", index), None, kind == Op.OFFLOAD_ACTIVATIONS
-        yield ("device_act", at[-1]), None, kind == Op.RESTORE_ACTIVATIONS
-        for buffer in at[:-1]:
-            yield ("act", buffer), None, kind == Op.OFFLOAD_ACTIVATIONS
-    elif kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
-        yield ("act", at[0]), None, kind == Op.FETCH_ACTIVATIONS
-        yield ("activations of site on SSD", index), None, kind == Op.SPILL_ACTIVATIONS
+        return buffers[:-1], buffers[-1:]
+    return buffers, ()
 
 
 # -- Check ----------------------------------------------------------------------------------------
@@ -152,10 +73,13 @@ def validate(
     schedule: Schedule, spec: ScheduleSpec, buffers: BufferState, *, whole: bool = False,
     by_interval: bool = False,
 ) -> None:  # fmt: skip
-    """Raises a LohanError that names the token. `buffers` is the one the schedule was made from.
-    `whole`: it starts with a step, so that its first C must find every group updated; every further
-    one must in any case. `by_interval`: some steps end without a commit, and write all or
-    nothing of what stays in memory."""
+    """Raise a LohanError that names the token of the first invalid action.
+
+    `buffers` is the state from which the schedule was built. With `whole`, the schedule starts at
+    the beginning of a step, so that every group must be updated at its first C. At every later C
+    this holds in any case. With `by_interval`, some steps end without a commit. Such a step writes
+    either all or none of the chunks whose weights and state are cached.
+    """
     check = _Check(spec, buffers, whole=whole, by_interval=by_interval)
     for action in schedule:
         check.form(action)
@@ -165,47 +89,51 @@ def validate(
 
 
 class _Check:
+    """The contents of slots, buffers and SSD, and the clocks of lanes, during validation."""
+
     def __init__(
         self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool, by_interval: bool
     ) -> None:
         self.spec, self.by_interval = spec, by_interval
-        self.from_start = whole  # nothing that the schedule relies on came before it
-        self.whole_step = whole  # since the last C, or the start, is one step
-        self.slots = [*buffers.slots.held, *spec.host_cached_weights]
+        self.from_start = whole  # whether the schedule relies on no earlier schedule
+        self.whole_step = whole  # whether the actions since the last C are those of a whole step
+        # The contents of each slot and buffer: a group, a (group, chunk), or None.
+        self.slots = [*buffers.slots, *spec.host_cached_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.host_cached_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
-        self.device: list[int | None] = list(buffers.device.held)
-        there = {i for i, held in enumerate(buffers.device.held) if held is not None}
-        self.whole_there = there  # by A
-        self.acts: list[int | None] = [None] * spec.act_buffers  # site of each buffer
-        self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS
+        self.device: list[int | None] = list(buffers.device)
+        there = {i for i, held in enumerate(buffers.device) if held is not None}
+        self.whole_there = there  # device slots that hold all shards of their group, after A
+        self.acts: list[int | None] = [None] * spec.act_buffers  # site in each host buffer
+        self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS  # site in each device buffer
         self.out: set[int] = set()  # sites whose kept activations are on SSD
-        # Updated, on SSD still the old one.
+        # Chunks that were updated in memory and are outdated on SSD.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
-        # Updated, not written, and not to be used but for forward.
+        # Chunks whose first update is not written. Only forward may use their weights.
         self.second_updates = set(buffers.second_updates)
-        self.old: set[tuple[int, int]] = set()  # whose weights of before lie in a slot
-        self.updated: set[tuple[int, int]] = set()  # since the last C
-        self.held: set[int] = set()  # gradients known, update to come
-        self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
-        self.since_forward: set[int] = set()  # groups updated after the last F
-        self.count = dict.fromkeys(LANES, 0)
-        # The compute lane is the caller: what it did before it made the schedule is finished. Of a
-        # device with a memory of its own only its order is known.
-        begun = VectorClock() if spec.device_slots else at_least("compute", BEFORE)
-        self.last_start = {lane: begun for lane in LANES}
-        self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
-        self.done: dict[str, VectorClock] = {}  # clock of the latest action of each name
-        self.start = VectorClock()  # of the action under check
-        self.last_gradient: dict[int, Use] = {}  # latest B of each group
-        self.step_end: Use | None = None  # the latest
-        self.last_update: Use | None = None  # of this step
-        self.uses: dict[tuple[object, ...], list[Use]] = {}
-        for kind in ("slots", "device", "ring", "stage", "acts", "device_acts"):
-            for number, names in enumerate(getattr(buffers, kind).overwrite_after):
-                buffer = kind.removesuffix("s")
-                self.uses[buffer, number] = [from_before(name) for name in names]
-        self.before = {use.name for uses in self.uses.values() for use in uses}
+        # Chunks that await their second update: their weights are those of the previous step.
+        self.old: set[tuple[int, int]] = set()
+        self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C
+        self.held: set[int] = set()  # groups with complete gradients that are still to be updated
+        self.put_away: set[tuple[int, int]] = set()  # chunks of held gradients that are on SSD
+        self.since_forward: set[int] = set()  # groups updated since the last F
+        self.uses = buffers.uses.copy()
+        counts, known = self.uses.counts, self.uses.known
+        # The compute lane is the calling thread, so its earlier actions have finished when the
+        # schedule is enqueued. On a device with its own memory, they may still be running.
+        begun = at_least(COMPUTE, 0 if spec.device_slots else counts[COMPUTE])
+        self.last_start = [join(begun, tuple(known[lane])) for lane in range(len(LANES))]
+        self.last_done = [
+            join(start, at_least(lane, counts[lane])) for lane, start in enumerate(self.last_start)
+        ]
+        # The clock at the finish of the latest action of each name.
+        self.done = {name: tuple(use[3]) for name, use in self.uses.recorded().items()}
+        self.start: Clock = (0,) * len(LANES)  # the clock at the start of the current action
+        # The latest action (B, X or D) that wrote the gradients of each group in this backward.
+        self.last_gradient: dict[int, Use] = {}
+        self.backward_end: Use | None = None  # the latest E
+        self.step_end: Use | None = None  # the latest C
+        self.last_update: Use | None = None  # the latest U of this step
 
     def fail(self, action: Action, problem: str) -> None:
         raise LohanError(f"schedule: {action.token()}: {problem}")
@@ -213,7 +141,7 @@ class _Check:
     # -- form -------------------------------------------------------------------------------------
 
     def form(self, action: Action) -> None:
-        """Names, slots and buffers exist."""
+        """Check that everything that the action names exists."""
         if not self._exists(action.kind, action.index, action.chunk):
             self.fail(action, "there is no such site, group or chunk")
         for wait in action.waits:
@@ -224,7 +152,7 @@ class _Check:
                 self.fail(action, f"waits for {wait}, which no schedule of this spec has")
         sizes = self._sizes(action)
         least = len(sizes)
-        if action.kind == Op.FORWARD:  # without training nothing is kept
+        if action.kind == Op.FORWARD:  # Without training, no activations are kept.
             least = len(self.spec.sites[action.index])
         elif action.kind == Op.UPDATE:
             least = 2
@@ -234,7 +162,7 @@ class _Check:
             self.fail(action, "names a slot or buffer that does not exist")
 
     def _sizes(self, action: Action) -> tuple[int, ...]:
-        """How many slots or buffers there are, for each that an action names."""
+        """Return, for each slot or buffer in `at`, how many of its kind exist."""
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.spec.act_buffers,)
         moved = act if action.index in self.spec.spilled_sites else ()
@@ -259,36 +187,37 @@ class _Check:
             return False
         return chunk == -1 if kind in GROUP_OPS else 0 <= chunk < self.spec.chunks[index]
 
-    # -- what is known when -----------------------------------------------------------------------
+    # -- clocks and races -------------------------------------------------------------------------
 
     def clock(self, action: Action) -> None:
-        lane = action.lane
-        # An ssd action starts when the one before it has started, any other when it has finished.
-        start = (self.last_start if lane == "ssd" else self.last_done)[lane]
+        """Set the clocks at the start and at the finish of the action."""
+        lane = LANES.index(action.lane)
+        start = (self.last_start if action.lane == "ssd" else self.last_done)[lane]
         for wait in action.waits:
-            if wait in self.done:
-                start = start.join(self.done[wait])
-            elif wait in self.before:  # others from before touch nothing that is checked
-                start = start.join(VectorClock(names=frozenset((wait,))))
-        self.count[lane] += 1
+            if wait in self.done:  # Other names from earlier schedules have no recorded use.
+                start = join(start, self.done[wait])
         self.start = self.last_start[lane] = start
-        done = start.join(self.last_done[lane]).join(at_least(lane, self.count[lane]))
+        done = join(start, join(self.last_done[lane], at_least(lane, self.uses.counts[lane] + 1)))
         self.last_done[lane] = self.done[action.name] = done
 
-    def races(self, action: Action) -> None:
-        for touched, part, writes in touches(action, self.spec):
-            use = Use(action.name, self.count[action.lane], part, writes)
-            others = self.uses.setdefault(touched, [])
-            for other in others:
-                if use.meets(other) and not other.known(self.start):
-                    verb = "overwrites" if writes else "uses"
-                    where = " ".join(map(str, touched))
-                    self.fail(action, f"{verb} {where} while {other.name} may be in flight")
-            if writes:
-                others[:] = [o for o in others if part is not None and o.part != part]
-            others.append(use)
+    def known(self, use: Use) -> bool:
+        """Return whether another action has certainly finished when the current one starts."""
+        return self.start[use[0]] >= use[1]
 
-    # -- the plain order --------------------------------------------------------------------------
+    def finished(self, action: Action) -> Use:
+        lane = LANES.index(action.lane)
+        return lane, self.uses.counts[lane] + 1, action.name, []
+
+    def races(self, action: Action) -> None:
+        """Check that every earlier conflicting action has certainly finished."""
+        missing = self.uses.missing(action, effects_of(action, self.spec), list(self.start))
+        for (_, _, name, _), (resource, access, _) in missing.values():
+            verb = "overwrites" if access is WRITE else "uses"
+            self.fail(
+                action, f"{verb} {' '.join(map(str, resource))} while {name} may be in flight"
+            )
+
+    # -- the serial order -------------------------------------------------------------------------
 
     def content(self, action: Action) -> None:
         self._CONTENT[action.kind](self, action)
@@ -306,7 +235,7 @@ class _Check:
         for group in self.spec.sites[action.index]:
             if group in self.since_forward or group in self.held:
                 self.fail(action, f"group {group} was handed over before its last use")
-            self.last_gradient[group] = Use(action.name, self.count["compute"], None, True)
+            self.last_gradient[group] = self.finished(action)
         self._activations(action, action.at[len(self.spec.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
@@ -338,7 +267,7 @@ class _Check:
 
     def _move_gradients(self, action: Action) -> None:
         self._gradient(action)
-        self.last_gradient[action.index] = Use(action.name, self.count[action.lane], None, True)
+        self.last_gradient[action.index] = self.finished(action)
 
     def _offload_activations(self, action: Action) -> None:
         self._activations(action, action.at)
@@ -376,6 +305,7 @@ class _Check:
             self.fail(action, f"{buffer} holds activations of {site}")
 
     def _end_backward(self, action: Action) -> None:
+        self.backward_end = self.finished(action)
         self.last_gradient.clear()
         self.since_forward.clear()
 
@@ -390,7 +320,7 @@ class _Check:
         self.slots[action.at[0]] = group
 
     def _drop(self, group: int) -> None:
-        """What updates of a group have made and nobody wrote is to be made a second time."""
+        """Discard the unwritten updates of a group, which are to be made a second time."""
         once = {key for key in self.unwritten | self.second_updates if key[0] == group}
         if not once:
             return
@@ -416,12 +346,10 @@ class _Check:
         self.held.add(action.index)
 
     def _gradient(self, action: Action) -> None:
-        """Gradients are complete: after the group's last B, or after the end of backward."""
-        source = self.last_gradient.get(action.index)
-        if source is not None and not source.known(self.start):
-            self.fail(action, f"the gradients of {source.name} may not be there yet")
-        if not any(wait[0] in "BXDHE" for wait in action.waits):
-            self.fail(action, "waits for no gradient (B, X, D, H or E)")
+        """Check that the gradients are complete: after the last B of the group, or after E."""
+        source = self.last_gradient.get(action.index, self.backward_end)
+        if source is not None and not self.known(source):
+            self.fail(action, f"the gradients of {source[2]} may not be there yet")
 
     def _update(self, action: Action) -> None:
         key = (action.index, action.chunk)
@@ -429,16 +357,14 @@ class _Check:
         self._chunk_at(action)
         if key in self.updated:
             self.fail(action, "is updated a second time in this step")
-        if self.from_start and self.spec.clips_groups and action.index not in self.held:
-            self.fail(action, "the norm of its gradients is not taken")
         if key in self.put_away and (len(action.at) < 3 or self.stage[action.at[2]] != key):
             self.fail(action, "its held gradients are on SSD and in no staging buffer")
         self.updated.add(key)
         self.unwritten.add(key)
-        self.last_update = Use(action.name, self.count["optimizer"], None, True)
+        self.last_update = self.finished(action)
         if action.index not in self.spec.updated_twice:
             self.put_away.discard(key)
-        if key in self.old:  # of a step whose backward has ended
+        if key in self.old:  # This second update belongs to the previous step.
             self.old.discard(key)
         else:
             self.since_forward.add(action.index)
@@ -453,11 +379,11 @@ class _Check:
         self.unwritten.discard((action.index, action.chunk))
         if action.index in self.spec.updated_twice:
             self.put_away.discard((action.index, action.chunk))
-        if self.step_end is not None and not self.step_end.known(self.start):
+        if self.step_end is not None and not self.known(self.step_end):
             self.fail(action, "would write into the generation that C is committing")
 
     def _chunk_at(self, action: Action) -> None:
-        """State and weights of the chunk lie where the action says."""
+        """Check that the state and the weights of the chunk are in the named buffer and slot."""
         buffer, slot = action.at[:2]
         if self.ring[buffer] != (action.index, action.chunk):
             self.fail(action, f"ring buffer {buffer} holds {self.ring[buffer]}")
@@ -487,13 +413,13 @@ class _Check:
         if self.whole_step and self.updated != everything:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
-        if self.last_update is not None and not self.last_update.known(self.start):
-            self.fail(action, f"{self.last_update.name} may still be in flight")
+        if self.last_update is not None and not self.known(self.last_update):
+            self.fail(action, f"{self.last_update[2]} may still be in flight")
         self.last_update = None
         self.unwritten.clear()
         self.updated.clear()
         self.whole_step = True
-        self.step_end = Use("C", self.count["ssd"], None, True)
+        self.step_end = self.finished(action)
 
     _CONTENT: ClassVar[dict[str, Callable[[_Check, Action], None]]] = {
         Op.FORWARD: _forward,

@@ -1,57 +1,43 @@
-"""A step as data: small pure functions from spec and buffers to the actions of a phase.
+"""Functions that build the schedule of a phase from the spec and the state of the buffers.
 
-The tokens are described in actions.py. `overlap=False` runs a schedule in its own order; lanes run
-it with everything in flight that waits for nothing.
+The text form of the actions is described in actions.py. With `overlap=False`, the actions run one
+after the other in the order of the schedule. Otherwise lanes run them concurrently, and each action
+starts as soon as the actions that it waits for have finished.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import (
-    DEVICE_BUFFERS,
-    Action,
-    BufferState,
-    Op,
-    RingState,
-    Schedule,
-    ScheduleSpec,
-    SlotState,
-)
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, Schedule, ScheduleSpec
+from lohan.schedule.buffers import BufferState
+from lohan.schedule.effects import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, effects_of
 
-# -- The bookkeeping behind the phases ------------------------------------------------
-#
-# What lies in which slot and buffer, and after which actions each may be overwritten.
+# Resources of a phase, in addition to those of its actions (effects.py).
+# In mode `naive`, a chunk is read only after the previous chunk was written.
+CHUNK_TURN = ("turn of a chunk",)
+# With `head_alone`, the gradients of the first group leave the device before others are computed.
+HEAD_ROOM = ("gradients of the head on the device",)
 
-
-class Slots:
-    """Slots for weights, and after which actions each may be overwritten."""
-
-    def __init__(self, state: SlotState) -> None:
-        self.held, self.overwrite_after = list(state.held), list(state.overwrite_after)
-
-    def state(self) -> SlotState:
-        return SlotState(tuple(self.held), tuple(self.overwrite_after))
+# -- The bookkeeping behind the phases ------------------------------------------------------------
 
 
 class Ring:
-    """Buffers that are taken in turn, and after which actions each may be overwritten."""
+    """A set of buffers that are taken in turn. `taken` counts how many were taken so far."""
 
-    def __init__(self, state: RingState) -> None:
-        self.overwrite_after, self.next = list(state.overwrite_after), state.next
+    def __init__(self, size: int, taken: int) -> None:
+        self.size, self.taken = size, taken
 
     def take(self) -> int:
-        self.next += 1
-        return (self.next - 1) % len(self.overwrite_after)
-
-    def state(self) -> RingState:
-        return RingState(tuple(self.overwrite_after), self.next)
+        """Take the next buffer and return its number."""
+        self.taken += 1
+        return (self.taken - 1) % self.size
 
 
 class Upcoming:
-    """Groups in the order of their use, in this phase and in the one after it."""
+    """The remaining uses of each group in this phase and, with `then`, in the one after it."""
 
     def __init__(self, groups: Sequence[int], then: Sequence[int] = ()) -> None:
         self._passed, self._here, self._all = 0, len(groups), len(groups) + len(then)
@@ -60,13 +46,17 @@ class Upcoming:
             self._at.setdefault(group, deque()).append(position)
 
     def passed(self, groups: Sequence[int]) -> None:
-        """The next of them were used."""
+        """Record that these groups, which are the next in order, were used."""
         self._passed += len(groups)
         for group in groups:
             self._at[group].popleft()
 
     def distance(self, held: int | None, *, then: bool = False) -> float:
-        """How far away the next use of what a slot holds is, `then` in the phase after it too."""
+        """Return the number of uses until the group in a slot is used again; inf for no group.
+
+        A group without a further use counts as used at the end of the phase or, with `then`, at the
+        end of the phase after it.
+        """
         if held is None:
             return float("inf")
         end = self._all if then else self._here
@@ -75,9 +65,12 @@ class Upcoming:
 
 
 class Builder:
-    """Emits actions in a runnable order; keeps slots and buffers. `held_before`: it updates with
-    gradients that an earlier phase held. What the phase before left to be written comes first,
-    unless it is to come between the actions of this one (`defer_writes`)."""
+    """Emits the actions of a phase in program order, and keeps track of slots and buffers.
+
+    The waits of an action are derived from its effects (effects.py). With `held_before`, updates
+    use gradients that an earlier phase held. The writes that the previous phase left behind are
+    emitted first. With `defer_writes`, the caller places them between the actions of this phase.
+    """
 
     def __init__(
         self, spec: ScheduleSpec, buffers: BufferState, update_mode: str = "optimized", *,
@@ -85,23 +78,24 @@ class Builder:
     ) -> None:  # fmt: skip
         self.spec, self.update_mode, self.held_before = spec, update_mode, held_before
         self.out: list[Action] = []
-        self.slots, self.device = Slots(buffers.slots), Slots(buffers.device)
-        self.ring, self.staging = Ring(buffers.ring), Ring(buffers.stage)
-        self.acts, self.device_acts = Ring(buffers.acts), Ring(buffers.device_acts)
+        self.uses = buffers.uses.copy()
+        # The group in each weight slot in host memory and on the device, or None.
+        self.slots, self.device = list(buffers.slots), list(buffers.device)
+        self.ring, self.staging = Ring(spec.ring, buffers.ring), Ring(spec.ring, buffers.stage)
+        self.acts = Ring(spec.act_buffers, buffers.acts)
+        self.device_acts = Ring(DEVICE_BUFFERS, buffers.device_acts)
         self.cached_slot = {g: spec.slots + i for i, g in enumerate(spec.host_cached_weights)}
         self.cached_buffer = {key: spec.ring + i for i, key in enumerate(spec.host_cached_state)}
-        self.needed: list[int] = []  # groups prefetched and not yet used
-        self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> activation buffer
-        # Updates: whose state may be read ahead, how many of them are read and done, and where
-        # state and held gradients of a chunk lie.
-        self.queue: list[tuple[int, int]] = []
-        self.fetched = self.done = 0
-        self.read: dict[tuple[int, int], int] = {}
-        self.staged: dict[tuple[int, int], int] = {}
-        self.last_write = ""
-        self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
+        self.needed: list[int] = []  # groups that were prefetched and are still to be used
+        self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> host activation buffer
+        self.queue: list[tuple[int, int]] = []  # (group, chunk) to update, in this order
+        self.fetched = self.done = 0  # how many chunks of the queue were read, and updated
+        self.read: dict[tuple[int, int], int] = {}  # (group, chunk) -> its state buffer
+        self.staged: dict[tuple[int, int], int] = {}  # (group, chunk) -> its staging buffer
+        # The keys are the (group, chunk) whose second update is still to be made, in order.
         self.second_updates = dict.fromkeys(buffers.second_updates)
-        # Write-behind: chunks that stay in memory are written during the next phase.
+        # With `write_behind`, writes of cached chunks are collected in `unwritten`, for the next
+        # phase. `behind` are the writes that the previous phase left to this one.
         self.write_behind = False
         self.unwritten: list[Action] = []
         self.behind = deque(buffers.behind)
@@ -110,42 +104,45 @@ class Builder:
             self.emit_left_writes(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
+        """Return the schedule and the state of slots and buffers after it."""
         return tuple(self.out), BufferState(
-            self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
-            self.acts.state(), self.device_acts.state(), tuple(self.behind),
-            tuple(self.second_updates),
+            tuple(self.slots), tuple(self.device), self.uses, self.ring.taken, self.staging.taken,
+            self.acts.taken, self.device_acts.taken, tuple(self.behind), tuple(self.second_updates),
         )  # fmt: skip
 
     def emit(
         self, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
-        waits: tuple[str, ...] = (),
-    ) -> str:  # fmt: skip
-        """Adds an action; returns the name by which others wait for it."""
-        action = Action(kind, index, chunk, at, waits)
-        self.out.append(action)
-        return action.name
+        *more: Effect,
+    ) -> None:  # fmt: skip
+        """Add an action. `more` are effects that depend on the phase and not only on the action."""
+        self.emit_action(Action(kind, index, chunk, at), *more)
+
+    def emit_action(self, action: Action, *more: Effect) -> None:
+        effects = effects_of(action, self.spec)
+        waits = self.uses.waits_of(action, [*effects, *more] if more else effects)
+        self.out.append(action.waiting_for(waits) if waits else action)
 
     def emit_left_writes(self, count: int) -> None:
-        """So many of the writes that the phase before left."""
+        """Emit up to `count` of the writes that the previous phase left behind."""
         for _ in range(min(count, len(self.behind))):
-            self.out.append(self.behind.popleft())
+            self.emit_action(self.behind.popleft())
 
     # -- weights ----------------------------------------------------------------------------------
-
-    def each(self, kind: str, group: int) -> tuple[str, ...]:
-        """Names of an action for every chunk of a group."""
-        return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.spec.chunks[group]))
 
     def slot_of(self, group: int) -> int | None:
         if group in self.cached_slot:
             return self.cached_slot[group]
-        return self.slots.held.index(group) if group in self.slots.held else None
+        return self.slots.index(group) if group in self.slots else None
 
     def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
-        """Room for all weights of a site, and for what others still need, or nothing happens."""
+        """Read all missing weights of a site into host slots and return whether they have room.
+
+        Weights that are still needed are not evicted. If there are too few other slots, nothing is
+        read; with `must`, this is an error.
+        """
         groups = self.spec.sites[site]
         missing = [group for group in groups if self.slot_of(group) is None]
-        free = [held for held in self.slots.held if held not in self.needed and held not in groups]
+        free = [held for held in self.slots if held not in self.needed and held not in groups]
         if len(missing) > len(free):
             if must:
                 raise LohanError(
@@ -159,24 +156,13 @@ class Builder:
         return True
 
     def bring(self, group: int, upcoming: Upcoming) -> None:
-        """Weights of `group` into a slot, in place of what is needed last."""
+        """Read the weights of a group, replacing the group whose next use is farthest away."""
         if self.slot_of(group) is not None:
             return
-        free = [i for i, held in enumerate(self.slots.held) if held not in self.needed]
-        slot = max(free, key=lambda i: upcoming.distance(self.slots.held[i]))
-        waits = (*self.slots.overwrite_after[slot], *self.each("W", group))
-        self.emit(Op.READ_WEIGHTS, group, at=(slot,), waits=waits)
-        self.slots.held[slot] = group
-        # Without a link compute waits for the read; over it, weights may be on the device already.
-        self.slots.overwrite_after[slot] = (f"R{group}",) if self.spec.device_slots else ()
-
-    def hold_slot(self, group: int, names: tuple[str, ...]) -> None:
-        """The slot of `group` may be overwritten only after these too."""
-        slot = self.slot_of(group)
-        if slot is not None and slot < self.spec.slots:
-            self.slots.overwrite_after[slot] = tuple(
-                dict.fromkeys((*self.slots.overwrite_after[slot], *names))
-            )
+        free = [i for i, held in enumerate(self.slots) if held not in self.needed]
+        slot = max(free, key=lambda i: upcoming.distance(self.slots[i]))
+        self.emit(Op.READ_WEIGHTS, group, at=(slot,))
+        self.slots[slot] = group
 
     def held_slot(self, group: int) -> int:
         slot = self.slot_of(group)
@@ -186,8 +172,12 @@ class Builder:
     # -- the device -------------------------------------------------------------------------------
 
     def load_site(self, site: int, upcoming: Upcoming, busy: Sequence[int], *, must: bool) -> bool:
-        """Weights of a site from host slots to the device, unless it would push out `busy`."""
-        groups, held = self.spec.sites[site], self.device.held
+        """Load the weights of a site from host slots and return whether the device has room.
+
+        Groups in `busy` are not evicted. If there are too few other slots, nothing is loaded; with
+        `must`, this is an error.
+        """
+        groups, held = self.spec.sites[site], self.device
         missing = [group for group in groups if group not in held]
         free = [i for i, group in enumerate(held) if group not in busy and group not in groups]
         if len(missing) > len(free):
@@ -199,104 +189,69 @@ class Builder:
             return False
         free.sort(key=lambda i: -upcoming.distance(held[i], then=True))
         for group, slot in zip(missing, free, strict=False):
-            waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[slot])
-            name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.held_slot(group), slot), waits=waits)
+            self.emit(Op.LOAD_WEIGHTS, group, at=(self.held_slot(group), slot))
             held[slot] = group
-            self.device.overwrite_after[slot] = ()
-            if self.spec.net:  # the shards of other ranks, next to the one that was loaded
-                gathered = self.emit(Op.ALL_GATHER, group, at=(slot,), waits=(name,))
-                self.device.overwrite_after[slot] = (gathered,)
-            self.hold_slot(group, (name,))
+            if self.spec.net:  # Only the shard of this rank was loaded.
+                self.emit(Op.ALL_GATHER, group, at=(slot,))
         return True
 
-    def ready(
-        self, groups: Sequence[int], *, updated: bool = True
-    ) -> tuple[tuple[int, ...], list[str]]:
-        """Where compute finds the weights of these groups, and what it waits for. `updated`: an
-        update of this schedule or, of weights that stayed in their slot, an earlier one's."""
+    def weights_of(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """Return the slots from which compute reads the weights of these groups."""
+        find = self.device.index if self.spec.device_slots else self.held_slot
+        return tuple(map(find, groups))
+
+    def offload_gradients(self, group: int, *rooms: Effect) -> None:
+        """Copy the gradients of a group to host memory; `rooms` are the effects on rooms."""
         if self.spec.device_slots:
-            there = "A" if self.spec.net else "L"
-            return tuple(map(self.device.held.index, groups)), [f"{there}{g}" for g in groups]
-        waits = [
-            name for g in groups for name in (f"R{g}", *(self.each("U", g) if updated else ()))
-        ]
-        return tuple(map(self.held_slot, groups)), waits
-
-    def used(self, groups: Sequence[int], name: str) -> None:
-        """Compute has used the weights of these groups."""
-        for group in groups:
-            if self.spec.device_slots:
-                slot = self.device.held.index(group)
-                self.device.overwrite_after[slot] = tuple(
-                    dict.fromkeys((*self.device.overwrite_after[slot], name))
-                )
-            else:
-                self.hold_slot(group, (name,))
-
-    def offload_gradients(self, group: int, after: str, waits: Sequence[str] = ()) -> str:
-        """After what the gradients of a group are in host memory."""
-        if not self.spec.device_slots:
-            return after
-        if self.spec.net:
-            after = self.emit(Op.REDUCE_SCATTER, group, waits=(after,))
-        return self.emit(Op.OFFLOAD_GRADIENTS, group, waits=(after, *waits))
+            if self.spec.net:
+                self.emit(Op.REDUCE_SCATTER, group)
+            self.emit(Op.OFFLOAD_GRADIENTS, group, -1, (), *rooms)
 
     # -- kept activations -------------------------------------------------------------------------
 
-    def act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """A buffer for activations in flight to or from SSD, and after what it is free."""
-        if site not in self.spec.spilled_sites:
-            return (), ()
-        buffer = self.acts.take()
-        return (buffer,), self.acts.overwrite_after[buffer]
+    def act_buffer(self, site: int) -> tuple[int, ...]:
+        """Take a host buffer for the site's activations if they move to or from SSD."""
+        return (self.acts.take(),) if site in self.spec.spilled_sites else ()
 
-    def device_act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Room on the device for activations in flight, and after what it is free."""
-        if site not in self.spec.offloaded:
-            return (), ()
-        buffer = self.device_acts.take()
-        return (buffer,), self.device_acts.overwrite_after[buffer]
+    def device_act_buffer(self, site: int) -> tuple[int, ...]:
+        """Take a device buffer for the site's activations if they are offloaded."""
+        return (self.device_acts.take(),) if site in self.spec.offloaded else ()
 
-    def offload_activations(
-        self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]
-    ) -> None:
-        """Activations of a site leave the device, and host memory where they are to."""
-        for buffer in by:
-            made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, buffer), waits=(made,))
-            self.device_acts.overwrite_after[buffer] = (made,)
-        for buffer in into:
-            out = self.emit(
-                Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
-            )
-            self.acts.overwrite_after[buffer] = (out,)
+    def offload_activations(self, site: int, into: tuple[int, ...], by: tuple[int, ...]) -> None:
+        """Copy a site's activations to the host, and from there to SSD if they are spilled.
+
+        `into` is the host buffer and `by` the device buffer; either may be empty.
+        """
+        if by:
+            self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, *by))
+        if into:
+            self.emit(Op.SPILL_ACTIVATIONS, site, at=into)
 
     def fetch_kept(self, site: int) -> None:
-        """Activations that were moved out come back to host memory, ahead of `restore`."""
-        into, room = self.act_buffer(site)
-        for buffer in into:
-            self.emit(Op.FETCH_ACTIVATIONS, site, at=into, waits=(f"O{site}", *room))
+        """Read a site's spilled activations into a host buffer, for a later `restore`."""
+        into = self.act_buffer(site)
+        if into:
+            self.emit(Op.FETCH_ACTIVATIONS, site, at=into)
             self.fetched_to[site] = into
-            self.acts.overwrite_after[buffer] = (f"B{site}",)
 
-    def restore(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Where backward of a site finds its activations, on the device or, if they were moved
-        out, in host memory, and what it waits for."""
+    def restore(self, site: int) -> tuple[int, ...]:
+        """Copy a site's activations to the device and return the buffers that backward reads."""
         where = self.fetched_to.pop(site, ())
-        there = (f"I{site}",) if where else ()
-        by, room = self.device_act_buffer(site)
-        for buffer in by:
-            waits = (f"K{site}", *there, *room)
-            there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, buffer), waits=waits),)
-            self.device_acts.overwrite_after[buffer] = (f"B{site}",)
-        return (*where, *by), there
+        by = self.device_act_buffer(site)
+        if by:
+            self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, *by))
+        return (*where, *by)
 
     # -- updates ----------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
-        """State reads run ahead of the updates by all ring buffers but one: the last is being
-        written, so that reads and writes alternate and the drive always has the next in hand.
-        For second updates in backward there is one read less: gradients that are spilled meanwhile
-        need the last staging buffer."""
+        """Read the state of the next chunks of the queue, ahead of their updates.
+
+        All ring buffers but one are used to read ahead. The last one is being written, so that
+        reads and writes alternate and the drive always has a queued request. With a ring of one
+        buffer, one chunk is read ahead, except during second updates: gradients that are spilled in
+        the same backward then need the only staging buffer.
+        """
         ahead = self.spec.ring - 1 if self.second_updates else max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
@@ -307,39 +262,36 @@ class Builder:
         if group in self.spec.spilled_gradients and (
             self.held_before or key in self.second_updates
         ):
-            self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
+            self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk)
         if key in self.cached_buffer:
             self.read[key] = self.cached_buffer[key]
             return
         buffer = self.ring.take()
-        waits = tuple(dict.fromkeys((*self.ring.overwrite_after[buffer], f"W{group}.{chunk}")))
-        if self.update_mode == "naive" and self.last_write:
-            waits = tuple(dict.fromkeys((*waits, self.last_write)))
-        self.emit(Op.READ_STATE, group, chunk, at=(buffer,), waits=waits)
-        self.ring.overwrite_after[buffer] = ()
+        one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.update_mode == "naive" else []
+        self.emit(Op.READ_STATE, group, chunk, (buffer,), *one_by_one)
         self.read[key] = buffer
 
-    def stage(self, kind: Op, group: int, chunk: int, waits: tuple[str, ...]) -> int:
-        """A chunk of held gradients through a staging buffer."""
+    def stage(self, kind: Op, group: int, chunk: int, *more: Effect) -> int:
+        """Spill or fetch a chunk of held gradients through a staging buffer; return the buffer."""
         buffer = self.staging.take()
         while buffer in self.staged.values():
             buffer = self.staging.take()
-        waits = tuple(dict.fromkeys((*waits, *self.staging.overwrite_after[buffer])))
-        name = self.emit(kind, group, chunk, (buffer,), waits)
-        self.staging.overwrite_after[buffer] = (name,)
+        self.emit(kind, group, chunk, (buffer,), *more)
         return buffer
 
     def update(
-        self, group: int, after: tuple[str, ...], only: Sequence[int] | None = None, *,
-        write: bool = True,
-    ) -> list[str]:  # fmt: skip
-        """All chunks of a group, or `only` some: read, update, write, or leave that to a
-        second update. Returns the names of the updates."""
-        slot = self.slot_of(group)
-        assert slot is not None
-        updates, writes = [], []
-        loaded = (f"L{group}",) if self.spec.device_slots else ()
-        for chunk in range(self.spec.chunks[group]) if only is None else only:
+        self, group: int, only: Sequence[int] | None = None, *, write: bool = True,
+        frees: Sequence[Effect] = (), second: bool = False,
+    ) -> None:  # fmt: skip
+        """Read, update and write all chunks of a group, or `only` some of them.
+
+        Without `write`, the chunks are written by a second update. `frees` are the effects on the
+        rooms that the update of the last chunk frees. If this is the `second` update, the write of
+        a chunk frees its gradients.
+        """
+        slot = self.held_slot(group)
+        chunks = range(self.spec.chunks[group]) if only is None else only
+        for chunk in chunks:
             key = (group, chunk)
             if key not in self.read and key not in self.queue:
                 self.queue.append(key)
@@ -348,55 +300,36 @@ class Builder:
                 self.fetched += 1
             buffer = self.read.pop(key)
             cached = buffer >= self.spec.ring
-            waits = [*after, f"R{group}", *loaded]
-            waits.append(f"W{group}.{chunk}" if cached else f"S{group}.{chunk}")
             at: tuple[int, ...] = (buffer, slot)
             if key in self.staged:
-                waits.append(f"G{group}.{chunk}")
-                at = (buffer, slot, self.staged[key])
-                self.staging.overwrite_after[self.staged.pop(key)] = (f"U{group}.{chunk}",)
-            updates.append(self.emit(Op.UPDATE, group, chunk, at, tuple(waits)))
+                at = (buffer, slot, self.staged.pop(key))
+            self.emit(Op.UPDATE, group, chunk, at, *(frees if chunk == chunks[-1] else ()))
             self.done += 1
             if not write:
-                self.ring.overwrite_after[buffer] = (updates[-1],)
                 self.second_updates[key] = None
             elif not cached or self.spec.write_through or slot < self.spec.slots:
-                at, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
+                action = Action(Op.WRITE, group, chunk, (buffer, slot))
                 if self.write_behind and cached and slot >= self.spec.slots:
-                    self.unwritten.append(Action(Op.WRITE, group, chunk, at, ready))
+                    self.unwritten.append(action)
                 else:
-                    written = self.emit(Op.WRITE, group, chunk, at, ready)
-                    writes.append(written)
-                    self.last_write = written
-                if not cached:
-                    self.ring.overwrite_after[buffer] = (written,)
-            else:
-                self.last_in_memory = (updates[-1],)
+                    more: list[Effect] = [(("gradients", group), WRITE, chunk)] if second else []
+                    if self.update_mode == "naive":
+                        more.append((CHUNK_TURN, READ, WHOLE))
+                    self.emit_action(action, *more)
             if self.update_mode != "naive":
                 self.read_ahead()
-        self.hold_slot(group, tuple(writes or updates))
-        self.device.held = [None if held == group else held for held in self.device.held]
-        return updates
+        self.device = [None if held == group else held for held in self.device]
 
     def second_update(self, group: int) -> None:
-        """The update of a group that was not written, from the state of before, with the weights of
-        before in its slot."""
+        """Repeat the update of a group that was not written, from the old state and weights."""
         chunks = [chunk for number, chunk in self.second_updates if number == group]
-        self.update(group, (f"H{group}", Op.BACKWARD_DONE), chunks)
+        self.update(group, chunks, second=True)
         self.second_updates = {key: None for key in self.second_updates if key[0] != group}
 
     def forget(self, groups: Collection[int]) -> None:
-        """Their weights are to be read again."""
-        for slots in (self.slots, self.device):
-            slots.held = [None if held in groups else held for held in slots.held]
-
-    def end_step(self, *waits: str) -> None:
-        """Behind all writes, which are before it in its lane, and all updates without one. Whether
-        the step is committed, or only counted, is known when it has ended."""
-        self.out.append(self.end_step_action(*waits))
-
-    def end_step_action(self, *waits: str) -> Action:
-        return Action(Op.END_STEP, waits=(*waits, *self.last_in_memory))
+        """Mark the weights of these groups as missing, so that their next use reads them again."""
+        self.slots = [None if held in groups else held for held in self.slots]
+        self.device = [None if held in groups else held for held in self.device]
 
 
 # -- Phases ---------------------------------------------------------------------------------------
@@ -406,12 +339,18 @@ def forward(
     spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, deferred: Sequence[int] = (),
     end_step: bool = False, training: bool = True,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
-    """Forward over the sites in `order`. Updates of `deferred` groups are left over from the step
-    before, and each runs before its group is used; behind the last, with `end_step`, that step
-    ends. Where all groups are deferred, drives are the bottleneck of forward and idle in backward:
-    cached chunks are written during the backward that follows, and the step ends there. Updates of
-    `updated_twice` groups only make weights here, and are made a second time and written there.
-    Without `training` no backward follows, and no activations are kept."""
+    """Return the schedule of forward over the sites in `order`.
+
+    The updates of `deferred` groups belong to the previous step. Each of them runs before its group
+    is used. With `end_step`, the previous step ends after the last of them.
+
+    If all groups are deferred, the drives are the bottleneck of forward and mostly idle in
+    backward. The writes of cached chunks are then left to the backward that follows, and the
+    previous step ends there. The updates of `updated_twice` groups only compute weights here; they
+    are repeated and written in that backward.
+
+    Without `training`, no backward follows and no activations are kept.
+    """
     b = Builder(spec, buffers, held_before=True)
     left = dict.fromkeys(deferred)
     b.write_behind = bool(left) and _all_wait(spec, left)
@@ -419,7 +358,8 @@ def forward(
     back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
     upcoming = Upcoming(used, back)
     first_use = dict.fromkeys(g for g in used if g in left)
-    unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
+    # Groups that this forward does not use, which include resident groups, are updated first.
+    unused = [g for g in left if g not in first_use]
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
     twice = spec.updated_twice if b.write_behind and training else frozenset()
@@ -427,32 +367,32 @@ def forward(
     def update_first(group: int) -> None:
         if group in left:
             del left[group]
-            unwritten = group in twice and used.count(group) == 1  # or it would be read in between
-            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not unwritten)
+            # A group that is used again might be evicted and read from SSD before it is written.
+            unwritten = group in twice and used.count(group) == 1
+            b.update(group, write=not unwritten)
             if not left and end_step and not b.unwritten and not b.second_updates:
-                b.end_step()
+                b.emit(Op.END_STEP)
 
     for group in unused:
         b.bring(group, upcoming)
         update_first(group)
     if end_step and not deferred:
-        b.end_step()
+        b.emit(Op.END_STEP)
     reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
         reached.bring(position, then=update_first)
         reached.load(position)
         groups = spec.sites[site]
-        slots, waits = b.ready(groups)
-        into, room = b.act_buffer(site) if training else ((), ())
-        by, free = b.device_act_buffer(site) if training else ((), ())
-        name = b.emit(Op.FORWARD, site, at=(*slots, *into, *by), waits=(*waits, *room, *free))
-        b.used(groups, name)
+        into = b.act_buffer(site) if training else ()
+        by = b.device_act_buffer(site) if training else ()
+        b.emit(Op.FORWARD, site, at=(*b.weights_of(groups), *into, *by))
         reached.passed(groups)
-        b.offload_activations(site, name, into, by)
+        b.offload_activations(site, into, by)
     b.behind.extend(b.unwritten)
     if end_step and (b.unwritten or b.second_updates):
-        b.behind.append(b.end_step_action())
-    b.forget({group for group, _ in b.second_updates})  # these take the weights of before
+        b.behind.append(Action(Op.END_STEP))
+    # The second updates start from the old weights, which have to be read from SSD again.
+    b.forget({group for group, _ in b.second_updates})
     if not (order and training):
         b.emit_left_writes(len(b.behind))
     return b.result()
@@ -468,11 +408,15 @@ def backward(
     unreached: Sequence[int] = (),
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
-    """Backward over the sites in `order`. A group is updated after its last use, unless it is one
-    of `deferred`, whose gradients are held; `unreached` groups are updated at its end. If nothing
-    is deferred, the step ends. `speculate`: updates do not wait for the norm of all gradients; it
-    is known at E, and the step ends in the next forward. Gradients stay in memory until then, if
-    the plan spills none."""
+    """Return the schedule of backward over the sites in `order`.
+
+    A group is updated after its last use. The gradients of `deferred` groups are held instead.
+    `unreached` groups are updated after the end of backward. If nothing is deferred, the step ends.
+
+    With `speculate`, updates do not wait for the norm of all gradients. The norm is known at E, and
+    the step ends in the next forward. If the plan spills no gradients, they stay in memory until
+    then, so that a clipped step can be corrected.
+    """
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
     b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
     used = [group for site in order for group in spec.sites[site]]
@@ -482,7 +426,7 @@ def backward(
     if update_mode != "naive":
         b.queue += [(g, c) for g in now for c in range(spec.chunks[g])]
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
-    gradients = _GradientRoom(spec)
+    rooms = _GradientRooms(spec)
     for position, site in enumerate(order):
         reached.bring(position, then=second.update)
         restoring.fetch(position)
@@ -490,50 +434,46 @@ def backward(
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
-        slots, waits = b.ready(groups, updated=False)
-        written = second.written(groups)
-        if not spec.device_slots:
-            waits += written
-        where, restored = restoring.restore(position)
-        room = gradients.waits_to_make()
-        name = b.emit(Op.BACKWARD, site, at=slots + where, waits=(*waits, *room, *restored))
-        b.used(groups, name)
+        where = restoring.restore(position)
+        b.emit(Op.BACKWARD, site, -1, b.weights_of(groups) + where, *rooms.taken_by_backward())
         reached.passed(groups)
         for group in last_use_groups[position]:
-            there = b.offload_gradients(group, name, [*gradients.waits_to_copy, *written])
-            gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
-            gradients.made(there, gone)
+            b.offload_gradients(group, *rooms.taken_by_offload())
+            _update_or_hold(b, group, rooms, deferred=deferred, speculate=speculate)
         b.emit_left_writes(share)
     second.finish()
-    last = [group for groups in last_use_groups for group in groups][-1:]
-    end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
+    b.emit(Op.BACKWARD_DONE, -1, -1, (), *([(SQUARES, AFTER, WHOLE)] if speculate else []))
     for group in _trained(spec, unreached):
         if group in deferred:
-            _hold(b, group, end)
+            _hold(b, group)
         else:
-            if spec.clips_groups:
-                b.emit(Op.SUM_SQUARES, group, waits=(end,))
             b.bring(group, Upcoming(()))
-            b.update(group, (end,))
+            b.update(group)
     if not deferred and not speculate:
-        b.end_step(end)
+        b.emit(Op.END_STEP)
     return b.result()
 
 
 def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
-    """All that a forward has left to the backward after it, where none comes that can take it."""
+    """Return a schedule of everything that forward left to the following backward.
+
+    It is used if no backward follows, or one that cannot take this work.
+    """
     b = Builder(spec, buffers, held_before=True, defer_writes=True)
     groups = {group for group, _ in b.second_updates}
     second = _SecondUpdates(b, ())
     b.emit_left_writes(len(b.behind))
     second.finish()
-    b.forget(groups)  # what uses them next waits for reads, not for updates
+    b.forget(groups)  # The next use waits for a read of the weights, not for these updates.
     return b.result()
 
 
 class _SecondUpdates:
-    """Updates of the step before that have made weights and are to be made a second time: each when
-    backward brings its group, the end of their step behind all of them."""
+    """The second updates of the previous step, which are made and written during backward.
+
+    Each runs when backward reads the weights of its group. The previous step ends after all of
+    them.
+    """
 
     def __init__(self, builder: Builder, used: Sequence[int]) -> None:
         self._b, b = builder, builder
@@ -546,24 +486,24 @@ class _SecondUpdates:
         if group in self._groups and any(number == group for number, _ in self._b.second_updates):
             self._b.second_update(group)
 
-    def written(self, groups: Sequence[int]) -> list[str]:
-        """What new gradients of these groups wait for: they take the place of those that a second
-        update needs."""
-        return [name for g in groups if g in self._groups for name in self._b.each("W", g)]
-
     def finish(self) -> None:
-        """With groups that backward has not come to."""
+        """Update the groups that backward has not used, and end the previous step."""
         for group in dict.fromkeys(group for group, _ in self._b.queue):
             if any(number == group for number, _ in self._b.second_updates):
                 self._b.bring(group, Upcoming(()))
                 self._b.second_update(group)
-        self._b.out += self._step_end
+        for action in self._step_end:
+            self._b.emit_action(action)
 
 
 class _Reach:
-    """How far ahead weights are: in host slots by the window, on the device as slots allow. With
-    `release`, host slots are free once loaded; otherwise updates still need them. What the next
-    phase needs first stays on the device for it."""
+    """Prefetches the weights of the sites in `order`.
+
+    Weights are read into host slots up to `window` sites ahead, and loaded to the device as far as
+    its slots allow. With `release`, a host slot is free as soon as its weights were loaded;
+    otherwise updates still need it. The device evicts the group whose next use is farthest away,
+    including uses in the next phase.
+    """
 
     def __init__(
         self, builder: Builder, order: Sequence[int], upcoming: Upcoming, *, release: bool = False
@@ -608,12 +548,12 @@ class _Reach:
 
 
 class _Restoring:
-    """Kept activations in flight back: from SSD by the buffers, to the device one ahead."""
+    """Prefetches kept activations for backward, limited by the buffers on host and device."""
 
     def __init__(self, builder: Builder, order: Sequence[int]) -> None:
         self._b, self._order = builder, order
         self._fetched = 0
-        self._ready: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
+        self._ready: list[tuple[int, ...]] = []
 
     def fetch(self, position: int) -> None:
         ahead = min(position + self._b.spec.act_buffers, len(self._order))
@@ -621,39 +561,58 @@ class _Restoring:
             self._b.fetch_kept(self._order[self._fetched])
             self._fetched += 1
 
-    def restore(self, position: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Where backward at this position finds its activations, and what it waits for."""
+    def restore(self, position: int) -> tuple[int, ...]:
+        """Return the buffers from which backward at this position reads its activations."""
         while len(self._ready) < min(position + DEVICE_BUFFERS, self._fetched):
             self._ready.append(self._b.restore(self._order[len(self._ready)]))
         return self._ready[position]
 
 
-class _GradientRoom:
-    """Room for gradients, in the buffers of the host and on the device: what a site's backward
-    waits for until the gradients of earlier groups are gone."""
+class _GradientRooms:
+    """Rooms for the gradients of one group each, in host memory and on the device.
+
+    A backward takes the next room, and waits until the previous group in that room has freed it. A
+    room in host memory is freed by an update or by a spill, a room on the device by the copy to the
+    host. A group whose gradients stay in host memory until the norm is known occupies none of the
+    rooms there.
+    """
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self._spec = spec
-        self._left_host: list[str] = []  # after what those of each group are gone from the host
-        self._left_device: list[str] = []
-        self.waits_to_copy: list[str] = []  # to the host, of the site that is next
+        self._host = self._device = 0  # number of groups that have freed a room so far
+        self._host_room: Effect | None = None  # host room of the current site, until it is taken
 
-    def waits_to_make(self) -> list[str]:
-        spec, host, device = self._spec, self._left_host, self._left_device
-        self.waits_to_copy = [host[-spec.grads]] if len(host) >= spec.grads else []
+    def taken_by_backward(self) -> Iterator[Effect]:
+        spec = self._spec
+        room = ("gradient room", self._host % spec.grads)
+        self._host_room = (room, WRITE, WHOLE)
         if not spec.device_slots:
-            return self.waits_to_copy
-        if len(device) >= spec.device_grads:
-            return [device[-spec.device_grads]]
-        return device[:1] if spec.head_alone else []
+            yield self._host_room
+            return
+        yield (("device gradient room", self._device % spec.device_grads), WRITE, WHOLE)
+        if spec.head_alone and self._device < spec.device_grads:
+            yield (HEAD_ROOM, WRITE, WHOLE)
 
-    def made(self, left_device: str, left_host: str | None) -> None:
-        self._left_device.append(left_device)
-        self._left_host += [] if left_host is None else [left_host]
+    def taken_by_offload(self) -> Iterator[Effect]:
+        """Yield the host room that a copy from the device takes and the device room it frees."""
+        if self._spec.device_slots:
+            if self._host_room is not None:
+                yield self._host_room
+                self._host_room = None  # All groups of a site share one room.
+            yield (("device gradient room", self._device % self._spec.device_grads), READ, WHOLE)
+            if self._spec.head_alone and self._device == 0:
+                yield (HEAD_ROOM, READ, WHOLE)
+            self._device += 1
+
+    def freed(self) -> list[Effect]:
+        """Return the host room that the last update or spill of a group frees."""
+        room = ("gradient room", self._host % self._spec.grads)
+        self._host += 1
+        return [(room, READ, WHOLE)]
 
 
 def last_uses(spec: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each position the groups to update that no later position uses."""
+    """Return for each position the trained groups that no later position uses."""
     last = {group: i for i, site in enumerate(order) for group in spec.sites[site]}
     return [
         tuple(g for g in dict.fromkeys(_trained(spec, spec.sites[site])) if last[g] == i)
@@ -662,7 +621,10 @@ def last_uses(spec: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def _all_wait(spec: ScheduleSpec, deferred: Collection[int]) -> bool:
-    """All updates wait for the next forward: in backward the drives have little to do."""
+    """Return whether all updates wait for the next forward.
+
+    The drives have little to do in backward then.
+    """
     return set(deferred) >= set(_trained(spec, range(len(spec.chunks))))
 
 
@@ -673,65 +635,67 @@ def _trained(spec: ScheduleSpec, groups: Sequence[int]) -> list[int]:
 def one_backward(
     spec: ScheduleSpec, buffers: BufferState, site: int
 ) -> tuple[Schedule, BufferState]:
-    """Backward of one site on demand: its updates follow when it is known what was its last use."""
+    """Return the schedule of the backward of one site, without updates.
+
+    It is used while the order is not known. The updates of a group follow, by `updates`, when its
+    last use is known.
+    """
     b = Builder(spec, buffers)
     groups = spec.sites[site]
     reached, restoring = _Reach(b, [site], Upcoming(groups)), _Restoring(b, [site])
     reached.bring(0)
     restoring.fetch(0)
     reached.load(0)
-    slots, waits = b.ready(groups, updated=False)
-    where, restored = restoring.restore(0)
-    name = b.emit(Op.BACKWARD, site, at=slots + where, waits=(*waits, *restored))
-    b.used(groups, name)
+    where = restoring.restore(0)
+    b.emit(Op.BACKWARD, site, at=b.weights_of(groups) + where)
     return b.result()
 
 
 def updates(
-    spec: ScheduleSpec, buffers: BufferState, groups: Sequence[int], *, after: str,
+    spec: ScheduleSpec, buffers: BufferState, groups: Sequence[int], *,
     deferred: Sequence[int] = (), end: bool = False, speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
-    """Updates on demand of groups whose gradients are complete after `after`; those of `deferred`
-    are held instead. With `end`, backward ends first, and the step if nothing waits.
-    `speculate` as in `backward`."""
+    """Return the schedule of updates of groups whose gradients are complete.
+
+    The gradients of `deferred` groups are held instead. With `end`, backward ends first, and the
+    step ends afterwards if nothing is deferred. `speculate` is the same as in `backward`.
+    """
     b = Builder(spec, buffers)
     if end:
         b.emit(Op.BACKWARD_DONE)
     for group in _trained(spec, groups):
-        there = after if end else b.offload_gradients(group, after)
+        if not end:
+            b.offload_gradients(group)
         if group in deferred:
-            _hold(b, group, there)
+            _hold(b, group)
             continue
-        if spec.clips_groups or (speculate and not end):
-            b.emit(Op.SUM_SQUARES, group, waits=(there,))
+        if speculate and not end:
+            b.emit(Op.SUM_SQUARES, group)
         b.bring(group, Upcoming(()))
-        b.update(group, (there,))
+        b.update(group)
     if end and not deferred and not speculate:
-        # C comes behind all writes of its lane; updates of earlier schedules without one are named.
-        in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
-        earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
-        b.end_step(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
+        b.emit(Op.END_STEP)
     return b.result()
 
 
 def _update_or_hold(
-    b: Builder, group: int, there: str, *, deferred: Collection[int], speculate: bool
-) -> str | None:
-    """For a group whose gradients are in host memory after `there`; returns after what they have
-    left it, if they do."""
+    b: Builder, group: int, rooms: _GradientRooms, *, deferred: Collection[int], speculate: bool
+) -> None:
+    """Update a group whose gradients are in host memory, or hold them until the norm is known."""
     if group in deferred:
-        return _hold(b, group, there)
-    if speculate or b.spec.clips_groups:
-        b.emit(Op.SUM_SQUARES, group, waits=(there,))
-    updated = b.update(group, (there,))[-1]
-    return None if speculate and not b.spec.spilled_gradients else updated
+        _hold(b, group, rooms)
+        return
+    if speculate:
+        b.emit(Op.SUM_SQUARES, group)
+    stays = speculate and not b.spec.spilled_gradients
+    b.update(group, frees=[] if stays else rooms.freed())
 
 
-def _hold(b: Builder, group: int, after: str) -> str | None:
-    """Holds a group's gradients; returns after what they have left host memory, if they do."""
-    b.emit(Op.SUM_SQUARES, group, waits=(after,))
-    if group not in b.spec.spilled_gradients:
-        return None
-    for chunk in range(b.spec.chunks[group]):
-        b.stage(Op.SPILL_GRADIENTS, group, chunk, (f"H{group}", f"U{group}.{chunk}"))
-    return f"P{group}.{b.spec.chunks[group] - 1}"
+def _hold(b: Builder, group: int, rooms: _GradientRooms | None = None) -> None:
+    """Hold the gradients of a group, in memory or on SSD, until its update."""
+    b.emit(Op.SUM_SQUARES, group)
+    if group in b.spec.spilled_gradients:
+        frees = [] if rooms is None else rooms.freed()
+        last = b.spec.chunks[group] - 1
+        for chunk in range(last + 1):
+            b.stage(Op.SPILL_GRADIENTS, group, chunk, *(frees if chunk == last else ()))

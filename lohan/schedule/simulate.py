@@ -1,10 +1,10 @@
-"""What a step costs on a machine that need not be here: a schedule, run lane by lane against its
-clock, and the seconds of every action.
+"""A simulator of schedules, and the cost of every action on a machine described by a profile.
 
-The rules are those of engine/lanes.py: every lane keeps its order; an action starts when what it
-waits for has finished; ssd actions are submitted as soon as they may start and served one after the
-other. Where compute and updates share the cores (`caller_updates`), an update runs between two
-compute actions as soon as it is ready, as on the caller's thread.
+The simulator follows the rules of engine/lanes.py. Every lane keeps its order. An action starts
+when the actions that it waits for have finished. Actions of the ssd lane are submitted as soon as
+they may start, and are served one after the other. If compute and updates share the cores
+(`caller_updates`), an update runs between two compute actions as soon as it is ready, as it does on
+the caller's thread.
 """
 
 from __future__ import annotations
@@ -24,62 +24,71 @@ from lohan.util.trace import LANES, Span, busy_s, chrome_trace
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every lane did when, and when each step's backward ended."""
+    """The simulated spans of all lanes, and the times at which backward of each step ended."""
 
     spans: tuple[Span, ...]
-    step_ends: tuple[float, ...]
+    step_ends: tuple[float, ...]  # seconds since the start of the simulation
 
     @property
     def step_s(self) -> float:
-        """Length of the last step, from the end of one backward to the end of the next."""
+        """The seconds of the last step, from the end of one backward to the end of the next."""
         before = self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
         return self.step_ends[-1] - before
 
     @property
     def forward_s(self) -> float:
-        """Of the last step, until its backward begins."""
+        """The seconds from the start of the last step until its backward begins."""
         start = self.step_ends[-1] - self.step_s
         begins = (span.start_s for span in self.spans if span.name[0] == Op.BACKWARD)
         return min((at for at in begins if at >= start), default=start) - start
 
     def busy_s(self) -> dict[str, float]:
-        """Busy seconds of each lane in the last step."""
+        """Return the busy seconds of each lane in the last step."""
         stop = self.step_ends[-1]
         return busy_s(self.spans, stop - self.step_s, stop)
 
     def trace(self) -> dict[str, Any]:
-        """As Chrome and Perfetto show it."""
+        """Return the spans in the trace format of Chrome and Perfetto."""
         return chrome_trace(list(self.spans))
 
 
 @dataclass(slots=True)
 class _Task:
+    """An action that is queued in the simulator."""
+
     action: Action
-    missing: int = 0  # of what it waits for
-    ready_s: float = 0.0
-    waiting: list[_Task] = field(default_factory=list)
+    missing: int = 0  # number of tasks that it waits for and that were not simulated yet
+    ready_s: float = 0.0  # when the last of the others finishes
+    waiting: list[_Task] = field(default_factory=list)  # tasks that wait for this one
     finish_s: float = 0.0
 
 
 def simulate(
     phases: Iterable[Schedule], seconds: Callable[[Action], float], *, caller_updates: bool = False
 ) -> Timeline:
-    """The timeline of phases in a row, as the executor queues them: each when the compute of the
-    one before has ended or, where it has none, all of it."""
+    """Return the timeline of consecutive phases.
+
+    As in the executor, a phase is enqueued when the compute actions of the previous phase have
+    finished or, if it has none, when all of its actions have. `seconds` returns the duration of an
+    action.
+    """
     if caller_updates:
         return _Shared(seconds).run(phases)
     return _in_order(phases, seconds)
 
 
 def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) -> Timeline:
-    """Every lane on its own: nothing waits for something later, so one pass in the schedule's
-    order is enough."""
+    """Return the timeline if all lanes are independent.
+
+    No action waits for a later one, so one pass in the order of the schedule is enough.
+    """
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
-    known: dict[str, float] = {}  # a name takes as long in every step
+    known: dict[str, float] = {}  # seconds of an action by name, the same in every step
     lane_of, spans, end = LANE_OF, list[Span](), Op.BACKWARD_DONE
     ends: list[float] = []
-    when, took, span_of = finished.get, known.get, tuple.__new__  # as many calls as actions
+    # The loop below runs once per action, so attribute lookups are moved out of it.
+    when, took, span_of = finished.get, known.get, tuple.__new__
     served_s = floor_s = 0.0
     for phase in phases:
         compute_s = last_s = floor_s
@@ -96,7 +105,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
             took_s = took(name)
             if took_s is None:
                 took_s = known[name] = seconds(action)
-            if lane == "ssd":  # submitted in order, served one after the other
+            if lane == "ssd":  # Actions are submitted in order and served one after the other.
                 free[lane] = start_s
                 if served_s > start_s:
                     start_s = served_s
@@ -117,14 +126,17 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
 
 
 class _Shared:
-    """Compute and updates take turns on one thread: which goes first is known only on the way."""
+    """A simulator for compute and updates that take turns on one thread.
+
+    Their order depends on the times at which they become ready, so it needs an event queue.
+    """
 
     def __init__(self, seconds: Callable[[Action], float]) -> None:
         self._seconds = seconds
         self._queues: dict[str, deque[_Task]] = {lane: deque() for lane in LANES}
         self._free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
-        self._served_s = 0.0  # when the drives have served what was submitted
-        self._latest: dict[str, _Task] = {}
+        self._served_s = 0.0  # when the drives have served all submitted actions
+        self._latest: dict[str, _Task] = {}  # the latest task of each name
         self._spans: list[Span] = []
         self._ends: list[float] = []
 
@@ -155,7 +167,10 @@ class _Shared:
         return task
 
     def _step(self) -> None:
-        """Starts the action that can start first. Whatever is unknown yet comes later."""
+        """Start the action with the earliest possible start among the heads of all lanes.
+
+        An action whose predecessors have not all been started cannot start earlier than this one.
+        """
         best: tuple[float, int, str] | None = None
         for rank, lane in enumerate(_PRIORITY):
             queue = self._queues[lane]
@@ -189,90 +204,107 @@ class _Shared:
             other.ready_s = max(other.ready_s, task.finish_s)
 
 
-# A ready update goes before compute.
+# The order of lanes whose actions can start at the same time: a ready update runs before compute.
 _PRIORITY = ("optimizer", "compute", "ssd", "h2d", "d2h", "net")
 
 
-# -- What a step costs on a machine: seconds of every action, and closed forms per lane ------------
+# -- The cost of a step on a machine: seconds of every action, and closed forms per lane -----------
 #
-# Pure functions of a profile and a `StepWork`. The simulator asks for actions one by one; the
-# planner asks for the closed form, which is the paper's: per phase the busiest lane, with the terms
-# that it leaves out (CPU updates, state kept in host memory, updates deferred to the next forward,
-# head and embedding, micro-batches).
+# Pure functions of a profile and a `StepWork`. The simulator uses the seconds of single actions.
+# The planner uses the closed form of the paper, in which a phase lasts as long as its busiest lane,
+# extended by the terms that the paper leaves out: CPU updates, state cached in host memory, updates
+# deferred to the next forward, head and embedding, and micro-batches.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteWork:
-    """One call of a site: its compute and the activations that leave the device and the host."""
+    """The compute of one call of a site, and the activations that leave the device and the host."""
 
     forward_flops: float
-    recompute_flops: float  # in backward, before the gradients
-    tokens: float  # that go through it at once
-    forward_bytes: float = 0.0  # through the device's own memory, besides the matrix products
+    recompute_flops: float  # FLOPs of recomputation in backward
+    tokens: float  # number of tokens in one matrix product
+    # Bytes that operations on activations, other than matrix products, move through device memory.
+    forward_bytes: float = 0.0
     recompute_bytes: float = 0.0
-    kept_bytes: float = 0.0  # over the link, each way
-    out_bytes: float = 0.0  # to SSD and back
-    summed_bytes: float = 0.0  # through that memory to add up weight gradients of tiles
-    dequantised_bytes: float = 0.0  # through that memory to unpack its weights, in each pass
-    trained: float = 1.0  # share of its parameters that take a gradient
+    kept_bytes: float = 0.0  # activations over the link, in each direction
+    out_bytes: float = 0.0  # activations to SSD and back
+    # Bytes through device memory to sum the weight gradients of tiles and slices, and for the norm.
+    summed_bytes: float = 0.0
+    dequantised_bytes: float = 0.0  # bytes through device memory to unpack weights, in each pass
+    trained: float = 1.0  # share of the parameters that take a gradient
     head: bool = False
-    no_backward: bool = False  # no gradient comes to it
-    at_once: bool = False  # gradients are made in forward, slice by slice, as the head does
+    no_backward: bool = False  # whether no gradient reaches the site
+    at_once: bool = False  # whether gradients are computed in forward, slice by slice (the head)
 
     def forward_s(self, profile: Profile) -> float:
-        touched = self.forward_bytes + self.dequantised_bytes
-        forward_s = self._seconds(profile, self.forward_flops, touched)
+        forward_s = self._seconds(profile, self.forward_flops, self.forward_bytes)
         return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
 
     def backward_s(self, profile: Profile) -> float:
         if self.at_once or self.no_backward:
             return 0.0
-        touched = self.recompute_bytes + self.dequantised_bytes
-        recompute_s = self._seconds(profile, self.recompute_flops, touched)
+        recompute_s = self._seconds(profile, self.recompute_flops, self.recompute_bytes)
         return recompute_s + self._gradient_s(profile)
 
-    def _seconds(self, profile: Profile, flops: float, touched: float) -> float:
+    def _seconds(self, profile: Profile, flops: float, activations: float) -> float:
         rate = profile.head_flops if self.head else 0.0
-        return flops / (rate or profile.flops_at(self.tokens)) + memory_s(profile, touched)
+        flops_s = flops / (rate or profile.flops_at(self.tokens))
+        touched_s = activation_s(profile, activations) + memory_s(profile, self.dequantised_bytes)
+        return flops_s + touched_s
 
     def _gradient_s(self, profile: Profile) -> float:
         rate = profile.head_flops if self.head else 0.0
         flops_s = self.gradient_flops / (rate or profile.backward_flops_at(self.tokens))
-        return flops_s + memory_s(profile, 2 * self.forward_bytes + self.summed_bytes)
+        activations_s = activation_s(profile, 2 * self.forward_bytes)
+        return flops_s + activations_s + memory_s(profile, self.summed_bytes)
 
     @property
     def gradient_flops(self) -> float:
-        """As many as forward for the gradients of inputs, and again for those of weights."""
+        """The FLOPs of gradients: those of forward once for inputs, and once for weights."""
         return (1 + self.trained) * self.forward_flops
 
 
-DEQUANTISING = 24  # bytes through device memory per value: codes, indices, fp32 twice, 16 bits
-SUMMED = (
-    12  # bytes through device memory per gradient of a tile: 16 bits out and in, fp32 in and out
-)
-TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
+# Bytes through device memory to dequantise one value: codes, indices, fp32 twice, 16 bits.
+DEQUANTISING = 24
+# Bytes through device memory to add one weight gradient of a tile or slice to the sum: 16 bits are
+# written and read, fp32 is read and written.
+SUMMED = 12
+# Bytes through device memory per 16-bit element of an activation: written once, read twice.
+TOUCHED = 6
 
 
 def memory_s(profile: Profile, touched: float) -> float:
-    """Of operations that wait for device memory; 0 where its rate is not known."""
+    """Return the seconds to move `touched` bytes through device memory, or 0 if not known."""
     return touched / profile.device_rate if profile.device_rate else 0.0
+
+
+def activation_s(profile: Profile, touched: float) -> float:
+    """Return the seconds to move activations through device memory.
+
+    The result is 0 if FLOP/s were measured with a whole block, because they include this time. The
+    curve of a preset is that of matrix products alone.
+    """
+    return 0.0 if profile.block_width else memory_s(profile, touched)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BytesPerParameter:
-    """Bytes per parameter: of weights, of the state that is read and written, of gradients."""
+    """Bytes per parameter of weights, optimizer state and gradients, and the cost of an update."""
 
     weight: float
-    state: float
-    gradient: float  # over the link, and to SSD and back where they wait there
-    update: float = 1.0  # time of an update, as a multiple of AdamW's
-    rounding_s: float = 0.0  # of one core, per parameter: an update takes that long at least
+    state: float  # bytes that an update reads and writes
+    gradient: float  # bytes over the link, and to SSD and back if gradients are spilled
+    update: float = 1.0  # time of an update, as a multiple of that of AdamW
+    rounding_s: float = 0.0  # seconds of one core per parameter, a lower bound of an update
 
 
 @lru_cache
 def bus_bytes(layout: BytesPerParameter) -> dict[Op, float]:
-    """Bytes per parameter through main memory, by action. Checksums are taken while an update has
-    its lines in the cache, and squares are summed on the device: both cost none."""
+    """Return the bytes per parameter that each action moves through main memory.
+
+    Checksums are computed while the data of an update is in the CPU cache, and squares are summed
+    on the device, so neither adds any.
+    """
     stored = layout.weight + layout.state
     return {
         Op.READ_WEIGHTS: layout.weight,
@@ -281,23 +313,24 @@ def bus_bytes(layout: BytesPerParameter) -> dict[Op, float]:
         Op.OFFLOAD_GRADIENTS: layout.gradient,
         Op.UPDATE: 2 * stored + layout.gradient,
         Op.WRITE: stored,
-        Op.SPILL_GRADIENTS: 3 * layout.gradient,  # packed into a staging buffer first
+        Op.SPILL_GRADIENTS: 3 * layout.gradient,  # packed into a staging buffer, then written
         Op.FETCH_GRADIENTS: layout.gradient,
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """A step in numbers. Groups and sites are those of the schedule's shape."""
+    """The amount of work of one step. Groups and sites are numbered as in the schedule spec."""
 
     sites: tuple[SiteWork, ...]
-    groups: tuple[int, ...]  # parameters
+    groups: tuple[int, ...]  # parameters of each group
     chunk_params: int
     per_parameter: BytesPerParameter
-    chunk_sizes: tuple[tuple[int, ...], ...] = ()  # in parameters, where they are not equal
-    joined: bool = False  # an entry is several chunks, each of which costs what an action does
-    slices: int = 1  # micro-batches
-    world: int = 1  # ranks; groups are then one rank's shards
+    chunk_sizes: tuple[tuple[int, ...], ...] = ()  # in parameters, if chunks are not of equal size
+    # Whether a chunk stands for several real ones, each with the overhead of an action.
+    joined: bool = False
+    slices: int = 1  # number of micro-batches
+    world: int = 1  # number of ranks; with several, groups are the shards of one rank
 
     def chunk(self, group: int, number: int) -> int:
         if self.chunk_sizes:
@@ -310,23 +343,28 @@ class StepWork:
         return -(-self.groups[group] // self.chunk_params)
 
     def actions(self, group: int, number: int) -> int:
-        """That a run takes for such an entry."""
+        """Return the number of real actions that a joined chunk stands for."""
         return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
 
     def out_bytes(self, site: int) -> float:
         return self.sites[site].out_bytes
 
     def over_link(self, site: int) -> float:
-        """Bytes of activations that K or V of a site moves. Slices are copied during the
-        compute of their own site: only the last slice to leave, or the first to come back, is left
-        for the time between two sites. So that one goes with its site, and the others with the
-        site before it."""
+        """Return the bytes of activations that are counted for K or V of a site.
+
+        Slices are copied during the compute of their own site. Only the last slice to leave, or the
+        first to return, is copied between two sites. That slice is counted with its own site and
+        the other slices with the site before it.
+        """
         own = self.sites[site].kept_bytes
         after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
         return own / self.slices + after * (self.slices - 1) / self.slices
 
     def bus_bytes(self, phases: Iterable[Schedule]) -> float:
-        """Of all these, through main memory, where the device has a memory of its own."""
+        """Return the bytes that these phases move through main memory.
+
+        The device is assumed to have its own memory.
+        """
         each, moved = bus_bytes(self.per_parameter), 0.0
         parameters = dict.fromkeys(each, 0)
         for phase in phases:
@@ -341,7 +379,7 @@ class StepWork:
         return moved + sum(each[kind] * count for kind, count in parameters.items())
 
     def written(self, action: Action) -> float:
-        """Bytes that an action writes to SSD."""
+        """Return the bytes that an action writes to SSD."""
         if action.kind == Op.WRITE:
             layout = self.per_parameter
             return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
@@ -350,19 +388,24 @@ class StepWork:
         return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
 
 
-WRITES = frozenset({Op.WRITE, Op.SPILL_GRADIENTS, Op.SPILL_ACTIVATIONS})  # to SSD
+# The actions that write to SSD.
+WRITES = frozenset({Op.WRITE, Op.SPILL_GRADIENTS, Op.SPILL_ACTIVATIONS})
 
 
 class ActionCosts:
-    """Seconds of each action of a workload's schedules on one machine."""
+    """The seconds of each action of a workload's schedules on one machine."""
 
     def __init__(
         self, profile: Profile, work: StepWork, *, lost: Mapping[str, float] | None = None
     ) -> None:
-        """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
+        """Initialize the costs.
+
+        `lost` is the share of its speed that each action loses to concurrent actions, by name.
+        """
         self._profile, self._work, self._lost = profile, work, lost or {}
-        self.known: dict[str, float] = {}  # a name takes as long in every step
-        self._alike: dict[tuple[Op, int], float] = {}  # as all chunks of a size
+        self.known: dict[str, float] = {}  # seconds by name, the same in every step
+        # Seconds by kind and chunk size. All chunks of a size take equally long.
+        self._alike: dict[tuple[Op, int], float] = {}
         layout, others = work.per_parameter, work.world - 1
         read, write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed
@@ -374,7 +417,7 @@ class ActionCosts:
             Op.OFFLOAD_ACTIVATIONS: (work.over_link, profile.d2h),
             Op.RESTORE_ACTIVATIONS: (work.over_link, profile.h2d),
         }
-        # Bytes per parameter, and their rate.
+        # Bytes per parameter, and bytes per second. For updates: seconds per parameter, and 1.
         self._parameters = {
             Op.READ_WEIGHTS: (layout.weight, read),
             Op.READ_STATE: (layout.state, mixed_read),
@@ -382,10 +425,11 @@ class ActionCosts:
             Op.SPILL_GRADIENTS: (layout.gradient, mixed_write),
             Op.FETCH_GRADIENTS: (layout.gradient, mixed_read),
             Op.UPDATE: (update_s, 1.0),
-            Op.SUM_SQUARES: (0.0, 1.0),  # on the device, or over a gradient that was just made
+            # On a device, the time of backward includes it. On a CPU, it directly follows backward.
+            Op.SUM_SQUARES: (0.0, 1.0),
             Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),
             Op.OFFLOAD_GRADIENTS: (layout.gradient, profile.d2h),
-            # Every other rank's shard comes here, or this rank's part of theirs leaves.
+            # The rank receives the shards of all others, or sends its part of their gradients.
             Op.ALL_GATHER: (others * layout.weight, profile.net_rate),
             Op.REDUCE_SCATTER: (others * layout.gradient, profile.net_rate),
         }
@@ -420,7 +464,7 @@ class ActionCosts:
         return known
 
     def _moving_s(self, action: Action) -> float:
-        """Of what an action moves, or of its arithmetic."""
+        """Return the seconds of the data that an action moves, or of its arithmetic."""
         kind, index, chunk, work = action.kind, action.index, action.chunk, self._work
         moved = self._parameters.get(kind)
         if moved is None:
@@ -431,35 +475,34 @@ class ActionCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one step moves and computes in all, however it is cut. Bytes and parameters.
+    """The totals that one step moves and computes. Attributes are in bytes unless they say so."""
 
-    `deferred` is the share of the updates that run in forward."""
-
-    forward_s: float  # compute
-    backward_s: float
-    weights: float  # bytes over the link, each phase
-    weights_read: float  # from SSD in forward, and again in backward
-    kept: float
-    out: float
-    gradients: float
-    state_read: float
-    state_written: float
+    forward_s: float  # seconds of compute
+    backward_s: float  # seconds of compute
+    weights: float  # over the link, in each phase
+    weights_read: float  # from SSD, in each phase
+    kept: float  # activations over the link, in each direction
+    out: float  # activations to SSD and back
+    gradients: float  # over the link
+    state_read: float  # from SSD
+    state_written: float  # to SSD, including weights
     held: float  # gradients written to SSD and read back
-    updated: float  # parameters, as if by AdamW
-    rounding_s: float = 0.0  # of one core, for their moments
-    deferred: float = 0.0
-    head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
-    gathered: float = 0.0  # bytes of weights from other ranks, each phase
-    reduced: float = 0.0  # bytes of gradients to them
-    update_bytes: float = 0.0  # through main memory, of updates
-    alone: bool = False  # gradients of one block leave the device before the next makes its own
+    updated: float  # parameters, multiplied by the cost of an update relative to AdamW
+    rounding_s: float = 0.0  # seconds of one core to round the moments
+    deferred: float = 0.0  # share of the updates that run in forward
+    # Seconds of the head, part of `forward_s`. It runs after all blocks have kept activations.
+    head_s: float = 0.0
+    gathered: float = 0.0  # weights from other ranks, in each phase
+    reduced: float = 0.0  # gradients to other ranks
+    update_bytes: float = 0.0  # through main memory, by updates
+    alone: bool = False  # whether gradients of one block leave the device before the next backward
 
 
 LaneSeconds = dict[str, float]
 
 
 def lane_seconds(profile: Profile, t: Traffic) -> tuple[LaneSeconds, LaneSeconds]:
-    """Busy seconds per lane in forward and in backward."""
+    """Return the busy seconds per lane in forward and in backward."""
     read, write = profile.ssd_read, profile.ssd_write
     state_s = 0.0
     if t.state_read or t.state_written:
@@ -498,13 +541,16 @@ def _seconds_at(amount: float, rate: float) -> float:
 
 
 def phase_s(profile: Profile, lanes: Mapping[str, float]) -> float:
-    """A phase lasts as long as its busiest lane."""
+    """Return the seconds of a phase, which lasts as long as its busiest lane."""
     return max(*lanes.values(), shared_s(profile, lanes))
 
 
 def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
-    """Of lanes that are one thing: without a device compute and updates; where GPUs are joined by
-    their links to host memory only, each link and what goes to other ranks."""
+    """Return the total seconds of lanes that share one resource.
+
+    Without a device, compute and updates share the cores. If GPUs are connected only by their links
+    to host memory, transfers between ranks share these links.
+    """
     if not profile.has_link:
         return lanes["compute"] + lanes["optimizer"]
     if not profile.net_over_links:

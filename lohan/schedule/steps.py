@@ -1,4 +1,4 @@
-"""A step after the first few, as ActionScheduler schedules it; nothing of it needs torch."""
+"""Schedules of whole training steps, as ActionScheduler builds them. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from lohan.model.state import chunks
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import (
     Action,
-    BufferState,
-    Op,
     Schedule,
     ScheduleSpec,
-    empty_buffers,
 )
+from lohan.schedule.buffers import BufferState, empty_buffers
 
-STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
+STEADY_AFTER = 3  # number of steps after which the use of slots and rings is periodic
 
 
 def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpec:
-    """What schedules need to know, by number of group and site."""
+    """Return the schedule spec of a model and a plan, with groups and sites as numbers."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     cached = [numbers[key] for key in (*RESIDENTS, *plan.host_cached_weights) if key in numbers]
     return ScheduleSpec(
@@ -52,13 +50,12 @@ def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpe
             if plan.device_slots and s.name not in plan.staying
         ),
         net=plan.world > 1,
-        clips_groups=plan.block_clip > 0,
         updated_twice=frozenset(numbers[key] for key in plan.updated_twice),
     )
 
 
 def deferred_groups(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
-    """Groups whose updates wait until backward has ended."""
+    """Return the numbers of the groups whose updates wait until backward has ended."""
     return tuple(
         number
         for number, group in enumerate(blocks.groups)
@@ -68,19 +65,20 @@ def deferred_groups(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOrder:
-    """How steps go: sites in the order of forward and of backward, and when updates run."""
+    """The order of sites in forward and in backward, and when updates run."""
 
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
+    forward: tuple[int, ...]  # sites
+    backward: tuple[int, ...]  # sites
     update_mode: str  # serial | naive | optimized | balanced
-    deferred: tuple[int, ...] = ()
+    deferred: tuple[int, ...] = ()  # groups that are updated after backward
     overlap: bool = True
-    speculates: bool = False  # updates do not wait for the norm while steps are not clipped
-    commits: bool = True  # every step; if not, cached chunks are written by steps that do
+    speculates: bool = False  # whether updates run before the gradient norm is known
+    # Whether every step commits. If not, only the steps that commit write cached chunks.
+    commits: bool = True
 
     @property
     def deferred_to_forward(self) -> tuple[int, ...]:
-        """Groups that are updated during the next forward."""
+        """The groups that are updated during the next forward."""
         return self.deferred if self.overlap and self.update_mode != "serial" else ()
 
 
@@ -92,7 +90,12 @@ def planned_order(
     two_generations: bool,
     clipped: bool = False,
 ) -> ExecutionOrder:
-    """The order that a plan leads to: `sites`, or all of them as they come, and back again."""
+    """Return the order of a plan: `sites` in forward, and in reverse order in backward.
+
+    Without `sites`, all sites run in the order of their numbers. Backward ends at the first site of
+    forward that has a trained group. `clipped` assumes that every step is clipped, so that no
+    update is speculative.
+    """
     sites = tuple(sites) or tuple(range(len(blocks.sites)))
     learning = [n for n, site in enumerate(sites) if _learns(blocks, site)]
     reached = sites[learning[0] :] if learning else sites
@@ -105,7 +108,10 @@ def planned_order(
 
 
 def _learns(blocks: Blocks, site: int) -> bool:
-    """Frozen sites before the first that learns have no backward."""
+    """Return whether a site has a group that is trained.
+
+    Sites before the first such site have no backward.
+    """
     return any(not blocks.by_key[key].frozen for key in blocks.sites[site].groups)
 
 
@@ -113,19 +119,25 @@ Phases = dict[str, Schedule]
 
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
-    """The phases of a step after the first few, as ActionScheduler schedules them; of an order that
-    speculates, of a step whose norm stays below the limit, and of one that does not commit, of a
-    step between two commits."""
+    """Return the non-empty phases of a step in the steady state.
+
+    If the order speculates, the step is one that is not clipped. If not every step commits, it is
+    one between two commits.
+    """
     *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
 
 
 @lru_cache(maxsize=16)
 def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
-    """Raises a LohanError if a schedule of this order could go wrong on lanes: asked of steps in a
-    row, so that what one leaves to the next is seen too, from waiting for the norm to not waiting
-    for it and back, and with commits between steps without."""
-    from lohan.schedule.check import validate  # what only looks ahead needs it not
+    """Raise a LohanError if a schedule of this order is wrong or has a race between lanes.
+
+    Several consecutive steps are checked, so that the work that one step leaves to the next is
+    checked too. They include both transitions between waiting for the norm and speculating, and
+    those between steps that commit and steps that do not, as far as the order has them.
+    """
+    # Imported here, because forecasts use this module without checking schedules.
+    from lohan.schedule.check import validate
 
     buffers, chain = empty_buffers(spec), []
     ways = (False, True, True, False) if order.speculates else (False, False)
@@ -136,7 +148,7 @@ def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
 
 
 def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
-    """The phases of the first steps, as if their order had been known from the start."""
+    """Yield the phases of the first `count` steps, all of them in the same order."""
     return chain_of(spec, order, (order.commits,) * count)
 
 
@@ -144,7 +156,11 @@ def chain_of(
     spec: ScheduleSpec, order: ExecutionOrder, commits: Sequence[bool],
     speculates: Sequence[bool] = (),
 ) -> Iterator[Phases]:  # fmt: skip
-    """Steps in a row, each of which commits or not, and speculates or waits for the norm."""
+    """Yield the phases of consecutive steps.
+
+    `commits` says for each step whether it commits, `speculates` whether it runs updates before the
+    norm is known. Steps beyond the end of `speculates` follow the order.
+    """
     buffers, before = empty_buffers(spec), None
     for number, commit in enumerate(commits):
         bold = speculates[number] if number < len(speculates) else order.speculates
@@ -159,21 +175,22 @@ def chain_of(
 
 
 def spec_for_step(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
-    """For a step that may not commit: then what stays in memory is not written."""
+    """Return the spec of a step: cached chunks are not written by a step without a commit."""
     return spec if commits else replace(spec, write_through=False)
 
 
 def _overlapped(
     spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, before: ExecutionOrder | None
 ) -> tuple[Phases, BufferState]:
-    """A step, and what the one `before` it left to its forward."""
+    """Return the phases of a step, including the updates that the step `before` it deferred."""
     left = before.deferred_to_forward if before is not None else ()
     ends = bool(left) or (before is not None and before.speculates)
     earlier = spec_for_step(spec, before is None or before.commits)
     forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, end_step=ends)
     spec = spec_for_step(spec, order.commits)
     late: Schedule = ()
-    if buffers.second_updates and order.speculates:  # its updates are of the step itself
+    if buffers.second_updates and order.speculates:
+        # Backward runs updates of this step, so those of the step before have to come first.
         late, buffers = sched.write_behind(spec, buffers)
     backward, buffers = sched.backward(
         spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,
@@ -188,7 +205,7 @@ def _overlapped(
 def _plain(
     spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder
 ) -> tuple[Phases, BufferState]:
-    """Overlap off: each block is scheduled on demand."""
+    """Return the phases of a step without overlap, in which each site is scheduled on demand."""
     forward: list[Action] = []
     backward: list[Action] = []
     deferred = order.deferred
@@ -198,12 +215,10 @@ def _plain(
     for site, finished in zip(order.backward, sched.last_uses(spec, order.backward), strict=True):
         made, buffers = sched.one_backward(spec, buffers, site)
         backward += made
-        made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", deferred=deferred)
+        made, buffers = sched.updates(spec, buffers, finished, deferred=deferred)
         backward += made
     last = _unreached(spec, order)
-    made, buffers = sched.updates(
-        spec, buffers, last, after=Op.BACKWARD_DONE, deferred=deferred, end=True
-    )
+    made, buffers = sched.updates(spec, buffers, last, deferred=deferred, end=True)
     backward += made
     after, buffers = sched.forward(spec, buffers, (), deferred=deferred, end_step=bool(deferred))
     return {
@@ -214,6 +229,6 @@ def _plain(
 
 
 def _unreached(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
-    """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
+    """Return the groups that no site of backward uses, including frozen ones."""
     used = {group for site in order.backward for group in spec.sites[site]}
     return [group for group in range(len(spec.chunks)) if group not in used]

@@ -1,1 +1,4 @@
-"""Keys and bytes on SSD, in generations. Knows nothing of models, devices or plans."""
+"""The SSD store: named regions of bytes, versioned by generation.
+
+The package does not depend on models, devices or plans.
+"""

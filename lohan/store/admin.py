@@ -1,8 +1,8 @@
-"""Whole stores: find, describe, remove, verify, snapshot, restore."""
+"""Operations on whole stores: list, describe, remove, verify, snapshot, restore and rewind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,19 @@ _DEPTH = 3
 
 
 def list_stores(root: str | Path) -> list[Path]:
-    """Primary directories of the stores in `root` and a few levels below it."""
+    """Return the primary directories of the stores in `root` and up to `_DEPTH` levels below it.
+
+    Directories inside a store are not searched, and symbolic links to directories are not followed.
+    """
     found: list[Path] = []
     level = [Path(root).absolute()]
     for _ in range(_DEPTH + 1):
         below: list[Path] = []
         for directory in level:
             if (directory / IDENTITY).is_file():
-                if _index_of(directory) in (0, None):  # a damaged one should be seen too
+                # A store whose identity is damaged (None) is listed as well, so that the user can
+                # see it.
+                if _index_of(directory) in (0, None):
                     found.append(directory)
                 continue
             try:
@@ -60,7 +65,10 @@ def list_stores(root: str | Path) -> list[Path]:
 
 
 def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
-    """What the small files say; takes no lock, so also of a store in use."""
+    """Return what the identity and the manifest record about a store.
+
+    This takes no lock, so a store that is in use can be described too.
+    """
     paths, primary = locate(dirs)
     manifest = read_manifest(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
@@ -91,8 +99,12 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
 
 
 def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Removes a store, whole or unfinished: its own files, and its directories if nothing else is
-    in them. Directories that are gone already are skipped. Returns those it emptied."""
+    """Remove a committed or unfinished store and return the directories that held its files.
+
+    Only files of the store are deleted, and a directory is removed only if that leaves it empty.
+    Directories of the store that do not exist are skipped. Unfinished activation stores next to the
+    removed directories are removed as well.
+    """
     paths, primary = locate(dirs)
     _check_no_copy(paths, primary)
     present: list[Path] = []
@@ -115,7 +127,12 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
-    """Other directories belong to the original of a copied first one, as long as that is there."""
+    """Raise StoreError if the first directory is a copy and another one belongs to its original.
+
+    The first directory is a copy if the location recorded in its identity is a different directory
+    that holds a store with the same uuid. The other directories that it lists are then those of the
+    original.
+    """
     if not primary.dirs or not (original := Path(primary.dirs[0]) / IDENTITY).is_file():
         return
     if original.parent.samefile(paths[0]) or read_identity(original.parent).uuid != primary.uuid:
@@ -130,9 +147,12 @@ def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
 
 
 def remove_partial(dirs: Sequence[Path]) -> None:
-    """Empties the directories of one store, whichever stores the files in them are of: a removal or
-    a swap that died leaves some of one and some of another. A directory with another number in
-    its store than here is not the caller's, and nothing is removed."""
+    """Delete the store files in `dirs`, even if they come from different stores.
+
+    An interrupted removal or swap leaves files of two stores in the directories. If a directory
+    holds other files, or its identity has a different index than its position in `dirs`, StoreError
+    is raised and nothing is removed.
+    """
     present = [path for path in dirs if path.is_dir()]
     for path in present:
         check_replaceable(path)
@@ -150,8 +170,10 @@ def remove_partial(dirs: Sequence[Path]) -> None:
 
 
 def remove_unfinished(dirs: Sequence[Path]) -> None:
-    """Takes away what dead processes have left of stores that were never committed. One that a
-    process has open stays, and so does everything that is not of a store."""
+    """Remove the stores in `dirs` that were never committed and that no process has open.
+
+    Files that do not belong to a store are kept.
+    """
     for path in filter(unfinished, dirs):
         try:
             lock = StoreLock([path])
@@ -165,8 +187,12 @@ def remove_unfinished(dirs: Sequence[Path]) -> None:
 
 
 def _delete(present: Sequence[Path], *, primary: Path) -> None:
-    """The manifest first: without it what is left is an unfinished store. The rest of the primary
-    last: until then it leads to the others."""
+    """Delete the files of a store in a crash-safe order.
+
+    The manifest is deleted first: without it, the remaining files are an unfinished store. The
+    other files of the primary directory are deleted last, because the primary lists the other
+    directories.
+    """
     try:
         if primary in present:
             (primary / MANIFEST).unlink(missing_ok=True)
@@ -181,22 +207,22 @@ def _delete(present: Sequence[Path], *, primary: Path) -> None:
 
 
 def _index_of(directory: Path) -> int | None:
-    """None: its identity is damaged."""
+    """Return the index of a directory in its store, or None if its identity is damaged."""
     try:
         return read_identity(directory).index
     except StoreError:
         return None
 
 
-# -- Reads a whole store through one small buffer, and says what is wrong with it ------------------
+# -- Verification: read a whole store through one small buffer and compare checksums ---------------
 
 
-READ_BYTES = 2**24  # at a time
+READ_BYTES = 2**24  # The largest number of bytes that `verify` reads at once.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A chunk of the committed generation that could not be confirmed."""
+    """A chunk of the committed generation whose content could not be verified."""
 
     key: str
     chunk: int
@@ -207,7 +233,11 @@ class Finding:
 
 
 def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) -> list[Finding]:
-    """Every chunk of the committed generation against its checksum."""
+    """Compare every chunk of the committed generation with its checksum and return the mismatches.
+
+    Chunks that cannot be read are returned as well. `progress` is called after each chunk with the
+    number of bytes verified so far and the total.
+    """
     findings: list[Finding] = []
     total, done = sum(extent.nbytes for extent in store.layout.durable), 0
     buffer = aligned_buffer(min(READ_BYTES, store.layout.largest_chunk))
@@ -225,20 +255,25 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
 
 # -- Snapshots: a copy of the committed state in one directory, itself a store with one slot -------
 #
-# The copy grows under a temporary name and takes its place by rename; the one that it replaces is
-# set aside first and removed last, so at every instant one whole snapshot is there. Restoring
-# works in the same way: the store is copied to a sibling directory and swapped in, and a restore
-# that dies is repeated from its beginning.
+# The copy is written under a temporary name and then renamed to its final name. A snapshot that it
+# replaces is renamed first and deleted last, so that one complete snapshot exists at any time.
+# Restoring works in the same way: the store is copied to sibling directories, which then replace
+# the original ones. An interrupted restore is repeated from the beginning.
 
 
 @storage_errors("a snapshot")
 def snapshot(
     store: Store, target: str | Path, *, engine: str = "auto", with_fixed: bool = True
 ) -> int:
-    """Copies the committed generation to `target`, replacing the snapshot that is there. Without
-    what is fixed it is no store to restore, but `rewind` takes this one back to it. Where the file
-    system can, nothing is read or written: it shares so many bytes with the store, until that is
-    written over. A hard link would not do: stores are written in place."""
+    """Copy the committed generation to `target` and return the number of bytes shared by reflink.
+
+    A snapshot that exists at `target` is replaced. If the file system supports reflinks, chunks
+    share their blocks with the store until either copy is overwritten, and no data is read or
+    written. Hard links cannot be used, because stores are written in place.
+
+    With `with_fixed=False` the fixed regions are left out. Such a snapshot cannot be restored on
+    its own, but `rewind` can bring this store back to it.
+    """
     if store.status is not Status.CLEAN:
         raise StoreError(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
@@ -270,16 +305,21 @@ def snapshot(
 
 
 def find_snapshot(target: str | Path) -> Path:
-    """The whole snapshot at `target`, also if the process died while replacing it."""
+    """Return the directory of the complete snapshot at `target`.
+
+    If a process died while it replaced the snapshot, this is the directory of the previous
+    snapshot.
+    """
     made = Path(target).absolute()
     for path in (made, _old(made), made.with_name(made.name + ".old")):
-        if (path / IDENTITY).exists():  # the last: as earlier versions called it
+        # The last candidate is the name that earlier versions gave a snapshot being replaced.
+        if (path / IDENTITY).exists():
             return path
     raise StoreError(f"there is no snapshot at {made}; check the path")
 
 
 def snapshot_generation(target: str | Path) -> int | None:
-    """Of the snapshot at `target`; None: there is none that can be read."""
+    """Return the generation of the snapshot at `target`, or None if it cannot be read."""
     try:
         manifest = read_manifest(find_snapshot(target))
     except StoreError:
@@ -288,8 +328,11 @@ def snapshot_generation(target: str | Path) -> int | None:
 
 
 def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
-    """Whether a store is in `dirs` that can go on: finished, and not written in place halfway. A
-    restored one has its first directory last, so that stands for all."""
+    """Return whether `dirs` hold a committed store without unfinished writes in place.
+
+    Only the first directory is examined. A restore renames it into place last, so its presence
+    implies that of the others.
+    """
     primary = store_dirs(dirs)[0]
     if not (primary / IDENTITY).exists():
         return False
@@ -306,9 +349,12 @@ def restore(
     weights: Sequence[float] | None = None,
     engine: str | IOEngine = "auto",
 ) -> Store:
-    """A store in `dirs` with the snapshot's state, generation and meta, verified chunk by chunk.
-    A store that is there, whole or not, makes way when the copy is whole; if there is no room for
-    both, before, when the snapshot has been read and found whole."""
+    """Create a store in `dirs` with the state, generation and meta of a snapshot, and open it.
+
+    Every chunk is verified while it is copied. A store that exists in `dirs`, complete or not, is
+    removed after the copy is complete. If there is not enough space for both, the existing store is
+    removed before the copy, after every chunk of the snapshot has been verified.
+    """
     paths = store_dirs(dirs)
     partial = tuple(map(_partial, paths))
     for path in filter(Path.is_dir, paths):
@@ -334,8 +380,8 @@ def restore(
         with copy:
             _copy_state(source, copy, source.layout.durable)
             copy.commit(source.meta)
-    # The first directory comes last, when the others are where it expects them: until then there
-    # is no store in its place, and the restore is repeated.
+    # Rename the first directory last, when the others are where it expects them. Until then there
+    # is no store at its location, and an interrupted restore is repeated.
     with StoreLock(partial):
         remove_partial(paths)
         for new, path in reversed(list(zip(partial, paths, strict=True))):
@@ -344,9 +390,12 @@ def restore(
 
 
 @storage_errors("going back to a snapshot")
-def rewind(store: Store, target: str | Path) -> None:
-    """The state of a snapshot of this very store becomes its next generation. Each chunk is
-    verified; until the commit the store holds what it held."""
+def rewind(store: Store, target: str | Path, *, meta: Mapping[str, Any] | None = None) -> None:
+    """Commit the state of a snapshot of this store as the store's next generation.
+
+    The committed meta is that of the snapshot, updated with `meta`. Each chunk is verified. The
+    committed generation of the store does not change before the commit.
+    """
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
         own = {(r.key, r.chunks) for r in store.regions if not (r.fixed or r.scratch)}
         if own != {(r.key, r.chunks) for r in source.regions if not (r.fixed or r.scratch)}:
@@ -356,11 +405,11 @@ def rewind(store: Store, target: str | Path) -> None:
             )
         changing = [extent for extent in source.layout.durable if not extent.fixed]
         _copy_state(source, store, changing)
-        store.commit(source.meta)
+        store.commit({**source.meta, **(meta or {})})
 
 
 def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
-    """Chunk by chunk through one buffer of the largest chunk's size."""
+    """Copy chunks one at a time through a single buffer, and verify the checksum of each."""
     buffer = aligned_buffer(source.layout.largest_chunk)
     for extent in extents:
         part = buffer[: extent.nbytes]

@@ -1,8 +1,8 @@
-"""Where every chunk lies: regions of chunks, striped over directories, one aligned extent each.
+"""The layout of a store: regions of chunks, striped over directories, one aligned extent per chunk.
 
-A chunk is the unit of I/O. Chunks go to directories in proportion to weights, each to the
-directory that is furthest behind its share; within a directory they are laid out in order, so
-the extents of one region and directory lie one after the other.
+A chunk is the unit of I/O. Chunks are distributed over the directories in proportion to weights:
+each chunk is assigned to the directory that is furthest below its share. Within a directory, chunks
+are laid out in order, so the extents of one region in one directory are contiguous.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lohan.util.units import PAGE
 
 @dataclass(frozen=True)
 class Region:
-    """A named list of chunks; sizes in bytes, each a multiple of PAGE.
+    """A named list of chunks. Chunk sizes are in bytes, and each is a multiple of PAGE.
 
-    A scratch region has one disk slot, no generations and no checksums: its content lives as long
-    as the process. A fixed region is written while the store is made and never again: one copy,
-    with checksums, that every generation shares.
+    A scratch region has one disk slot, no generations and no checksums, and its content is lost
+    when the process ends. A fixed region is written only while the store is created. It has
+    checksums and a single copy, which all generations share.
     """
 
     key: str
@@ -36,12 +36,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where one chunk lies: `nbytes` at `offset` of its file in directory number `directory`."""
+    """The location of a chunk: `nbytes` at `offset` of its file in directory number `directory`."""
 
     key: str
     chunk: int
     scratch: bool
-    index: int  # position among all durable chunks, or among all scratch chunks
+    index: int  # Index among all durable chunks, or among all scratch chunks.
     directory: int
     offset: int
     nbytes: int
@@ -50,8 +50,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every extent of a store: `durable` chunks have checksums, `scratch` chunks have not. Durable
-    chunks that have generations come first, then those that are fixed."""
+    """All extents of a store. Chunks in `durable` have checksums, chunks in `scratch` do not.
+
+    In `durable`, the chunks that have generations precede the fixed ones.
+    """
 
     directories: int
     regions: tuple[Region, ...]
@@ -74,7 +76,7 @@ class Layout:
         return extents[chunk]
 
     def disk_slot_bytes(self, directory: int) -> int:
-        """Size of one disk slot's file in a directory; 0 means that there is no such file."""
+        """Return the size of one disk slot's file in a directory; 0 means that there is none."""
         return _end([e for e in self.durable if not e.fixed], directory)
 
     def fixed_bytes(self, directory: int) -> int:
@@ -85,7 +87,7 @@ class Layout:
 
     @property
     def per_generation(self) -> int:
-        """How many durable chunks every generation has of its own; the rest is fixed."""
+        """The number of durable chunks that every generation has of its own, without fixed ones."""
         return sum(not extent.fixed for extent in self.durable)
 
     @property
@@ -111,7 +113,10 @@ class Layout:
 def plan_layout(
     regions: Iterable[Region], *, directories: int, weights: Sequence[float] | None = None
 ) -> Layout:
-    """An extent for every chunk of every region; the same arguments always give the same layout."""
+    """Assign an extent to every chunk of every region.
+
+    The result is deterministic: the same arguments always give the same layout.
+    """
     regions = tuple(regions)
     _check_regions(regions)
     shares = _integer_shares(weights if weights is not None else [1.0] * directories, directories)
@@ -122,7 +127,7 @@ def plan_layout(
 
 
 def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
-    """The layout that `Layout.to_json` described; refuses one that no writer may produce."""
+    """Return the layout that `Layout.to_json` described, and raise StoreError if it is invalid."""
     regions: list[Region] = []
     per_generation: list[Extent] = []
     fixed: list[Extent] = []
@@ -145,7 +150,7 @@ def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A region in JSON; its extents are directory, offset and size."""
+    """A region in JSON. Each extent is a triple of directory, offset and size."""
 
     key: str
     scratch: bool
@@ -164,7 +169,7 @@ def _entry(raw: object, number: int) -> _Entry:
 
 
 def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
-    """Extents of one file set are aligned, in known directories, and do not overlap."""
+    """Check that the extents of a file set are aligned, in known directories and disjoint."""
     end = [0] * directories
     for e in sorted(extents, key=lambda e: e.offset):
         if not 0 <= e.directory < directories:
@@ -185,10 +190,10 @@ def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
 
 
 def allot(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """A directory number per size: always the one whose deficit against its share is largest.
+    """Return a directory number for each size, chosen by the largest deficit against the share.
 
-    No directory ever gets more than its share plus one chunk. Integers throughout, ties to the
-    lowest number: the same answer on every machine.
+    No directory ever gets more than its share plus one chunk. The computation uses integers only
+    and resolves ties in favour of the lowest number, so the result is the same on every machine.
     """
     total_share, total = sum(shares), 0
     given = [0] * len(shares)
@@ -207,7 +212,7 @@ def allot(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
 def _extents_of(
     regions: Sequence[Region], shares: Sequence[int], *, first: int = 0
 ) -> tuple[Extent, ...]:
-    """Extents of one file set, numbered from `first`."""
+    """Return the extents of one file set, with indices starting at `first`."""
     chunks = [(r, chunk, size) for r in regions for chunk, size in enumerate(r.chunks)]
     end = [0] * len(shares)
     extents = []

@@ -1,4 +1,4 @@
-"""The files of a store directory: their names, durable replacement, free space, removal."""
+"""The files of a store directory: names, durable replacement, free space, removal and locks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from lohan.util.files import sync_folder
 from lohan.util.units import format_bytes
 
 IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
-PREPARED = "manifest.prepared"  # of a commit that other ranks have yet to prepare
+# The manifest of a commit that not all ranks have prepared yet.
+PREPARED = "manifest.prepared"
 FIXED, SCRATCH = "fixed.bin", "scratch.bin"
 SLOTS = ("slot-a.bin", "slot-b.bin")
 CHECKSUM_FILES = ("slot-a.crc", "slot-b.crc")
 TEMPORARY = ".tmp"
-ACTIVATIONS = "-activations"  # behind a directory's name: a session's space for activations
-# Removal order: without a manifest the rest is an unfinished store, without an identity nothing.
+# Suffix of the sibling directory in which a session stores activations.
+ACTIVATIONS = "-activations"
+# All files of a store, in the order in which they are removed. Without a manifest, the remaining
+# files are an unfinished store; without an identity, they are not a store.
 _OWNED = (
     MANIFEST,
     PREPARED,
@@ -37,11 +40,11 @@ _LEFTOVERS = frozenset({LOCK, IDENTITY + TEMPORARY})
 
 
 class NoRoomError(StoreError):
-    """A file system has too little free space for a store; nothing was written."""
+    """Raised if a file system has too little free space for a store; nothing has been written."""
 
 
 def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
-    """Absolute paths of one or several directories, each given once."""
+    """Return the absolute paths of one or several directories, which must all be different."""
     given = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
     paths = tuple(Path(d).absolute() for d in given)
     if not paths:
@@ -53,7 +56,7 @@ def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """A call of the system that fails, in an operation on stores that it is the name of."""
+    """Convert an OSError of the body into a StorageIOError that names the operation `what`."""
     try:
         yield
     except OSError as error:
@@ -65,7 +68,10 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """After a crash the old or the new file or directory is there, once it returns the new one."""
+    """Rename a file or directory atomically, and make the new name durable before returning.
+
+    After a crash during the call, either the old or the new content is at `target`.
+    """
     try:
         source.replace(target)
     except OSError as error:
@@ -87,7 +93,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directories(dirs: Iterable[Path]) -> list[Path]:
-    """Creates the missing ones with their parents; returns what it created, parents first."""
+    """Create the missing directories with their parents; return the created ones, parents first."""
     created: list[Path] = []
     for directory in dirs:
         missing = [p for p in (directory, *directory.parents) if not p.exists()]
@@ -96,7 +102,7 @@ def make_directories(dirs: Iterable[Path]) -> list[Path]:
                 path.mkdir(mode=0o700)
                 created.append(path)
                 sync_directory(path.parent)
-            except FileExistsError:  # another rank was faster
+            except FileExistsError:  # Another rank created it first.
                 if path.is_dir():
                     continue
                 remove_empty(created)
@@ -116,7 +122,7 @@ def make_directories(dirs: Iterable[Path]) -> list[Path]:
 
 
 def remove_empty(created: Sequence[Path]) -> None:
-    """Undoes `make_directories`: removes those that are still empty, children first."""
+    """Undo `make_directories`: remove the directories that are still empty, children first."""
     for path in reversed(created):
         try:
             path.rmdir()
@@ -125,7 +131,10 @@ def remove_empty(created: Sequence[Path]) -> None:
 
 
 def check_vacant(directory: Path) -> None:
-    """A new store takes an empty or missing directory, nothing else."""
+    """Raise StoreError unless a new store can be created in the directory.
+
+    The directory must be missing, or empty except for leftovers of an interrupted creation.
+    """
     if not directory.exists():
         return
     if not directory.is_dir():
@@ -143,14 +152,18 @@ def check_vacant(directory: Path) -> None:
 
 
 def check_free_space(needed: Mapping[Path, int], *, disk_slots: int) -> None:
-    """Refuses before anything is written. Directories on one file system add up."""
+    """Raise NoRoomError if a file system has less free space than the store needs.
+
+    Requirements of directories on the same file system are added up.
+    """
     option = '--durability checkpoint (durability = "checkpoint")'
     halve = f", or take {option}, which needs half as much" if disk_slots == 2 else ""
     filesystems: dict[int, tuple[int, int, list[Path]]] = {}
     for directory, nbytes in needed.items():
         existing = next(p for p in (directory, *directory.parents) if p.exists())
         status = os.statvfs(existing)
-        if status.f_blocks == 0:  # not a place for files at all: making the folder will tell
+        # A pseudo file system cannot hold files; creating the directory reports the error.
+        if status.f_blocks == 0:
             continue
         free = status.f_bavail * status.f_frsize
         device = existing.stat().st_dev
@@ -165,13 +178,13 @@ def check_free_space(needed: Mapping[Path, int], *, disk_slots: int) -> None:
 
 
 def delete_files(directory: Path) -> None:
-    """Removes the files of a store and nothing else."""
+    """Delete the files of a store in a directory, and no others."""
     for name in _OWNED:
         (directory / name).unlink(missing_ok=True)
 
 
 def check_replaceable(directory: Path) -> None:
-    """Nothing but files of a store lies there."""
+    """Raise StoreError if the directory contains anything but files of a store."""
     foreign = sorted({p.name for p in directory.iterdir()}.difference(_OWNED))
     if foreign:
         raise StoreError(
@@ -181,12 +194,15 @@ def check_replaceable(directory: Path) -> None:
 
 
 def activation_dirs(dirs: Iterable[Path]) -> list[Path]:
-    """Where a session with an open store puts activations: a sibling of each directory."""
+    """Return the directories for a session's activations: a sibling of each store directory."""
     return [path.with_name(path.name + ACTIVATIONS) for path in dirs]
 
 
 def unfinished(directory: Path) -> bool:
-    """A store that was never committed, or the first instant of one."""
+    """Return whether the directory holds a store that was never committed.
+
+    This includes a directory with only the files of a creation that was interrupted at its start.
+    """
     if only_leftovers(directory):
         return True
     begun = any((directory / name).exists() for name in (MANIFEST, PREPARED))
@@ -194,28 +210,34 @@ def unfinished(directory: Path) -> bool:
 
 
 def only_leftovers(directory: Path) -> bool:
-    """Nothing but what a creation that died in its first instant leaves."""
+    """Return whether the directory holds only the first files of an interrupted creation."""
     names = {p.name for p in directory.iterdir()} if directory.is_dir() else set()
     return bool(names) and names <= _LEFTOVERS
 
 
 # -- One process per store: flock on a file in every directory -------------------------------------
 #
-# The kernel drops the lock when its holder dies, however it dies. The descriptor is closed on exec
-# and in forked children, so only the process that opened the store holds it. A symbolic link at
-# the lock's name is not followed, and a file that is not a lock is not written to.
+# The kernel releases the lock when its holder dies, for whatever reason. The descriptor is closed
+# on exec and in forked children, so only the process that opened the store holds the lock. A
+# symbolic link at the name of the lock file is not followed, and a file that is not a lock file is
+# not written to.
 
 
-RETRIES, PAUSE_S = 5, 0.01  # `is_locked` of another process has the lock for an instant
+# Acquiring is retried, because `is_locked` in another process holds the lock for a moment.
+RETRIES, PAUSE_S = 5, 0.01
 _held: set[int] = set()
 _registered = False
 
 
 class StoreLock:
-    """The locks of a store's directories, taken together and released together."""
+    """The locks of all directories of a store, acquired together and released together."""
 
     def __init__(self, dirs: Sequence[Path], *, vacant: bool = False, name: str = LOCK) -> None:
-        """With `vacant`, a directory that another process has filled meanwhile is refused."""
+        """Acquire the locks.
+
+        With `vacant`, StoreError is raised if another process has put files into a directory
+        meanwhile.
+        """
         self._fds: list[int] = []
         try:
             for directory in dirs:
@@ -233,13 +255,15 @@ class StoreLock:
         self.release()
 
     def release(self) -> None:
-        """All of them, also when it is interrupted at one."""
+        """Release all locks, even if an exception interrupts the release of one of them."""
         while self._fds:
             fd = self._fds.pop()
-            if fd not in _held:  # in a forked child, where it is already closed
+            # In a forked child the descriptor is already closed.
+            if fd not in _held:
                 continue
             try:
-                with suppress(OSError):  # the number in it says nothing without the lock
+                # A process id that remains in the file is ignored when the lock is not held.
+                with suppress(OSError):
                     os.ftruncate(fd, 0)
             except BaseException:
                 _close(fd)
@@ -254,8 +278,11 @@ def _close(fd: int) -> None:
 
 
 def is_locked(directory: Path, *, name: str = LOCK) -> bool:
-    """Whether some process has the store open. The lock itself is tried, shared and for an instant:
-    the number in the file may by now be another process's."""
+    """Return whether a process has the store open.
+
+    This tries to acquire the lock itself, shared and only for a moment. The process id in the file
+    is not sufficient, because another process may have been given the same id since.
+    """
     try:
         fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -270,7 +297,10 @@ def is_locked(directory: Path, *, name: str = LOCK) -> bool:
 
 
 def lock_holder(directory: Path, *, name: str = LOCK) -> int | None:
-    """The process that has the store open; None: no process has. 0: one that cannot be told."""
+    """Return the id of the process that has the store open, or None if no process has.
+
+    The result is 0 if the store is locked but the process id is not known.
+    """
     if not is_locked(directory, name=name):
         return None
     try:
@@ -300,17 +330,20 @@ def _acquire(path: Path) -> int:
             there = _is_at(path, fd)
         except BaseException:
             if created:
-                with suppress(OSError):  # another process has it by now
+                with suppress(OSError):  # If another process has acquired the lock, keep the file.
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
             os.close(fd)
             raise
         if there:
             break
-        os.close(fd)  # the store was removed between open and flock: this inode guards nothing
+        # The store was removed between open and flock, so this inode guards nothing.
+        os.close(fd)
     _held.add(fd)
     try:
-        with suppress(OSError):  # a full drive, say: the lock counts, not the number in it
+        # Writing the process id may fail, for example on a full drive; the lock is valid without
+        # it.
+        with suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except BaseException:
@@ -321,7 +354,7 @@ def _acquire(path: Path) -> int:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """And whether the file is new."""
+    """Open the lock file, and return its descriptor and whether the file is new."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         try:
@@ -333,6 +366,11 @@ def _open(path: Path) -> tuple[int, bool]:
             raise StoreError(
                 f"{path}: is a symbolic link, and a lock file is expected there; remove the link"
             ) from error
+        if error.errno == errno.EROFS:
+            raise StoreError(
+                f"{path.parent}: its file system is read-only; Linux makes it so after errors of "
+                "the drive: look at `dmesg`, repair and remount it, then repeat the command"
+            ) from error
         raise StoreError(
             f"{path}: cannot open the lock file: {error.strerror};"
             " check that the directory exists and that you may write to it"
@@ -340,7 +378,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _check_lock_file(path: Path, fd: int) -> None:
-    """A lock holds nothing, or the number of a process."""
+    """Raise StoreError unless the file is empty or contains a process id."""
     try:
         text = os.pread(fd, 64, 0).strip()
     except OSError as error:

@@ -1,7 +1,7 @@
 """I/O engines (submit, get a ticket, wait with a deadline), and the data files of a store.
 
-A buffer is a C-contiguous uint8 numpy array whose address, length and file offset are multiples
-of PAGE. The caller keeps it alive and untouched until the ticket has been waited for.
+A buffer is a C-contiguous uint8 numpy array whose address, length and file offset are multiples of
+PAGE. The caller must keep it alive and unmodified until the ticket has been waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lohan.errors import ConfigError, StorageIOError, StoreError
-from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory
+from lohan.store.files import FIXED, IDENTITY, SCRATCH, SLOTS, sync_directory
 from lohan.util.files import sync_in_time
 from lohan.util.units import PAGE
 
@@ -32,43 +32,55 @@ Buffer = npt.NDArray[np.uint8]
 
 
 class IOEngine(Protocol):
-    """Moves bytes between aligned buffers and files; every completion is checked."""
+    """An engine that transfers bytes between aligned buffers and files.
+
+    It checks the result of every completed transfer.
+    """
 
     @property
     def name(self) -> str: ...
 
     def open(self, path: str, *, size: int, create: bool) -> int:
-        """File number of `path`. With `create`, preallocates exactly `size` bytes; without, the
-        file must exist and have exactly `size` bytes."""
+        """Open a file and return its number.
+
+        With `create`, exactly `size` bytes are preallocated. Without, the file must exist and have
+        exactly `size` bytes.
+        """
 
     def read(self, file: int, offset: int, buffer: Buffer) -> int:
-        """Submits a read of len(buffer) bytes; returns a ticket."""
+        """Submit a read of len(buffer) bytes and return a ticket."""
 
     def write(self, file: int, offset: int, buffer: Buffer) -> int:
-        """Submits a write of len(buffer) bytes; returns a ticket."""
+        """Submit a write of len(buffer) bytes and return a ticket."""
 
     def wait(self, ticket: int, timeout_s: float) -> None:
-        """Returns when the ticket's I/O is complete; raises StorageIOError naming path, offset,
-        length and cause if it failed, came back short or missed the deadline. Each ticket is
-        waited for exactly once; after a missed deadline it may be waited for again."""
+        """Wait until the ticket's I/O is complete.
+
+        Raises StorageIOError, with path, offset, length and cause, if the I/O failed, was short or
+        missed the deadline. Each ticket must be waited for exactly once; after a missed deadline it
+        may be waited for again.
+        """
 
     def sync(self, file: int) -> None:
-        """fdatasync: everything written and waited for is durable when it returns."""
+        """Make all completed writes to the file durable (fdatasync)."""
 
     def close(self) -> None:
-        """Waits for what is in flight and closes all files."""
+        """Wait for outstanding I/O and close all files."""
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """An uninitialised buffer whose address is a multiple of PAGE; `size` stays as given."""
+    """Return an uninitialised buffer of `size` bytes whose address is a multiple of PAGE."""
     raw = np.empty(size + PAGE, np.uint8)
     start = -raw.ctypes.data % PAGE
     return raw[start : start + size]
 
 
 def open_engine(kind: str = "auto", **options: Any) -> IOEngine:
-    """The engine named `kind`: "uring", "threads", or "auto": io_uring where the kernel allows it,
-    else threads. Options: uring depth=32, threads threads=4, both piece_bytes."""
+    """Return the I/O engine named `kind`: "uring", "threads" or "auto".
+
+    "auto" uses io_uring if the kernel allows it, and threads otherwise. Options are `depth`
+    (default 32) for uring, `threads` (default 4) for threads, and `piece_bytes` for both.
+    """
     from lohan import _core
 
     if kind == "uring":
@@ -84,15 +96,15 @@ def open_engine(kind: str = "auto", **options: Any) -> IOEngine:
         return _core.ThreadEngine(**options)
 
 
-# -- The data files of a store: bytes at (slot on disk, extent), through one engine ----------------
+# -- The data files of a store: bytes addressed by (disk slot, extent), through one engine ---------
 
 
 SCRATCH_DISK_SLOT, FIXED_DISK_SLOT = 2, 3
-_SMALL_FILES = 2**20  # room for the manifest and the identity besides the data and checksums
+_SMALL_FILES = 2**20  # Space for the manifest and the identity.
 
 
 class DeadlineError(StorageIOError):
-    """The I/O is still in flight: its ticket can be waited for again."""
+    """Raised if the I/O is still in flight at the deadline; its ticket can be waited for again."""
 
 
 def chunk_name(extent: Extent) -> str:
@@ -102,7 +114,7 @@ def chunk_name(extent: Extent) -> str:
 def needed_bytes(
     dirs: Sequence[Path], layout: Layout, *, disk_slots: int, with_scratch: bool
 ) -> dict[Path, int]:
-    """Bytes that a new store takes in each directory, small files included."""
+    """Return the bytes that a new store needs in each directory, including its small files."""
     small = _SMALL_FILES + 4 * (disk_slots + 1) * len(layout.durable)
     return {
         path: disk_slots * layout.disk_slot_bytes(number)
@@ -113,11 +125,12 @@ def needed_bytes(
     }
 
 
-FICLONERANGE = 0x4020940D  # of linux/fs.h, with a struct file_clone_range
+FICLONERANGE = 0x4020940D  # From linux/fs.h; the argument is a struct file_clone_range.
 NO_REFLINK = (
-    *(errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM),  # not on this file system
-    *(errno.EXDEV, errno.EINVAL),  # not between these two, or not at such offsets
-    errno.ENOENT,  # an engine without files
+    # The file system does not support reflinks.
+    *(errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM),
+    *(errno.EXDEV, errno.EINVAL),  # Not between these files, or not at these offsets.
+    errno.ENOENT,  # The engine does not keep its data in files.
 )
 
 
@@ -131,7 +144,11 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 class Volume:
-    """Owns the engine if it was given by name; an engine given as an object stays the caller's."""
+    """The data files of a store, accessed through one I/O engine.
+
+    The volume owns an engine that was given by name and closes it. An engine that was given as an
+    object remains the property of the caller.
+    """
 
     def __init__(
         self, dirs: tuple[Path, ...], layout: Layout, *, disk_slots: int, engine: str | IOEngine
@@ -139,7 +156,8 @@ class Volume:
         self.dirs, self.layout, self.disk_slots = dirs, layout, disk_slots
         self._owned = isinstance(engine, str)
         self._engine = open_engine(engine) if isinstance(engine, str) else engine
-        self._files: dict[tuple[int, int], int] = {}  # (disk_slot, directory) -> engine file
+        # Maps (disk_slot, directory) to a file number of the engine.
+        self._files: dict[tuple[int, int], int] = {}
 
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
@@ -149,8 +167,12 @@ class Volume:
                 self._attach(SCRATCH_DISK_SLOT, directory, create=True)
 
     def open_files(self, *, committed: int, with_scratch: bool) -> None:
-        """The other slot than the committed one may hold anything, and may have been lost with
-        power before its first commit: then it is recreated."""
+        """Open the data files of a committed store.
+
+        The content of the slot that is not committed is arbitrary. Its file may also be missing or
+        have the wrong size after a power failure before its first commit; in that case it is
+        created again.
+        """
         for directory, path in enumerate(self.dirs):
             for disk_slot in (*range(self.disk_slots), FIXED_DISK_SLOT):
                 try:
@@ -160,7 +182,8 @@ class Volume:
                         raise
                     self._attach(disk_slot, directory, create=True)
                     sync_directory(path)
-            if with_scratch:  # its old content is worth nothing, and a snapshot has none
+            # Scratch content does not outlive a process, and a snapshot has no scratch file.
+            if with_scratch:
                 (path / SCRATCH).unlink(missing_ok=True)
                 self._attach(SCRATCH_DISK_SLOT, directory, create=True)
 
@@ -168,7 +191,7 @@ class Volume:
         return self._file_path(disk_slot, extent.directory)
 
     def read(self, disk_slot: int, extent: Extent, buffer: Buffer, *, skip: int = 0) -> int:
-        """Submits a read of len(buffer) bytes, `skip` bytes into the chunk; an engine ticket."""
+        """Submit a read of len(buffer) bytes from `skip` bytes into a chunk; return its ticket."""
         return self._engine.read(
             self._files[disk_slot, extent.directory], extent.offset + skip, buffer
         )
@@ -180,8 +203,11 @@ class Volume:
         self, disk_slot: int, extent: Extent, source: Volume, from_disk_slot: int,
         from_extent: Extent,
     ) -> bool:  # fmt: skip
-        """A chunk of another volume without moving its bytes (reflink): the two share blocks until
-        one of them is written. False: this file system cannot, and nothing has changed."""
+        """Clone a chunk of another volume by reflink; return whether the file system can.
+
+        The two chunks share their blocks until one of them is overwritten. If the result is False,
+        nothing has changed.
+        """
         try:
             with (
                 _opened(source.path(from_disk_slot, from_extent), os.O_RDONLY) as there,
@@ -196,11 +222,17 @@ class Volume:
         return True
 
     def wait(self, engine_ticket: int, timeout_s: float) -> None:
-        """StorageIOError: the I/O is over and failed. DeadlineError: it is still in flight."""
+        """Wait for an engine ticket.
+
+        Raises StorageIOError if the I/O has ended and failed, and DeadlineError if it is still in
+        flight.
+        """
         start = time.monotonic()
         try:
             self._engine.wait(engine_ticket, timeout_s)
-        except ValueError as error:  # an earlier wait met the deadline and the failure at once
+        # The engine does not know the ticket: an earlier wait met the deadline and the failure of
+        # the I/O at the same time.
+        except ValueError as error:
             raise StorageIOError(str(error)) from error
         except StorageIOError as error:
             if time.monotonic() - start >= timeout_s:
@@ -208,7 +240,7 @@ class Volume:
             raise
 
     def sync(self, disk_slot: int) -> None:
-        """Everything written to the slot and waited for is durable when it returns."""
+        """Make all completed writes to the slot durable."""
         for (its_disk_slot, directory), file in self._files.items():
             if its_disk_slot == disk_slot:
                 path = self._file_path(disk_slot, directory)
@@ -222,13 +254,23 @@ class Volume:
             f" {self.path(disk_slot, extent)}, failed: {cause}"
         )
 
+    def missing_file(self) -> Path | None:
+        """Return a file of the volume that is missing from its directory, or None.
+
+        The data files of an engine that was given as an object need not be on disk.
+        """
+        paths = [path / IDENTITY for path in self.dirs]
+        if self._owned:
+            paths += [self._file_path(*place) for place in self._files]
+        return next((path for path in paths if not path.exists()), None)
+
     def close(self) -> None:
         if self._owned:
             self._engine.close()
 
     def _attach(self, disk_slot: int, directory: int, *, create: bool) -> None:
         size = self._size(disk_slot, directory)
-        if size == 0:  # fewer chunks than directories
+        if size == 0:  # There are fewer chunks than directories.
             return
         path = self._file_path(disk_slot, directory)
         if not create and path.exists() and path.stat().st_size != size:

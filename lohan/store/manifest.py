@@ -1,6 +1,8 @@
-"""The small files: who a directory belongs to, which generation is current, the checksums.
+"""The small files of a store: identity, manifest and checksums.
 
-Both JSON files carry a CRC-32C of their own canonical text. docs/storage-format.md is the format.
+The identity records which store a directory belongs to, the manifest which generation is committed.
+Both are JSON files with a CRC-32C of their own canonical text. docs/storage-format.md specifies the
+format.
 """
 
 from __future__ import annotations
@@ -42,17 +44,19 @@ from lohan.util.files import (
 from lohan.util.units import MiB
 
 FORMAT, VERSION = "lohan-store", 2
-COMMITS = "commits"  # in the meta of a store that is one of several ranks': number of its commits
-PROGRESS = "progress"  # in the meta of a run's store: where it stands, its step among others
+# Key in the meta of a store that belongs to one of several ranks: the number of its commits.
+COMMITS = "commits"
+PROGRESS = "progress"  # Key in the meta of a run's store: its progress, including the step.
 DURABILITIES = ("step", "checkpoint")
-MAX_BYTES = 256 * MiB  # of a small file: some 25 bytes for each chunk, and the meta
+# The largest accepted size of a small file. A layout takes about 25 bytes per chunk, plus the meta.
+MAX_BYTES = 256 * MiB
 REMEDY = "restore the store from a snapshot or start the run again"
 Checksums = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """store.json of one directory; `layout` is filled in the primary only."""
+    """The content of store.json in one directory. Only the primary directory has a `layout`."""
 
     uuid: str
     index: int
@@ -63,7 +67,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json: the committed generation. Its replacement is the commit."""
+    """The content of manifest.json: the committed generation. Replacing the file is the commit."""
 
     uuid: str
     generation: int
@@ -76,12 +80,12 @@ class Manifest:
 
 
 def checksum(data: Buffer | bytes, seed: int = 0) -> int:
-    """CRC-32C; `seed` is the checksum of what came before."""
+    """Return the CRC-32C of `data`; `seed` is the checksum of the preceding data."""
     return int(crc32c(data, seed))
 
 
 def plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `meta` as a later reader will see it."""
+    """Return a copy of `meta` after a round trip through JSON, as a later reader will see it."""
     try:
         copy = json.loads(json.dumps(dict(meta)))
     except (TypeError, ValueError) as error:
@@ -110,7 +114,7 @@ def write_manifest(directory: Path, manifest: Manifest, *, name: str = MANIFEST)
 
 
 def read_manifest(directory: Path, *, name: str = MANIFEST) -> Manifest | None:
-    """None: the store was never committed."""
+    """Return the manifest of a store, or None if the store was never committed."""
     path = directory / name
     if not path.exists():
         return None
@@ -145,20 +149,26 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def commit_number(manifest: Manifest) -> int:
-    """Grows with every commit of all ranks, also where the generation stays."""
+    """Return the number of the commit.
+
+    If there are several ranks, it increases with every commit, even if the generation does not.
+    """
     number: int = checked(manifest.meta.get(COMMITS, manifest.generation), int, f"meta.{COMMITS}")
     return number
 
 
 def step_of(manifest: Manifest) -> int | None:
-    """The run's last step, of a store that is a run's."""
+    """Return the last committed step of a run, or None if the store does not belong to a run."""
     progress = checked(manifest.meta.get(PROGRESS, {}), dict[str, Any], f"meta.{PROGRESS}")
     step: int | None = checked(progress.get("step"), int | None, f"meta.{PROGRESS}.step")
     return step
 
 
 def write_checksums(path: Path, checksums: Checksums) -> int:
-    """Writes a disk slot's checksums, one little-endian uint32 per chunk; returns their CRC-32C."""
+    """Write the checksums of a disk slot and return the CRC-32C of the file.
+
+    The file holds one little-endian uint32 per chunk.
+    """
     data = checksums.astype("<u4").tobytes()
     write_durably(path, data)
     return checksum(data)
@@ -184,13 +194,16 @@ def _canonical(fields: Mapping[str, Any]) -> bytes:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
+    """Replace a file atomically and durably.
+
+    After a crash the file holds either all of the old or all of the new bytes.
+    """
     try:
         write_atomic(path, data, mode=0o600, temporary=path.with_name(path.name + TEMPORARY))
     except OSError as error:
         raise StorageIOError(
             f"{path}: cannot write {len(data)} bytes: {error.strerror or error};"
-            " free some space or check the drive, then open the store again"
+            " free some space or check the drive, then resume the run"
         ) from error
 
 
@@ -247,9 +260,7 @@ def _malformed(path: Path, error: Exception) -> StoreError:
     )
 
 
-# -- From the directories that the caller names to a store that is whole ---------------------------
-#
-# Who belongs to whom.
+# -- From the directories named by the caller to a consistent store --------------------------------
 
 
 def disk_slot_count(durability: str) -> int:
@@ -261,7 +272,10 @@ def disk_slot_count(durability: str) -> int:
 def write_identities(
     paths: Sequence[Path], final_dirs: Sequence[Path], *, uuid: str, layout: Layout
 ) -> None:
-    """The primary first: as soon as it is there, `lohan store rm` finds the rest."""
+    """Write store.json to every directory, to the primary first.
+
+    As soon as the primary has its identity, `lohan store rm` can find the other directories.
+    """
     dirs = tuple(map(str, final_dirs))
     for index, path in enumerate(paths):
         described = tuple(layout.to_json()) if index == 0 else ()
@@ -270,11 +284,11 @@ def write_identities(
 
 
 def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], Identity]:
-    """All directories of a store, primary first, and the primary's identity.
+    """Return all directories of a store, primary first, and the primary's identity.
 
-    The primary alone is enough while it lies where it was made: it lists the others. Once it has
-    moved, its list may lead to the directories of the store that it was copied from, so the caller
-    names them all.
+    The primary lists the other directories, so it is sufficient as long as it is where it was
+    created. After it was moved or copied, its list may refer to the directories of the store that
+    it was copied from, so the caller must name all directories.
     """
     paths = store_dirs(dirs)
     primary = read_identity(paths[0])
@@ -301,7 +315,7 @@ def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], I
 
 
 def check_members(paths: Sequence[Path], primary: Identity) -> None:
-    """Every directory is the one that the primary expects at its place."""
+    """Check that every directory is the one that the primary expects at its position."""
     for index, path in enumerate(paths):
         member = read_identity(path)
         if member.uuid != primary.uuid:
@@ -332,7 +346,7 @@ def check_finished(primary: Path) -> None:
 
 
 def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Manifest, Checksums]:
-    """The committed generation's layout, manifest and checksums, checked against each other."""
+    """Return the committed layout, manifest and checksums, checked against each other."""
     check_finished(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
     manifest = read_manifest(paths[0])
@@ -364,31 +378,31 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
     return layout, manifest, checksums
 
 
-# -- Which commit the stores of all ranks agree on -------------------------------------------------
+# -- Two-phase commit: which commit the stores of all ranks agree on -------------------------------
 #
-# A commit in two phases, and what is left of it.
-#
-# Every rank prepares a commit (data, checksums and `manifest.prepared` durable), all meet, and
-# each renames its prepared manifest. So a rank that has renamed proves that all had prepared.
-# After a crash the newest committed one counts: ranks that have it prepared promote it, what is
-# prepared beyond it is dropped. Commits of such stores are numbered in their meta.
+# Every rank prepares a commit by making its data, checksums and `manifest.prepared` durable. After
+# a barrier, each rank renames its prepared manifest. If any rank has renamed its manifest, all
+# ranks have therefore prepared the commit. After a crash, the newest commit of any rank is the
+# agreed one: ranks that have only prepared it promote it, and commits prepared beyond it are
+# dropped. The meta of such a store holds the number of its last commit.
 
 
 @dataclass(frozen=True)
 class CommitState:
-    """The numbers of a store's committed and prepared commits, None where there is none."""
+    """The numbers of a store's committed and prepared commits; None if there is no such commit."""
 
     committed: int | None
     prepared: int | None
 
 
 class Recovery(Enum):
-    KEEP = "keep"  # the committed manifest is the agreed one; a prepared one is dropped
-    PROMOTE = "promote"  # the prepared manifest becomes the committed one
+    # The committed manifest is the agreed one; a prepared manifest is dropped.
+    KEEP = "keep"
+    PROMOTE = "promote"  # The prepared manifest becomes the committed one.
 
 
 def commit_state_of(primary: Path) -> CommitState:
-    """What the small files of a store's first directory say."""
+    """Return the commit state recorded in the primary directory of a store."""
     found = (read_manifest(primary), read_manifest(primary, name=PREPARED))
     return CommitState(
         *(None if manifest is None else commit_number(manifest) for manifest in found)
@@ -396,7 +410,7 @@ def commit_state_of(primary: Path) -> CommitState:
 
 
 def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | None:
-    """What every rank does to stand at the agreed commit; None: nothing was ever committed."""
+    """Return the action that brings each rank to the agreed commit, or None without any commit."""
     committed = [s.committed for s in states if s.committed is not None]
     if not committed:
         return None
@@ -418,7 +432,7 @@ def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | No
 
 
 def apply_recovery(primary: Path, action: Recovery) -> None:
-    """Brings the small files of a store to the agreed commit, durably."""
+    """Bring the manifest files of a store to the agreed commit, durably."""
     prepared = primary / PREPARED
     if action is Recovery.PROMOTE:
         rename_durably(prepared, primary / MANIFEST)

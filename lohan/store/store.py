@@ -1,7 +1,8 @@
-"""The SSD store: keys and bytes in generations; knows nothing of models, devices or plans.
+"""The SSD store: chunks of bytes, addressed by region key and chunk number, in generations.
 
-A step reads the newest bytes of a chunk and writes the generation that is not committed; `commit`
-makes it current with one small atomic manifest replacement. docs/storage-format.md is the format.
+A step reads the newest bytes of a chunk and writes to the generation that is not committed.
+`commit` makes that generation current by atomically replacing one small manifest.
+docs/storage-format.md specifies the format. The store does not depend on models, devices or plans.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ from lohan.util.units import PAGE
 Barrier = Callable[[], None]
 Dirs = str | Path | Sequence[str | Path]
 Verify = Literal["first-read", "always", "never"]
+PRESENCE_INTERVAL_S = 2.0  # The shortest time between two checks for missing files.
 
 
-# -- Outstanding I/O, and what the step in flight has written so far ------------------------------
+# -- Outstanding I/O, and the chunks written since the last commit ---------------------------------
 #
-# Note [who may touch a chunk] Every chunk of a slot is idle, being written once, or being read any
-# number of times; what would break that raises instead of racing. The store calls all of this
-# under its lock.
+# Note [who may touch a chunk] Each chunk of a slot is either idle, being written by one write, or
+# being read by any number of reads. An operation that would violate this raises StoreError instead
+# of racing. The store calls all methods of ChunkTracker while it holds its lock.
 
 
 Kind = Literal["read", "write"]
@@ -67,13 +69,15 @@ Kind = Literal["read", "write"]
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A read or write in flight; wait for it once. Keeps the buffer alive."""
+    """A read or write in flight, which must be waited for once. It keeps the buffer alive."""
 
     kind: Kind
     extent: Extent
     disk_slot: int
     buffer: Buffer
-    crc: int | None  # of what is written; of what must be read, None when no check is due
+    # For a write, the CRC-32C of the data, None for scratch. For a read, the expected CRC-32C, None
+    # if the data is not to be checked.
+    crc: int | None
     attempt: int
     engine_ticket: int
 
@@ -82,29 +86,32 @@ _NOTHING = np.empty(0, dtype=np.uint8)
 
 
 class ChunkTracker:
-    """Which chunks are being read or written, and which are written for the next generation, with
-    their checksums."""
+    """The chunks being read or written, and those written since the last commit."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._per_generation = layout, layout.per_generation
-        self._busy: dict[
-            tuple[int, int], int
-        ] = {}  # (disk_slot, index) -> reads in flight, -1: write
+        # Maps (disk_slot, index) to the number of reads in flight, or to -1 for a write.
+        self._busy: dict[tuple[int, int], int] = {}
         self._tickets: set[Ticket] = set()
         self._written = np.zeros(len(layout.durable), dtype=bool)
-        self._scratch_bytes = np.zeros(len(layout.scratch), dtype=np.int64)  # that are written
+        # Bytes of each scratch chunk that have been written and waited for.
+        self._scratch_bytes = np.zeros(len(layout.scratch), dtype=np.int64)
         self.checksums = np.zeros(len(layout.durable), dtype=np.uint32)
-        self.touched = False  # a write was submitted since the last commit
-        self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
+        self.touched = False  # True if a write was submitted since the last commit or discard.
+        # Increases with every commit and discard. A write of an earlier attempt is not marked as
+        # written.
+        self.attempt = 0
 
     def mark_fixed(self, checksums: npt.NDArray[np.uint32]) -> None:
-        """The store is a whole one: its fixed chunks are written."""
+        """Set the checksums of an opened store and mark its fixed chunks as written."""
         self.checksums[:] = checksums
         self._written[self._per_generation :] = True
 
     def reserve(self, kind: Kind, disk_slot: int, extent: Extent) -> int:
-        """Makes the chunk the caller's until `release`; returns the attempt that it belongs to.
-        See Note [who may touch a chunk]."""
+        """Reserve the chunk until `release` and return the current attempt.
+
+        See Note [who may touch a chunk].
+        """
         users = self._busy.get((disk_slot, extent.index), 0)
         if users < 0 or (kind == "write" and users):
             busy = "a write" if users < 0 else f"{users} read(s)"
@@ -129,7 +136,7 @@ class ChunkTracker:
         self._tickets.add(ticket)
 
     def claim(self, ticket: Ticket) -> None:
-        """The caller will wait for it, and no other thread."""
+        """Take a ticket out of the outstanding ones, so that only the caller waits for it."""
         if ticket not in self._tickets:
             raise StoreError(
                 f"{ticket.kind} of {chunk_name(ticket.extent)} has already been waited for"
@@ -137,20 +144,30 @@ class ChunkTracker:
         self._tickets.discard(ticket)
 
     def claim_all(self) -> list[Ticket]:
-        """Outstanding tickets that no other thread waits for."""
+        """Claim and return all outstanding tickets that no other thread waits for."""
         claimed = list(self._tickets)
         self._tickets.clear()
         return claimed
 
     def is_written(self, extent: Extent) -> bool:
-        """Written and waited for: since the last commit, or for scratch in this process."""
+        """Return whether the chunk was written and waited for since the last commit.
+
+        A scratch chunk counts as written from its first write by this process.
+        """
         if extent.scratch:
             return self.scratch_bytes(extent) > 0
         return bool(self._written[extent.index])
 
     def scratch_bytes(self, extent: Extent) -> int:
-        """Of a scratch chunk, that were written and waited for: what can be read of it."""
+        """Return how many bytes of a scratch chunk were written and waited for.
+
+        Only these bytes can be read.
+        """
         return int(self._scratch_bytes[extent.index])
+
+    def written_chunks(self) -> npt.NDArray[np.intp]:
+        """Return the indices of the chunks written since the last commit, without fixed ones."""
+        return np.flatnonzero(self._written[: self._per_generation])
 
     def mark_written(self, ticket: Ticket) -> None:
         if ticket.extent.scratch:
@@ -160,13 +177,16 @@ class ChunkTracker:
             self._written[ticket.extent.index] = True
 
     def begin_generation(self) -> None:
-        """After a commit: nothing is written but what is fixed."""
+        """Mark all chunks but the fixed ones as not written, and begin a new attempt."""
         self._written[: self._per_generation] = False
         self.touched = False
         self.attempt += 1
 
     def check_no_writes(self) -> None:
-        """No write is in flight. Reads may be: they keep the slot they were submitted for."""
+        """Raise StoreError if a write is in flight.
+
+        Reads may be in flight, because they continue to use the slot that they were submitted for.
+        """
         for (disk_slot, index), users in self._busy.items():
             if disk_slot != SCRATCH_DISK_SLOT and users < 0:
                 raise StoreError(
@@ -175,7 +195,7 @@ class ChunkTracker:
                 )
 
     def check_complete(self, generation: int) -> None:
-        """Every chunk of the next generation is there."""
+        """Raise StoreError unless every chunk of the next generation has been written."""
         written, total = int(np.count_nonzero(self._written)), len(self._layout.durable)
         if written < total:
             missing = self._layout.durable[int(np.argmin(self._written))]
@@ -185,7 +205,10 @@ class ChunkTracker:
             )
 
     def keep_unwritten(self, checksums: npt.NDArray[np.uint32]) -> None:
-        """Chunks that were not written in place are what they were."""
+        """Use `checksums` for the chunks that were not written.
+
+        After a step that writes in place, their bytes on disk are unchanged.
+        """
         self.checksums[:] = np.where(self._written, self.checksums, checksums)
 
     def check_untouched(self, generation: int) -> None:
@@ -215,31 +238,37 @@ def check_buffer(extent: Extent, buffer: Buffer) -> None:
 
 
 class Status(Enum):
-    CREATING = "being created"  # no manifest yet
-    CLEAN = "clean"  # the committed generation is on disk
-    DIRTY = "written in place"  # durability "checkpoint": the disk is ahead of the manifest
+    CREATING = "being created"  # There is no manifest yet.
+    CLEAN = "clean"  # The committed generation is on disk.
+    DIRTY = "written in place"  # Durability "checkpoint": the disk is ahead of the manifest.
     FAILED = "failed"
     CLOSED = "closed"
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes that completed since the store was opened."""
+    """The numbers of bytes read and written since the store was opened."""
 
     bytes_read: int
     bytes_written: int
 
 
 class Store:
-    """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
+    """A store on one or several drives, open in one process and usable from any number of threads.
+
+    Use `Store.create` or `Store.open` to obtain one.
+    """
 
     def __init__(
         self, volume: Volume, manifest: Manifest, checksums: Checksums, lock: StoreLock, *,
         status: Status,
         verify: Verify, timeout_s: float, barrier: Barrier | None, created: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """`manifest` and `checksums` describe the committed generation as this process knows it.
-        `created` are directories that were not there before."""
+        """Initialise a store whose files are open and locked.
+
+        `manifest` and `checksums` describe the committed generation. `created` lists the
+        directories that did not exist before this store.
+        """
         self.dirs, self.layout = volume.dirs, volume.layout
         self.uuid, self.durability = manifest.uuid, manifest.durability
         self.barrier = barrier
@@ -247,9 +276,12 @@ class Store:
         self._store_lock, self._created = lock, created
         self._status, self._cause, self._closed = status, "", False
         self._verify = verify
-        # Bookkeeping happens under the lock; transfers, checksums and waits run outside it, so any
-        # number of threads may be moving chunks at once. A commit holds it while it syncs.
+        # The lock protects bookkeeping only. Transfers, checksums and waits run without it, so that
+        # any number of threads can transfer chunks at the same time. A commit holds the lock while
+        # it syncs.
         self._lock, self._tracker = threading.RLock(), ChunkTracker(volume.layout)
+        # When all files were last found in their directories, on the monotonic clock.
+        self._seen_s = time.monotonic()
         self._timeout_s, self._bytes_read, self._bytes_written = timeout_s, 0, 0
         self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)
         self._is_new, self._committed = status is Status.CREATING, status is Status.CLEAN
@@ -265,13 +297,16 @@ class Store:
         first_generation: int = 0, with_scratch: bool = True, barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
     ) -> Self:  # fmt: skip
-        """A store being created: its first commit makes it a store; `close` before that removes
-        it. Nothing is written if the space is not there, nothing stays if it fails. `barrier`: if
-        other ranks have stores of the same run, returns when all have prepared a commit.
-        `final_dirs`: where the caller will move the directories when the store is whole."""
+        """Create the files of a new store, which becomes valid with its first commit.
+
+        `close` removes a store that was never committed. If there is too little space, nothing is
+        written; if creation fails, everything it created is removed. If other ranks have stores of
+        the same run, `barrier` must return when all of them have prepared a commit. `final_dirs`
+        are the directories to which the caller will move the store once it is complete.
+        """
         paths, disk_slots = files.store_dirs(dirs), disk_slot_count(durability)
         layout = plan_layout(regions, directories=len(paths), weights=weights)
-        manifest = Manifest(  # not on disk before the first commit
+        manifest = Manifest(  # Written to disk by the first commit.
             uuid=str(uuid4()), generation=first_generation - 1, durability=durability, clean=False,
             count=len(paths), layout_sha256=layout.digest(), sums_crc32c=0,
             meta=plain_json(meta or {}),
@@ -300,7 +335,7 @@ class Store:
             for disk_slot in (
                 *range(disk_slots),
                 FIXED_DISK_SLOT,
-            ):  # size and place of files, also of the slot
+            ):  # Make the size of every file durable, including the slot
                 volume.sync(disk_slot)  # that the first commit does not write
             for path in paths:
                 files.sync_directory(path)
@@ -315,7 +350,10 @@ class Store:
         cls, dirs: Dirs, *, engine: str | IOEngine = "auto", verify: Verify = "first-read",
         timeout_s: float = 60.0, with_scratch: bool = True, barrier: Barrier | None = None,
     ) -> Self:  # fmt: skip
-        """The committed generation of a whole store. The first directory finds the others."""
+        """Open the committed generation of a store.
+
+        The first directory is enough to find the others, unless it was moved.
+        """
         paths, primary = locate(dirs)
         check_finished(paths[0])
         check_members(paths, primary)
@@ -339,9 +377,12 @@ class Store:
 
     @files.storage_errors("closing a store")
     def close(self) -> None:
-        """Waits for outstanding I/O. What was not committed is forgotten; a store
-        that was never committed is removed. I/O that does not come back keeps the lock. If it is
-        interrupted, it can be called again."""
+        """Wait for outstanding I/O and close the store.
+
+        Uncommitted writes are lost, and a store that was never committed is removed. The lock is
+        kept while I/O that missed its deadline is still in flight. If `close` is interrupted, it
+        can be called again.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -349,14 +390,16 @@ class Store:
         self._drain(abandoned)
         self._status = Status.CLOSED
         self._volume.close()
-        # A prepared manifest stays: another rank may have seen it and committed.
+        # Keep a prepared manifest: another rank may have seen it and committed.
         begun = any((self.dirs[0] / n).exists() for n in (files.MANIFEST, files.PREPARED))
         try:
             if self._is_new and not begun:
                 for path in self.dirs:
                     files.delete_files(path)
                 files.remove_empty(self._created)
-        finally:  # what is left is an unfinished store, which others may remove
+        # If the removal fails, the remaining files are an unfinished store, which others may
+        # remove.
+        finally:
             self._store_lock.release()
             self._closed = True
 
@@ -368,7 +411,7 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """The committed generation; one below the first while the store is being created."""
+        """The committed generation; the first one minus one while the store is being created."""
         return self._manifest.generation
 
     @property
@@ -381,7 +424,7 @@ class Store:
 
     @property
     def cause(self) -> str:
-        """Why the store has failed, if it has."""
+        """The reason why the store has failed; empty if it has not."""
         return self._cause
 
     @property
@@ -394,7 +437,7 @@ class Store:
             return Counters(self._bytes_read, self._bytes_written)
 
     def checksum(self, key: str, chunk: int) -> int:
-        """CRC-32C of a chunk of the committed generation."""
+        """Return the CRC-32C of a chunk of the committed generation."""
         extent = self.layout.find(key, chunk)
         if extent.scratch:
             raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
@@ -403,9 +446,13 @@ class Store:
     def read(
         self, key: str, chunk: int, buffer: Buffer, *, uncommitted: bool | None = False
     ) -> Ticket:
-        """Submits a read of the committed generation, or with `uncommitted` of what was
-        written since and waited for; None: of the newest of the two. Of a scratch chunk the
-        first bytes may be written and read, where the buffer has fewer."""
+        """Submit a read of a chunk and return a ticket.
+
+        By default the committed generation is read. `uncommitted=True` reads what has been written
+        since the last commit and waited for, and `uncommitted=None` reads the newest of the two.
+        For a scratch chunk, the buffer may be smaller than the chunk; then only the first bytes are
+        read.
+        """
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
@@ -419,9 +466,12 @@ class Store:
         return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
     def write(self, key: str, chunk: int, buffer: Buffer, *, crc: int | None = None) -> Ticket:
-        """Submits a write to the next generation. The buffer must hold its final bytes, and keep
-        them until the ticket has been waited for. `crc`: their CRC-32C, where the caller took it
-        when it made them; else it is taken here."""
+        """Submit a write of a chunk to the next generation and return a ticket.
+
+        The buffer must hold its final bytes and must not change until the ticket has been waited
+        for. `crc` is the CRC-32C of the buffer if the caller has already computed it. For a scratch
+        chunk, the buffer may be smaller than the chunk; then only the first bytes are written.
+        """
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
@@ -434,9 +484,12 @@ class Store:
         return self._submit("write", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
     def share(self, source: Store, extent: Extent) -> bool:
-        """Takes a chunk of another store's committed generation for the next one of this, with its
-        checksum and without moving its bytes: the two share blocks until one of them is written.
-        False: the file system cannot, and the chunk is to be copied."""
+        """Clone a committed chunk of another store into this store's next generation by reflink.
+
+        The checksum is taken over, and the two chunks share their blocks until one of them is
+        overwritten. Return False if the file system does not support this; the caller must then
+        copy the chunk.
+        """
         own = self.layout.find(extent.key, extent.chunk)
         with source._lock:
             from_disk_slot, _ = source._readable(extent, uncommitted=False)
@@ -463,7 +516,7 @@ class Store:
         self, kind: Kind, disk_slot: int, extent: Extent, buffer: Buffer, *, crc: int | None,
         attempt: int,
     ) -> Ticket:  # fmt: skip
-        """The chunk is reserved already; it is released if the engine refuses."""
+        """Submit I/O for a reserved chunk, and release the chunk if the engine refuses it."""
         submit = self._volume.read if kind == "read" else self._volume.write
         try:
             number = submit(disk_slot, extent, buffer)
@@ -477,8 +530,11 @@ class Store:
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        """Completes a read or write, and checks what was read where a check is due. After a
-        DeadlineError or an interrupt the I/O is still in flight; wait again, discard or close."""
+        """Wait until a read or write is complete, and verify the data of a read if a check is due.
+
+        After a DeadlineError or an interrupt the I/O is still in flight; wait again, discard or
+        close.
+        """
         with self._lock:
             self._tracker.claim(ticket)
         kind, disk_slot, extent = ticket.kind, ticket.disk_slot, ticket.extent
@@ -511,7 +567,10 @@ class Store:
             self._release(kind, disk_slot, extent)
 
     def wait_all(self, tickets: Iterable[Ticket]) -> None:
-        """Completes every ticket, also behind one that failed: their buffers will be used again."""
+        """Wait for all tickets, then raise the first error.
+
+        Tickets after a failed one are waited for as well, because their buffers will be reused.
+        """
         failed: LohanError | None = None
         for ticket in tickets:
             try:
@@ -539,9 +598,12 @@ class Store:
             self._tracker.add(ticket)
 
     def discard(self) -> None:
-        """Forgets what was written since the last commit; that generation stays. Outstanding
-        I/O, reads too, is waited for: its buffers will be used again. If it does not come
-        back, the store is failed. A slot written in place has nothing to go back to: then too."""
+        """Discard everything written since the last commit; the committed generation is unchanged.
+
+        This waits for all outstanding I/O, including reads, because the buffers will be reused. If
+        the I/O does not complete in time, the store fails. The store also fails if chunks were
+        written in place, because there is no other copy to return to.
+        """
         with self._lock:
             self._check_usable()
             stale = self._tracker.claim_all()
@@ -554,9 +616,12 @@ class Store:
             self._tracker.begin_generation()
 
     def _drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
-        """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
-        free; returns why that failed, if it did. One deadline is for all of them. Those that are
-        still in flight then, or when an interrupt comes, stay outstanding."""
+        """Wait for I/O whose result is not needed, so that its buffers and chunks become free.
+
+        One deadline applies to all tickets. Return the last DeadlineError if the deadline was
+        missed. Tickets that are still in flight then, or when an interrupt arrives, remain
+        outstanding.
+        """
         late: DeadlineError | None = None
         deadline = time.monotonic() + self._timeout_s
         rest = list(tickets)
@@ -582,12 +647,15 @@ class Store:
     def commit(
         self, meta: Mapping[str, Any] | None = None, *, advance: bool = True, clean: bool = False
     ) -> None:
-        """Makes what the step has written the committed generation, with the caller's `meta`
-        (None keeps the present one). `advance=False` commits new meta only.
+        """Make the written chunks the committed generation, with the caller's `meta`.
 
-        durability "step": durable when it returns. durability "checkpoint": a step counts in
-        memory only; `clean=True` makes the state durable and whole on disk. There chunks
-        that were not written keep their old bytes; the caller writes its newer ones before that.
+        If `meta` is None, the current one is kept. `advance=False` commits new meta only.
+
+        With durability "step", the commit is durable when this returns, and every chunk must have
+        been written. The same holds for the first commit of any store. With durability
+        "checkpoint", later commits are recorded in memory only, unless `clean=True` makes the state
+        durable and consistent on disk. Chunks that were not written keep their old bytes there;
+        before a clean commit the caller must write the chunks of which it holds newer versions.
         """
         with self._lock:
             self._check_usable()
@@ -611,12 +679,16 @@ class Store:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
             self._checksums = checksums
             if advance:
+                # A chunk that a commit in place did not write still has to be verified.
+                self._unverified[self._tracker.written_chunks()] = False
                 self._tracker.begin_generation()
-                self._unverified[: self.layout.per_generation] = False
 
     def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
-        """Reads a chunk of the committed generation through a small buffer: where it lies, and
-        what is wrong with it, if anything is."""
+        """Verify a chunk of the committed generation by reading it through a small buffer.
+
+        Return the path of its file and a description of the problem, or None if the chunk is
+        intact.
+        """
         with self._lock:
             disk_slot, _ = self._readable(extent, uncommitted=False)
             self._tracker.reserve("read", disk_slot, extent)
@@ -628,7 +700,7 @@ class Store:
                 self._volume.wait(number, self._timeout_s)
                 found = checksum(part, found)
             self._compare(disk_slot, extent, found, expected=int(self._checksums[extent.index]))
-        except DeadlineError as error:  # the buffer is still the kernel's
+        except DeadlineError as error:  # The kernel may still write to the buffer.
             raise self._volume.io_error("read", disk_slot, extent, error) from error
         except StorageIOError as error:
             problem = str(self._volume.io_error("read", disk_slot, extent, error))
@@ -639,7 +711,7 @@ class Store:
         return self._volume.path(disk_slot, extent), problem
 
     def _readable(self, extent: Extent, *, uncommitted: bool | None) -> tuple[int, int | None]:
-        """Slot to read, and the checksum that it must have if a check is due."""
+        """Return the slot to read, and the expected checksum or None if no check is due."""
         self._check_usable(reading=True)
         written = self._tracker.is_written(extent)
         uncommitted = written if uncommitted is None else uncommitted
@@ -669,7 +741,7 @@ class Store:
         return self._disk_slot_of(self.generation), self._due(extent)
 
     def _due(self, extent: Extent) -> int | None:
-        """The checksum of a committed chunk, if it must be compared with what is read."""
+        """Return the checksum of a committed chunk if a read has to be verified, else None."""
         first = self._verify == "first-read" and bool(self._unverified[extent.index])
         due = self._committed and (first or self._verify == "always")
         return int(self._checksums[extent.index]) if due else None
@@ -688,7 +760,8 @@ class Store:
         if self._volume.disk_slots == 1 and self._status is Status.CLEAN:
             try:
                 dirty = replace(self._manifest, clean=False)
-                write_manifest(self.dirs[0], dirty)  # durable before the first byte in place
+                # This is durable before the first write in place.
+                write_manifest(self.dirs[0], dirty)
                 self._manifest = dirty
             except BaseException as error:
                 self._fail(f"it could not be marked as written in place ({error})")
@@ -699,10 +772,13 @@ class Store:
     def _commit_durably(
         self, generation: int, meta: dict[str, Any], checksums: Checksums | None
     ) -> None:
-        """Data, then checksums, then the manifest; each durable before the next begins. Without
-        `checksums` those on disk and the data are already right. A failed sync does not say what
-        reached the drive, and a failed rename or folder sync leaves open which manifest is current:
-        after either, only a fresh open can tell."""
+        """Write data, then checksums, then the manifest; make each durable before writing the next.
+
+        If `checksums` is None, the data and the checksums on disk are already correct. After a
+        failed sync it is unknown which data reached the drive, and after a failed rename or
+        directory sync it is unknown which manifest is current. The store then fails, and only
+        reopening it shows which generation is committed.
+        """
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
             if self._status is Status.CREATING:
@@ -716,7 +792,7 @@ class Store:
             )
             if self.barrier is None:
                 write_manifest(primary, manifest)
-            else:  # in two phases: see manifest.py
+            else:  # This is a two-phase commit; see manifest.py.
                 number = commit_number(self._manifest) + 1
                 manifest = replace(manifest, meta={**meta, COMMITS: number})
                 write_manifest(primary, manifest, name=PREPARED)
@@ -733,13 +809,31 @@ class Store:
     def _fail(self, cause: str) -> None:
         self._status, self._cause = Status.FAILED, cause
 
+    def check_present(self) -> None:
+        """Raise StoreError if a file of the open store was removed.
+
+        Reads and writes of removed files succeed, but the data is lost when the process ends. The
+        files are looked up at most once in PRESENCE_INTERVAL_S, so this may be called often.
+        """
+        with self._lock:
+            self._check_usable()
+
     def _check_usable(self, *, reading: bool = False) -> None:
         if self._status is Status.CLOSED:
-            raise StoreError(f"the store in {self.dirs[0]} is closed; open it again")
+            raise StoreError(f"the store in {self.dirs[0]} is closed; make a new session")
         if self._status is Status.FAILED and not (reading and self._volume.disk_slots == 2):
-            go_on = (
-                "resume from the last snapshot" if self._volume.disk_slots == 1 else "open it again"
-            )
+            snapshot = " from the last snapshot" if self._volume.disk_slots == 1 else ""
             raise StoreError(
-                f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it and {go_on}"
+                f"the store in {self.dirs[0]} cannot go on: {self._cause}; resume the run{snapshot}"
+            )
+        now_s = time.monotonic()
+        if now_s - self._seen_s < PRESENCE_INTERVAL_S or self._status is Status.CREATING:
+            return
+        self._seen_s = now_s
+        if (lost := self._volume.missing_file()) is not None:
+            self._fail(f"{lost} was removed while the store was in use")
+            raise StoreError(
+                f"{lost}: was removed while the run used it, and what the run writes would be "
+                "lost; find out what removed it, then restore the store from a copy and resume, or "
+                "start the run again"
             )

@@ -1,1 +1,1 @@
-"""What looks at a run or a machine: verify, report, doctor."""
+"""Tools that examine a run or a machine: verify, report and doctor."""

@@ -1,4 +1,4 @@
-"""`lohan doctor`: what this machine has for a run, what is missing, and what to do about it."""
+"""The checks of `lohan doctor`: what a machine offers, what is missing, and the remedies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lohan.util.system import (
 )
 from lohan.util.units import GiB, MiB, counted, format_bytes
 
-# -- What was found, for people --------------------------------------------------------------------
+# -- Findings and how they are printed -------------------------------------------------------------
 
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -79,7 +79,7 @@ WSL_CONFIG = "%UserProfile%\\.wslconfig"
 
 
 def check_machine() -> Iterator[Finding]:
-    """All of it, in the order in which it matters."""
+    """Yield all findings about this machine, ordered by importance."""
     for check in (
         check_python, check_packages, check_core, check_device, check_memory, check_locked,
         check_system,
@@ -112,7 +112,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """2.13.0+cpu -> (2, 13)."""
+    """Return the major and minor version: 2.13.0+cpu -> (2, 13)."""
     parts = text.split("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
@@ -143,7 +143,7 @@ def check_device() -> Iterator[Finding]:
 
 
 def device_finding(torch: Any, *, nvidia: bool) -> Finding:
-    """What torch has to compute with."""
+    """Return a finding about the devices that torch can compute on."""
     cpu = f"{len(os.sched_getaffinity(0))} CPU cores"
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is not None and accelerator.is_available():
@@ -165,7 +165,7 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
     )  # fmt: skip
 
 
-# -- memory and system ----------------------------------------------------------------------------
+# -- Memory and system -----------------------------------------------------------------------------
 
 
 def check_memory() -> Iterator[Finding]:
@@ -187,7 +187,10 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_locked(*, accelerator: bool | None = None) -> Iterator[Finding]:
-    """Memory that may be pinned for transfers to a device; without one it does not matter."""
+    """Check how much memory may be pinned for transfers to a device.
+
+    The limit does not matter on a machine without an accelerator.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield Finding("locked memory", OK, "no limit")
@@ -228,17 +231,17 @@ def check_system() -> Iterator[Finding]:
         yield Finding("system", OK, f"Linux {release}")
 
 
-# -- The folders for the state: can they be written to, how, and onto what -------------------------
+# -- The --ssd folders: whether and how they can be written, and their drives ----------------------
 
 
 PROBE_BYTES = MiB
 WAIT_S = 10.0
 LITTLE_SPACE = 20 * GiB
 WORN_PERCENT, NEARLY_WORN_PERCENT = 100, 80
-DEFAULT = STATE_FORMATS["bf16"]  # as many bytes as fp32
+DEFAULT = STATE_FORMATS["bf16"]  # bf16 needs as many bytes per parameter as fp32.
 STATE_BYTES = int(
     2 * (DEFAULT.weight_bytes + DEFAULT.state_bytes)
-)  # per parameter, both disk slots
+)  # bytes per parameter, for both slots
 
 
 def check_drives(ssd: Sequence[Path]) -> Iterator[Finding]:
@@ -248,7 +251,7 @@ def check_drives(ssd: Sequence[Path]) -> Iterator[Finding]:
 
 
 def check_ssd(path: Path) -> list[Finding]:
-    """One --ssd folder: can it be written to, how, and onto what."""
+    """Check whether and how one --ssd folder can be written, and its file system and drives."""
     subject = str(path)
     if not path.is_dir():
         return [Finding(subject, PROBLEM, "no such folder", "create it, or choose another --ssd")]
@@ -320,11 +323,11 @@ def drive_finding(subject: str, drive: DriveFacts) -> Finding:
 
 
 def _tried(subject: str, folder: Path) -> Iterator[Finding]:
-    """io_uring and O_DIRECT, by writing and reading."""
+    """Check io_uring and O_DIRECT by writing and reading a probe file."""
     try:
         engine: Any = open_engine("uring")
         uring = None
-    except ImportError:  # the native core is a finding of its own
+    except ImportError:  # `check_core` reports a missing native core.
         return
     except StorageIOError as error:
         engine, uring = open_engine("threads"), error
@@ -370,7 +373,7 @@ def _write_and_read(engine: IOEngine, file: Path) -> None:
 
 
 def check_shared(ssd: Sequence[Path]) -> Iterator[Finding]:
-    """Two folders on one drive are no faster than one."""
+    """Warn about folders on the same file system, which are no faster than one folder."""
     seen: dict[int, Path] = {}
     for path in ssd:
         with suppress(OSError):

@@ -1,9 +1,11 @@
-"""The checks of `lohan doctor --gpu`. Each runs in a process of its own, so that a crash in one
-hides nothing of the others: `python -m lohan.tools.gpu_checks NAME DEVICE FOLDER RESULT`.
+"""The checks of `lohan doctor --gpu`.
+
+Each check runs in its own process, so that a crash in one check does not hide the results of the
+others: `python -m lohan.tools.gpu_checks NAME DEVICE FOLDER RESULT`.
 
 A check returns figures, which doctor compares with what such a card should reach, and facts, which
-are only reported. Numbers that must be equal and are not raise `Wrong`. On a device that is none
-(software that stands for one, in tests) everything runs at a small scale.
+are only reported. A check raises `Wrong` if numbers that must be equal differ. On a software device
+that stands in for a card in tests, everything runs at a small scale.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -31,7 +33,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.device import accelerator
-from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Device, pages
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, attach
@@ -48,45 +49,22 @@ from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
 from lohan.store.io_engine import aligned_buffer, open_engine
+from lohan.tools.gpu_bench import Bench, CheckResult, Wrong
+from lohan.tools.gpu_host_checks import pinnable, queue
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import GiB, KiB, MiB, format_bytes
 
-NO_CARDS = ("software", "trial")  # how the name of a device begins that is none
+NO_CARDS = ("software", "trial")  # name prefixes of software devices
 
 
-class Wrong(LohanError):
-    """Two ways to one number give two numbers."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where a check works. `real`: on a card, at the sizes of a run."""
-
-    device_name: str
-    folder: Path
-    real: bool
-
-    def open(self, memory: int | None = None) -> Device:
-        device = open_device(self.device_name, memory=memory)
-        if not isinstance(device, AcceleratorDevice):
-            raise LohanError(f"--device {self.device_name}: this is no accelerator")
-        return device
-
-
-@dataclass
-class CheckResult:
-    figures: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-# -- What the device is, and its links -------------------------------------------------------------
+# -- The device and its links ----------------------------------------------------------------------
 
 
 def device(bench: Bench) -> CheckResult:
-    """Name, memory, driver and PCIe link."""
+    """Report name, memory, driver and PCIe link of the device."""
     opened = bench.open()
     torch_device, free = opened.torch_device, opened.memory_bytes()
-    (torch.ones(4, device=torch_device) + 1).cpu()  # a kernel runs
+    (torch.ones(4, device=torch_device) + 1).cpu()  # Check that a kernel runs.
     facts: dict[str, Any] = {"dtype": opened.default_dtype, "free": format_bytes(free)}
     if torch_device.type == "cuda":
         properties = torch.cuda.get_device_properties(torch_device)
@@ -100,7 +78,10 @@ def device(bench: Bench) -> CheckResult:
 
 
 def pcie_link_of(torch_device: torch.device) -> dict[str, str]:
-    """Speed and width of the PCIe link, from the kernel; nothing where it does not say."""
+    """Return speed and width of the PCIe link, as the kernel reports them in sysfs.
+
+    The result is empty if the kernel does not report them.
+    """
     if torch_device.type != "cuda":
         return {}
     found: Any = torch.cuda.get_device_properties(torch_device)
@@ -115,7 +96,7 @@ def pcie_link_of(torch_device: torch.device) -> dict[str, str]:
 
 
 def pinning(bench: Bench) -> CheckResult:
-    """Host memory is registered; a registration that fails leaves no error behind."""
+    """Check that host memory can be pinned and that a failed registration leaves no error."""
     opened, size = bench.open(), 1 * GiB if bench.real else 16 * MiB
     start = time.perf_counter()
     memory = opened.host_memory(size)
@@ -123,7 +104,7 @@ def pinning(bench: Bench) -> CheckResult:
     if not torch.from_numpy(memory).is_pinned():
         raise Wrong(f"{format_bytes(size)} of host memory cannot be pinned")
     if accelerator.can_register(opened.torch_device):
-        with suppress(RuntimeError):  # it is registered already
+        with suppress(RuntimeError):  # Registering memory twice must fail.
             accelerator.register(memory)
             raise Wrong("registering the same memory twice is no error here")
     if (torch.ones(4, device=opened.torch_device) + 1).sum().item() != 8:
@@ -132,7 +113,7 @@ def pinning(bench: Bench) -> CheckResult:
 
 
 def links(bench: Bench) -> CheckResult:
-    """Copies to the device and from it, alone and at the same time."""
+    """Measure copies to the device and from it, one at a time and concurrently."""
     opened, size = bench.open(), 256 * MiB if bench.real else 1 * MiB
     seconds = 1.0 if bench.real else 0.02
     h2d, d2h = link_rates(opened, size=size, seconds=seconds)
@@ -156,7 +137,7 @@ def links(bench: Bench) -> CheckResult:
 
 
 def waits(bench: Bench) -> CheckResult:
-    """A thread that waits for the device sleeps, instead of taking a core."""
+    """Check that a thread that waits for the device sleeps instead of occupying a core."""
     opened = bench.open()
     torch_device, width = opened.torch_device, 4096 if bench.real else 64
     matrix = torch.ones(width, width, device=torch_device, dtype=torch.float32)
@@ -170,7 +151,7 @@ def waits(bench: Bench) -> CheckResult:
 
 
 def direct_io(bench: Bench) -> CheckResult:
-    """Drives read into registered memory as fast as into other, and the same bytes."""
+    """Check that reads from the drive into pinned memory are as fast as others, and correct."""
     opened, size = bench.open(), 256 * MiB if bench.real else 4 * MiB
     engine = open_engine("auto")
     try:
@@ -197,11 +178,11 @@ def direct_io(bench: Bench) -> CheckResult:
     return CheckResult({"registered_read": registered / plain}, {"read_bytes_per_s": plain})
 
 
-# -- How fast it computes --------------------------------------------------------------------------
+# -- Compute speed ---------------------------------------------------------------------------------
 
 
 def matmul(bench: Bench) -> CheckResult:
-    """A matrix product in 16 bit, and that it is one."""
+    """Measure a matrix product in bf16 and check its result."""
     opened, width = bench.open(), 8192 if bench.real else 64
     torch_device, kind = opened.torch_device, torch.bfloat16
     left, right = (torch.randn(width, width).to(torch_device, kind) for _ in range(2))
@@ -216,7 +197,7 @@ def matmul(bench: Bench) -> CheckResult:
 
 
 def block(bench: Bench) -> CheckResult:
-    """A decoder block of 4,096 features: forward, and backward."""
+    """Measure forward and backward of a decoder block with 4,096 features."""
     opened = bench.open()
     sizes = Sizes(hidden=4096, inner=11008, heads=32) if bench.real else Sizes(64, 128, 4, 256)
     probe, tokens = BlockProbe(replace(sizes, copies=1), opened), 4096 if bench.real else 32
@@ -231,7 +212,7 @@ def block(bench: Bench) -> CheckResult:
 
 
 def optimizer(bench: Bench) -> CheckResult:
-    """AdamW on the CPU, alone and while both links are at work."""
+    """Measure AdamW on the CPU, alone and while both links are busy."""
     opened = bench.open()
     sizes = Sizes(copies=2) if bench.real else Sizes(copies=1, chunk_params=2**14)
     seconds = 1.0 if bench.real else 0.01
@@ -248,6 +229,7 @@ def optimizer(bench: Bench) -> CheckResult:
 
 @contextmanager
 def busy_links(device: Device, size: int) -> Iterator[None]:
+    """Copy `size` bytes in both directions repeatedly, in a thread, until the context exits."""
     there, host = device.allocate(2 * size), torch.from_numpy(device.host_memory(2 * size))
     stop = Event()
 
@@ -267,7 +249,7 @@ def busy_links(device: Device, size: int) -> Iterator[None]:
         thread.join()
 
 
-# -- Training: the same numbers by different ways --------------------------------------------------
+# -- Training: modes that must give the same numbers -----------------------------------------------
 
 
 Batches = list[dict[str, torch.Tensor]]
@@ -276,7 +258,7 @@ Batches = list[dict[str, torch.Tensor]]
 @dataclass(frozen=True)
 class Trained:
     losses: list[float]
-    digest: str  # of weights and optimizer state
+    digest: str  # SHA-256 of weights and optimizer state
 
     def check(self, other: Trained, what: str) -> None:
         if list(map(repr, self.losses)) != list(map(repr, other.losses)):
@@ -285,12 +267,17 @@ class Trained:
             raise Wrong(f"{what}: the same losses, other weights or moments")
 
 
-def trained(bench: Bench, model: nn.Module, batches: Batches, name: str, **options: Any) -> Trained:
+def trained(
+    bench: Bench, model: nn.Module, batches: Batches, name: str, *, late: bool = False,
+    **options: Any,
+) -> Trained:  # fmt: skip
+    """Train a copy of the model; with `late`, on a device with random pauses on its lanes."""
     folder = bench.folder / name
     folder.mkdir()
     losses = []
+    opened = bench.open_late() if late else bench.open()
     with attach(
-        copy.deepcopy(model), optimizer=AdamW(lr=1e-3), device=bench.open(), batch=batches[0],
+        copy.deepcopy(model), optimizer=AdamW(lr=1e-3), device=opened, batch=batches[0],
         budget=Budget(host="1GiB", ssd=[folder], durability="step"), **options,
     ) as session:  # fmt: skip
         torch.manual_seed(11)
@@ -319,7 +306,10 @@ def digest_of(session: Session) -> str:
 
 @contextmanager
 def in_one_order() -> Iterator[None]:
-    """Kernels that sum in any order would hide a race among roundings."""
+    """Use only kernels with a fixed order of summation.
+
+    The rounding differences of other kernels would hide a race.
+    """
     torch.use_deterministic_algorithms(True)
     with sdpa_kernel(SDPBackend.MATH):
         yield
@@ -365,24 +355,24 @@ def tokens(bench: Bench, steps: int = 3, *, seq: int | None = None, vocab: int =
 
 
 def overlap(bench: Bench) -> CheckResult:
-    """Everything at once gives the bits of one thing after the other."""
+    """Check that overlapped steps give the same bits as serial ones, also with delayed lanes."""
     with in_one_order():
         model, batches = llama(bench), tokens(bench)
         wanted = trained(
             bench, model, batches, "plain", overlap=False, update_mode="serial", micro_batch=2
         )
         for mode in ("serial", "optimized", "balanced"):
-            found = trained(bench, model, batches, mode, update_mode=mode, micro_batch=2)
+            found = trained(bench, model, batches, mode, late=True, update_mode=mode, micro_batch=2)
             found.check(wanted, f"{mode} with overlap, and without")
     return CheckResult(facts={"losses": wanted.losses})
 
 
 def saved_activations(bench: Bench) -> CheckResult:
-    """Activations that were saved give the bits of those that are recomputed."""
+    """Check that saved activations give the same bits as recomputed ones."""
     with in_one_order():
         model, batches = llama(bench), tokens(bench)
         made = [
-            trained(bench, model, batches, name, activations=name, micro_batch=1)
+            trained(bench, model, batches, name, late=True, activations=name, micro_batch=1)
             for name in ("recompute", "all")
         ]
     made[1].check(made[0], "activations saved, and recomputed")
@@ -390,7 +380,10 @@ def saved_activations(bench: Bench) -> CheckResult:
 
 
 def padded_dropout(bench: Bench) -> CheckResult:
-    """A mask and dropout in attention: another kernel, whose random state is on the host."""
+    """Check training with a padding mask and dropout in attention.
+
+    They select another attention kernel, whose random state is on the host.
+    """
     model, batches = gpt2(bench), tokens(bench)
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -400,22 +393,23 @@ def padded_dropout(bench: Bench) -> CheckResult:
         for name in ("recompute", "all")
     ]
     for one, other in zip(*(each.losses for each in made), strict=True):
-        if not abs(one - other) <= 1e-3 * abs(one):  # its backward sums in any order
+        if not abs(one - other) <= 1e-3 * abs(one):  # The backward kernel sums in no fixed order.
             raise Wrong(f"activations saved and recomputed: losses {one} and {other}")
     return CheckResult(facts={"losses": made[0].losses})
 
 
 def tied_weights(bench: Bench) -> CheckResult:
-    """Embedding and head are one matrix, whose gradients come from two places."""
+    """Check that tied embedding and head, whose gradients have two sources, train exactly."""
     with in_one_order():
         model, batches = llama(bench, tie_word_embeddings=True), tokens(bench)
         wanted = trained(bench, model, batches, "plain", overlap=False, update_mode="serial")
-        trained(bench, model, batches, "overlap").check(wanted, "tied weights with overlap")
+        overlapped = trained(bench, model, batches, "overlap", late=True)
+        overlapped.check(wanted, "tied weights with overlap")
     return CheckResult()
 
 
 class Positions(nn.Module):
-    """Blocks behind a table that belongs to the checkpoint and never changes."""
+    """Blocks preceded by a position table: a buffer in the checkpoint that never changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +428,7 @@ class Positions(nn.Module):
 
 
 def large_buffer(bench: Bench) -> CheckResult:
-    """A buffer of megabytes that is never changed is no part of a step."""
+    """Check that a model with a buffer of several megabytes that never changes can train."""
     made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
     trained(bench, Positions(), made, "run")
     return CheckResult()
@@ -443,8 +437,14 @@ def large_buffer(bench: Bench) -> CheckResult:
 # -- Training: memory and speed --------------------------------------------------------------------
 
 
+SETTLING_STEPS = 2  # After these steps, memory requests are the same in every step.
+
+
 def memory(bench: Bench) -> CheckResult:
-    """Three overlapped steps stay within what was planned of the device's memory."""
+    """Check that overlapped steps stay within the planned device memory.
+
+    After the first two steps, the allocator must also find room without freeing its cache.
+    """
     if torch.accelerator.current_accelerator() is None or not hasattr(
         torch.get_device_module(), "max_memory_reserved"
     ):
@@ -460,18 +460,24 @@ def memory(bench: Bench) -> CheckResult:
         budget=Budget(host="4GiB" if bench.real else "256MiB", ssd=[bench.folder]),
     ) as session:  # fmt: skip
         module.reset_peak_memory_stats()
-        for batch in batches:
+        for number, batch in enumerate(batches):
             step(session, batch)
+            if number == SETTLING_STEPS - 1:
+                settled_retries = allocator().get("num_alloc_retries", 0)
+        retries = allocator().get("num_alloc_retries", 0) - settled_retries
         planned = session.plan.tier_bytes("device")
         lines = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "device"}
     reserved = module.max_memory_reserved()
     facts = {"planned": planned, "reserved": reserved, "lines": lines}
-    return CheckResult({"reserved_of_planned": reserved / planned}, facts)
+    return CheckResult({"reserved_of_planned": reserved / planned, "alloc_retries": retries}, facts)
 
 
 def training(bench: Bench) -> CheckResult:
-    """A model of about a billion parameters (less on a small card): six steps next to plain torch
-    in the device's memory, the device's share of work, and the step that the plan forecasts."""
+    """Train a model of about one billion parameters, fewer on a small card, for six steps.
+
+    Losses are compared with plain torch in the device's memory. The check measures which share of a
+    step the device is busy, and compares the step time with the plan's forecast.
+    """
     opened = bench.open()
     model, batches = trial_model(bench, opened.memory_bytes())
     limit = 8 * GiB if bench.real else 128 * MiB
@@ -481,7 +487,7 @@ def training(bench: Bench) -> CheckResult:
     wanted = plain_losses(model, batches, opened)
     rates = profile(ssd, device=bench.open(), effort=effort_for(bench, width))
     budget = Budget(host="8GiB" if bench.real else "256MiB", ssd=ssd)
-    losses, ends = [], []
+    losses, ends, launched_s = [], [], []
     with attach(
         model, optimizer=AdamW(lr=1e-4), device=bench.open(limit), batch=batches[0], budget=budget,
         profile=rates,
@@ -489,21 +495,28 @@ def training(bench: Bench) -> CheckResult:
         spans: list[Span] = []
         for batch in batches:
             session.executor.trace.take_step()
-            start = time.perf_counter()
-            losses.append(step(session, batch))
+            start, launching_s = time.perf_counter(), time.thread_time()
+            loss = session.model(**batch).loss
+            launched_s.append(time.thread_time() - launching_s)
+            loss.backward()
+            losses.append(float(loss.item()))
             ends.append((start, time.perf_counter()))
             spans = session.executor.trace.take_step()
         context = session.context
         assert context.workload is not None and context.profile is not None
         made = context.forecast(context.profile, session.plan)
-        parameters = context.blocks.parameters
+        parameters, sites = context.blocks.parameters, len(context.blocks.sites)
+        slices = -(-len(batches[0]["input_ids"]) // (session.plan.micro_batch or 1))
     for ours, theirs in zip(losses, wanted, strict=True):
         if not abs(ours - theirs) <= 2e-2 * abs(theirs):
             raise Wrong(f"losses {losses}, with plain torch {wanted}")
     steps_s = [stop - start for start, stop in ends[2:]]
     start, stop = ends[-1]
     share = busy_s(spans, start, stop)["compute"] / (stop - start)
-    figures = {"step_of_forecast": median(steps_s) / made.step_s}
+    figures = {
+        "step_of_forecast": median(steps_s) / made.step_s,
+        "launch_s_per_slice": median(launched_s[2:]) / (sites * slices),
+    }
     if made.binding == "compute":
         figures["device_busy"] = share
     return CheckResult(figures, {
@@ -518,8 +531,9 @@ def training(bench: Bench) -> CheckResult:
     })  # fmt: skip
 
 
-PLAIN_BYTES = 22  # of a parameter: 16-bit weight and gradient, fp32 master, gradient and moments
-LAYER = 12 * 2048 * 2048  # parameters of one, about
+# Bytes per parameter of plain torch: 16-bit weight and gradient, fp32 master, gradient and moments.
+PLAIN_BYTES = 22
+LAYER = 12 * 2048 * 2048  # approximate number of parameters per layer
 
 
 def trial_model(bench: Bench, device_bytes: int) -> tuple[nn.Module, Batches]:
@@ -546,7 +560,7 @@ def effort_for(bench: Bench, width: int) -> Effort:
 
 
 def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[float]:
-    """Plain torch with AdamW on fp32 master weights, all of it on the device."""
+    """Return the losses of plain torch, with AdamW on fp32 master weights on the device."""
     torch_device = opened.torch_device
     here = copy.deepcopy(model).to(torch_device)
     masters = [p.detach().float().clone().requires_grad_() for p in here.parameters()]
@@ -568,7 +582,7 @@ def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[flo
     return losses
 
 
-# -- One check in this process ---------------------------------------------------------------------
+# -- Running one check in this process -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -584,8 +598,9 @@ class Check:
 CHECKS: dict[str, Check] = {
     run.__name__.replace("_", "-"): Check(run, deadline_s)
     for run, deadline_s in (
-        (device, 120), (pinning, 120), (links, 120), (waits, 120), (direct_io, 180),
-        (matmul, 180), (block, 180), (optimizer, 180), (overlap, 300), (saved_activations, 300),
+        (device, 120), (pinning, 120), (pinnable, 180), (queue, 120),
+        (links, 120), (waits, 120), (direct_io, 180), (matmul, 180), (block, 180),
+        (optimizer, 180), (overlap, 300), (saved_activations, 300),
         (padded_dropout, 300), (tied_weights, 300), (large_buffer, 300), (memory, 600),
         (training, 1800),
     )
@@ -593,7 +608,7 @@ CHECKS: dict[str, Check] = {
 
 
 def card_name(device_name: str) -> str:
-    """Of the card that a device name leads to."""
+    """Return the name of the card that a device name refers to, or else the device type."""
     found = open_device(device_name).torch_device
     return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
 
@@ -603,7 +618,7 @@ def is_real(card: str) -> bool:
 
 
 def allocator() -> dict[str, int]:
-    """What torch's allocator counts, as far as it does."""
+    """Return the statistics of torch's allocator that this backend provides."""
     with suppress(AttributeError, RuntimeError, AssertionError):
         found = torch.get_device_module().memory_stats()
         names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries",
@@ -613,7 +628,7 @@ def allocator() -> dict[str, int]:
 
 
 def run_here(name: str, device_name: str, folder: Path) -> dict[str, Any]:
-    """The result of a check, as JSON has it."""
+    """Run a check and return its result as a JSON-serialisable mapping."""
     made: dict[str, Any] = {"state": "ok"}
     try:
         made["card"] = card_name(device_name)
@@ -635,7 +650,8 @@ def run_here(name: str, device_name: str, folder: Path) -> dict[str, Any]:
 def main(name: str, device_name: str, folder: str, result: str) -> None:
     made = run_here(name, device_name, Path(folder))
     Path(result).write_text(json.dumps(made, default=str))
-    # A device in an error state may hang or crash while the interpreter ends: the result is there.
+    # A device in an error state may hang or crash during interpreter shutdown. The result file is
+    # complete, so exit without a shutdown.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,5 +1,8 @@
-"""The plan of a run that is here: traced as `attach` traces it, without weights or training; and
-what would make a run faster, by the planner's answer for machines that are a little better."""
+"""The plan of a run on this machine, and advice on what would make a run faster.
+
+The model is traced as `attach` traces it, but without weights and without training. Advice comes
+from the planner, which is asked about slightly better machines.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +54,22 @@ def plan_traced(
     config: Config, profile: Profile | None = None, *, minimise: str = "time",
     inputs: Inputs | None = None,
 ) -> MachinePlan:  # fmt: skip
-    """The plan of a run with these settings, or the BudgetError it would end with; and what it will
-    do on a machine of this profile, and what other options would do."""
+    """Return the plan of a run with these settings, its forecast and the alternatives.
+
+    Raise the same BudgetError as the run would. The forecast is for a machine with this profile.
+    """
     return with_alternatives(solve(traced_problem(config, profile, minimise, inputs)))
 
 
 def traced_problem(
     config: Config, profile: Profile | None, minimise: str, inputs: Inputs | None
 ) -> PlanProblem:
-    """The model is built on the meta device and its footprint found on fake tensors. Batches are as
-    the data has them, if that is known. Of several ranks it is the problem of each, with its share
-    of the batch and of the machine."""
+    """Return the planning problem of a run.
+
+    The model is built on the meta device, and its footprint is measured with fake tensors. Batches
+    have the shapes of the data if `inputs` is given. With several ranks, this is the problem of
+    each rank, with its share of the batch and of the machine.
+    """
     world, whole_batch = config.budget.gpus, config.train.batch
     config = config.of_rank(world)
     train, budget = config.train, config.budget
@@ -69,7 +77,7 @@ def traced_problem(
     device_bytes = device.memory_bytes() if device.has_own_memory else None
     machine, dtype = machine_with(device, profile), train.dtype or device.default_dtype
     if world > 1 and machine is not None and not machine.has_link:
-        machine = None  # ranks on the CPU have a link that no profile knows
+        machine = None  # Ranks on the CPU use a link that no profile contains.
     task = task_of(config)
     model = task.load(config, dtype=dtype).train()
     batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=dtype)
@@ -79,7 +87,7 @@ def traced_problem(
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
     overhead = device_overhead(device, model, host_bytes)
     device.close()
-    if world > 1 and device_bytes is None:  # the CPU's ranks compute in their host memory
+    if world > 1 and device_bytes is None:  # Ranks on the CPU compute in their own host memory.
         _, device_bytes = plan_in_one_memory(
             blocks, options, host_bytes=host_bytes, workload=workload
         )
@@ -93,7 +101,7 @@ def traced_problem(
 
 
 def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: Plan) -> list[int]:
-    """Sites as forward calls them: as the footprint met them, then the head."""
+    """Return the sites in the order of forward: as the footprint visited them, then the head."""
     workload = workload.in_tiles(plan.tiles)
     names = list(workload.measure(plan.micro_batch or workload.batch).sites)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
@@ -104,8 +112,11 @@ def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: 
 
 
 def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
-    """`lohan train --dry-run`: the number of steps and the plan for the data that is there, or the
-    message the run would end with. Tokens go to a temporary folder, which is removed."""
+    """Return the number of steps and the plan for the given data, for `lohan train --dry-run`.
+
+    Raise the same error as the run would. Tokens are written to a temporary folder, which is
+    removed.
+    """
     folder = RunFolder(config.out)
     check_vacant(folder, config)
     check_loggers(config.output.log)
@@ -125,17 +136,18 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
 
 # -- What would make a run faster ------------------------------------------------------------------
 #
-# The rates are those that the run measured itself. For every change a plan is made and its steps
-# are simulated; the gain is against the same simulation of the plan that the run followed.
+# The rates are those that the run measured. For every change, a plan is made and its steps are
+# simulated. The gain is relative to the same simulation of the plan that the run followed.
 
 
-WORTH = 1.02  # times as fast, to be named
-UNITS = ((8 * GiB, "GiB"), (8 * MiB, "MiB"), (0, "KiB"))  # of a budget from so many bytes on
+WORTH = 1.02  # smallest speedup worth listing
+# (smallest budget in bytes, unit to express it in)
+UNITS = ((8 * GiB, "GiB"), (8 * MiB, "MiB"), (0, "KiB"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """The run as the planner sees it."""
+    """A run as the planner sees it."""
 
     blocks: Blocks
     workload: BatchWorkload
@@ -162,8 +174,11 @@ class Case:
 def case_of(
     config: Config, shape: Mapping[str, int], plan: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> Case:
-    """From the config, and from the journal the shape of a batch, the last plan and the last
-    measured profile. Reads the model's structure, not its weights."""
+    """Return the case of a recorded run.
+
+    `shape`, `plan` and `measured` come from the journal: the shape of a batch, the last plan and
+    the last measured profile. Only the structure of the model is read, not its weights.
+    """
     train, followed = config.train, Plan.from_json(plan["plan"])
     task = task_of(config)
     model = task.load(config, dtype=followed.dtype).train()
@@ -179,8 +194,12 @@ def case_of(
 
 
 def changes(case: Case) -> list[Change]:
-    """What helps, best first. A plan for the rates as they are is no merit of another drive: it
-    counts by itself, and the rest is against it."""
+    """Return the changes that would help, best first.
+
+    Replanning for the measured rates is listed as a change of its own. The gains of drives and host
+    memory are relative to the better of the current plan and the new one, so that they do not
+    include the gain of replanning.
+    """
     now = case.step_s(case.plan, case.machine)
     again = now
     with suppress(BudgetError):
@@ -192,7 +211,10 @@ def changes(case: Case) -> list[Change]:
 
 
 def _drives(case: Case, now: float) -> Iterator[Change]:
-    """The measured rate is that of all drives together."""
+    """Yield the gain of one more drive and of twice as many drives.
+
+    The measured rate is that of all drives together, and it is scaled with the number of drives.
+    """
     for more in (1, case.drives):
         count = case.drives + more
         machine = faster_drives(case.machine, count / case.drives)
@@ -205,7 +227,7 @@ def _drives(case: Case, now: float) -> Iterator[Change]:
 
 
 def _host(case: Case, now: float) -> Iterator[Change]:
-    """Half as much again, twice, and four times the host budget."""
+    """Yield the gain of 1.5, 2 and 4 times the host budget."""
     for factor in (1.5, 2, 4):
         suffix = next(name for least, name in UNITS if case.host_bytes >= least)
         unit = parse_bytes(f"1{suffix}")
@@ -216,7 +238,7 @@ def _host(case: Case, now: float) -> Iterator[Change]:
 
 
 def _lanes(case: Case, now: float) -> Iterator[Change]:
-    """Bounds: the same plan with one lane out of the way."""
+    """Yield upper bounds: the same plan with one lane so fast that it never binds."""
     made = case.forecast(case.plan, case.machine)
     links = ("h2d", "d2h") if case.machine.has_link else ()
     for lane in ("compute", "ssd", "optimizer", *links):

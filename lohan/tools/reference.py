@@ -1,11 +1,11 @@
-"""The reference of `lohan verify`: the same run in memory, plain PyTorch and transformers."""
+"""The reference of `lohan verify`: the same run in memory, in plain PyTorch and transformers."""
 
 from __future__ import annotations
 
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ from lohan.engine.attach import load
 from lohan.errors import ModelError, first_line
 from lohan.model.state import STATE_FORMATS
 from lohan.optim import SGD, AdamW, Lion, Optimizer
+from lohan.param_groups import choose
 
-# -- The optimizers in memory: torch's own, or written down plainly where torch has none -----------
+# -- In-memory optimizers: torch's own, or plain implementations -----------------------------------
 
 
 def in_memory(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The same on parameter groups, with a learning rate of 1."""
+    """Return the same optimizer over parameter groups, with a learning rate of 1.
+
+    Values that a group sets replace the optimizer's values.
+    """
     if isinstance(optimizer, AdamW):
         return torch.optim.AdamW(
             groups, lr=1.0, betas=optimizer.betas, eps=optimizer.eps, foreach=False
@@ -42,7 +46,7 @@ def in_memory(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> torch.o
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Lion, as its paper has it."""
+    """Lion, implemented as in its paper."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float]
@@ -64,10 +68,10 @@ class PlainLion(torch.optim.Optimizer):
                 m.mul_(beta2).add_((1 - beta2) * grad)
 
 
-# -- The same run in memory: plain PyTorch and transformers, nothing of LoHan's engine -------------
+# -- The run in memory: plain PyTorch and transformers, without LoHan's engine ---------------------
 #
-# 16-bit models get fp32 master weights, fp16 ones the loss scale of a run. Weights after every
-# step are kept in files, so that the runs to compare need not be in memory together.
+# 16-bit models have fp32 master weights, and fp16 models use the loss scale of a run. Weights after
+# every step are saved to files, so that the compared runs need not be in memory at the same time.
 
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +79,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all runs share: the first `steps` of a run of `total`."""
+    """The settings that all compared runs share: the first `steps` steps of a run of `total`."""
 
     model: Path
     train: TrainConfig
@@ -85,8 +89,9 @@ class Recipe:
     total: int
     batch: Callable[[int], dict[str, torch.Tensor]]
 
-    def lr(self, step: int) -> float:
-        return self.train.lr_at(step, self.total)
+    def lr(self, step: int, peak: float) -> float:
+        """Return the learning rate of a step for parameters with this peak."""
+        return replace(self.train, lr=peak).lr_at(step, self.total)
 
 
 class PlainRun:
@@ -101,23 +106,30 @@ class PlainRun:
         self._scaled = compute == torch.float16
         self._progress = TrainState.start("fp16" if self._scaled else "fp32")
         train = recipe.train
-        self._clipped_together = [list(self.masters.values())]
-        if train.clip_by == "block":
-            self._clipped_together = list(self._by_block())
-        matrices = [p for p in self.masters.values() if p.ndim >= 2]
-        vectors = [p for p in self.masters.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": train.weight_decay},
-                  {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
-        self._optimizer = in_memory(train.optimizer_with(1.0), groups)
+        self._optimizer = in_memory(train.optimizer_with(1.0), self._groups())
 
-    def _by_block(self) -> Iterator[list[nn.Parameter]]:
-        """As the run cuts the model."""
-        for group in cut(self.model).groups:
-            own = (self.masters.get(tensor.name) for tensor in group.tensors)
-            yield [master for master in own if master is not None]
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return torch's parameter groups for the settings.
+
+        Every configured group is split into matrices and vectors. Vectors do not decay unless the
+        group sets a weight decay.
+        """
+        train = self.recipe.train
+        settings: list[dict[str, Any]] = [{}, *(dict(g.values) for g in train.param_groups)]
+        chosen = choose(train.check_groups(), self.model)
+        groups = []
+        for number, values in enumerate(settings, start=-1):  # -1 stands for parameters in no group
+            own = [p for name, p in self.masters.items() if chosen.get(name, -1) == number]
+            for masters, decay in (
+                ([p for p in own if p.ndim >= 2], train.weight_decay),
+                ([p for p in own if p.ndim < 2], 0.0),
+            ):
+                group = {"weight_decay": decay, **values, "params": masters}
+                groups.append({**group, "lr": 1.0, "peak_lr": values.get("lr", train.lr)})
+        return groups
 
     def step(self, number: int) -> float:
-        """One step; its loss."""
+        """Run one step and return its loss."""
         scale = self._progress.loss_scale if self._scaled else 1.0
         loss = self.model(**self.recipe.batch(number)).loss
         (loss * scale).backward()
@@ -125,13 +137,13 @@ class PlainRun:
         if self._scaled and not finite:
             self._progress = self._progress.overflowed()
         else:
-            self._update(self.recipe.lr(number))
+            self._update(number)
             self._progress = self._progress.updated(scaled=self._scaled, absent=())
         self._optimizer.zero_grad(set_to_none=True)
         return float(loss.item())
 
     def _take_gradients(self, scale: float) -> bool:
-        """Gradients of the compute weights go to the masters; whether all are finite."""
+        """Move gradients from compute weights to masters, and return whether all are finite."""
         finite = True
         for name, parameter in self._trained():
             grad, master = parameter.grad, self.masters[name]
@@ -143,12 +155,11 @@ class PlainRun:
                 parameter.grad = None
         return finite
 
-    def _update(self, lr: float) -> None:
+    def _update(self, step: int) -> None:
         limit = self.recipe.train.clip or math.inf
-        for masters in self._clipped_together:
-            torch.nn.utils.clip_grad_norm_(masters, limit, foreach=False)
+        torch.nn.utils.clip_grad_norm_(list(self.masters.values()), limit, foreach=False)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.recipe.lr(step, group["peak_lr"])
         self._optimizer.step()
         with torch.no_grad():
             for name, parameter in self._trained():
@@ -160,8 +171,10 @@ class PlainRun:
 
 
 def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
-    """The model as transformers loads it, in training mode; with adapters, as PEFT puts them in,
-    from the first values that a run gives them."""
+    """Return the model as transformers loads it, in training mode.
+
+    Adapters are added by PEFT and start from the initial values that a run gives them.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -193,7 +206,7 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
 
 
 def _dequantise_base(model: nn.Module, recipe: Recipe, packing: str) -> None:
-    """Weights that the run packs become what its calls compute with."""
+    """Replace the weights that the run packs by the dequantised values it computes with."""
     fmt = STATE_FORMATS[recipe.dtype]
     read = source_of(load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter))
     blocks = pack_base(model, cut(model), packing, fmt.weight_bytes)
@@ -206,25 +219,27 @@ def _dequantise_base(model: nn.Module, recipe: Recipe, packing: str) -> None:
 
 
 class Trajectory:
-    """Losses of the in-memory run and its trained weights after every step, in files; 0 is the
-    start, with those that are not trained."""
+    """The losses of the in-memory run and, in files, its trained weights after every step.
+
+    Step 0 is the start. Its file also contains the weights that are not trained.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._folder, self.dtype = folder, dtype
         self.losses: list[float] = []
-        self.alias: dict[str, str] = {}  # of tied weights: any name -> the one in the files
+        self.alias: dict[str, str] = {}  # maps every name of a tied weight to its name in the files
 
     def keep(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         narrow = {name: w.detach().to(torch.float32).contiguous() for name, w in weights.items()}
         save_file(narrow, self._folder / f"step-{step}.safetensors")
 
     def open(self, step: int) -> Any:
-        """The file of a step: `keys()`, and `get_tensor(name)` one by one."""
+        """Open the file of a step, for `keys()` and `get_tensor(name)`."""
         return safe_open(str(self._folder / f"step-{step}.safetensors"), framework="pt")
 
 
 def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], None]) -> Trajectory:
-    """In the types that the run under test uses."""
+    """Run the recipe in memory, in the types that the run under test uses."""
     folder.mkdir()
     torch.manual_seed(recipe.seed)
     run = PlainRun(recipe, compute=TYPES[recipe.dtype], master=torch.float32)
@@ -245,8 +260,11 @@ def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], No
 def noise_run(
     recipe: Recipe, reference: Trajectory, advance: Callable[[int, int], None]
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """How far the in-memory run itself is from the same run in a finer type: of the loss, and of
-    every tensor (2-norm), step by step."""
+    """Measure how far the in-memory run is from the same run in a finer type.
+
+    Return, per step, the absolute difference of the loss, and the 2-norm of the difference of every
+    tensor.
+    """
     torch.manual_seed(recipe.seed)
     finer = torch.float64 if recipe.dtype == "fp32" else torch.float32
     run = PlainRun(recipe, compute=finer, master=finer)

@@ -1,4 +1,4 @@
-"""`lohan report`: a run as one HTML file that needs no network."""
+"""The HTML report of `lohan report`: one self-contained file that needs no network."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered
 from lohan.util.files import WrongType, checked, load_json
 from lohan.util.system import drives_of
-from lohan.util.trace import LANE_NAMES, LANES, by_lane, trace_object, trace_output
+from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output
 from lohan.util.units import GiB, counted, format_bytes, format_seconds
 
-# -- HTML in small pieces. What comes from a run is escaped here and nowhere else ------------------
+# -- HTML fragments; all text from a run is escaped here and nowhere else --------------------------
 
 
 class Markup(str):
-    """HTML made here, not escaped again."""
+    """HTML that is already escaped."""
 
 
 def text(value: object) -> str:
@@ -49,13 +49,13 @@ def text(value: object) -> str:
 
 
 def script_json(value: Any) -> str:
-    """Safe inside a script element: no tag can begin in it."""
+    """Return JSON that is safe inside a script element, because no tag can begin in it."""
     made = json.dumps(_finite(value), separators=(",", ":"))
     return made.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replace non-finite floats by None, because JSON has no infinity or NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ def card(title: str, *parts: str) -> str:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()
 ) -> str:
-    """`numbers`: columns that stand on the right."""
+    """Return an HTML table; the columns in `numbers` are right-aligned."""
 
     def line(tag: str, cells: Sequence[object]) -> str:
         kinds = ['class="n"' if at in numbers else "" for at in range(len(cells))]
@@ -92,31 +92,34 @@ def chart(name: str, title: str = "", *, tall: bool = False) -> str:
     return f'<div>{head}<div class="chart{" tall" if tall else ""}" id="{name}"></div></div>'
 
 
-# -- The traces of a run's ranks on one clock ------------------------------------------------------
+# -- The traces of all ranks on one clock ----------------------------------------------------------
 #
-# Every rank writes down its own lanes, by a clock of its own. What it exchanges with the others
-# ends everywhere at the same time, so that tells how far the clocks are apart.
+# Every rank records its own lanes with its own clock. A collective ends on all ranks at the same
+# time, so the ends of collectives give the offsets between the clocks.
 
 
 NET = LANES.index("net")
-ROWS = 100  # thread numbers of a lane in a trace file
+ROWS = 100  # A trace file reserves this many thread ids per lane.
 MAX_BYTES = GiB
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A span: microseconds from the start of its file."""
+    """A span; `start` and `stop` are in microseconds from the start of its file."""
 
     rank: int
     lane: int
-    row: int  # below the lane
+    row: int  # index of the row within the lane
     name: str
     start: float
     stop: float
 
 
 def read_traces(folder: RunFolder) -> list[list[Traced]]:
-    """Spans of every rank that wrote a trace, the first rank first, by its clock."""
+    """Return the spans of every rank that wrote a trace, in the order of ranks.
+
+    Times are on the clock of rank 0.
+    """
     found: list[list[Traced]] = []
     while (file := folder.trace_of(RankInfo(len(found), len(found) + 1))).is_file():
         spans = _read(file, len(found))
@@ -146,7 +149,10 @@ def _span(event: Mapping[str, Any], rank: int) -> Traced:
 
 
 def _clock_offset(spans: Sequence[Traced], first: Sequence[Traced]) -> float:
-    """How much later a rank's clock is than the first's; 0 if they did nothing together."""
+    """Return how far a rank's clock is ahead of rank 0's, in microseconds.
+
+    The offset is 0 if the two ranks share no collective.
+    """
     own, other = _collectives(spans), _collectives(first)
     count = min(len(own), len(other))
     pairs = zip(own[len(own) - count :], other[len(other) - count :], strict=True)
@@ -159,7 +165,7 @@ def _collectives(spans: Sequence[Traced]) -> list[Traced]:
 
 
 def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
-    """All ranks in one Chrome trace, each as a process of its own."""
+    """Write all ranks into one Chrome trace, each as its own process."""
     origin = min((span.start for spans in traces for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(traces):
@@ -179,14 +185,14 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
     trace_output(path, "move it away").write(json.dumps(trace_object(events)).encode())
 
 
-# -- What a run folder tells: the logs, thinned to what a picture can show -------------------------
+# -- The logs of a run folder, reduced to what a chart can show ------------------------------------
 
 
-MOST_POINTS = 1200  # of a curve
-MOST_SPANS = 12_000  # of the timeline
+MOST_POINTS = 1200  # per curve
+MOST_SPANS = 12_000  # in the timeline
 MOST_SAMPLES = 40
 MOST_CHARACTERS = 10_000  # of the first example's prompt, and of its answer
-STEADY = 50  # last steps that speed is taken from
+STEADY = 50  # number of last steps that give the speed
 
 Row = Mapping[str, Any]
 
@@ -201,12 +207,12 @@ class RunRecord:
     journal: list[dict[str, Any]]
 
     def last(self, event: str) -> dict[str, Any]:
-        """The latest entry of the journal of a kind; empty if there is none."""
+        """Return the latest journal entry of a kind, or an empty dictionary if there is none."""
         return next((row for row in reversed(self.journal) if row["event"] == event), {})
 
     @property
     def steady(self) -> list[dict[str, Any]]:
-        """Steps with the last plan, without those that were still finding their rhythm."""
+        """The steps with the last plan, without the first two of them."""
         began = max((row["step"] for row in self.journal if row["event"] != "measured"), default=0)
         rows = [row for row in self.steps if row["step"] > began]
         return (rows[2:] or rows or self.steps)[-STEADY:]
@@ -273,7 +279,10 @@ _FIGURES: dict[str, Any] = {
 
 
 def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
-    """A row has what a report shows of it; not-a-number may be a loss and nothing else."""
+    """Check that a row has the fields, with the right types, that the report shows.
+
+    NaN is allowed only in fields of type `Number`, such as the loss.
+    """
     try:
         for key, kind in kinds.items():
             value = row.get(key)
@@ -294,11 +303,14 @@ def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
         ) from None
 
 
-# -- curves ---------------------------------------------------------------------------------------
+# -- Curves ----------------------------------------------------------------------------------------
 
 
 def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
-    """Steps and values of a key; means of neighbours where there are too many."""
+    """Return the steps and values of a key.
+
+    Neighbouring points are averaged if there are more than MOST_POINTS.
+    """
     found = [(row["step"], row.get(key)) for row in rows]
     points = [(x, y) for x, y in found if isinstance(y, (int, float)) and y == y]
     size = -(-len(points) // MOST_POINTS) or 1
@@ -309,15 +321,15 @@ def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
     }
 
 
-# -- lanes ----------------------------------------------------------------------------------------
+# -- Lanes -----------------------------------------------------------------------------------------
 
 
 def measured_lanes(run: RunRecord) -> dict[str, float]:
-    """Seconds per step that each lane was busy, medians of steady steps."""
+    """Return the busy seconds per step of each lane, as medians of the steady steps."""
     rows = run.steady
     found = {}
     for lane in LANES:
-        seconds = [by_lane(row.get("busy", {})).get(lane, 0.0) * row["step_s"] for row in rows]
+        seconds = [row.get("busy", {}).get(lane, 0.0) * row["step_s"] for row in rows]
         if any(seconds):
             found[lane] = statistics.median(seconds)
     return found
@@ -328,8 +340,11 @@ def median_of(run: RunRecord, key: str) -> float:
 
 
 def predicted(run: RunRecord) -> tuple[str, dict[str, Any]]:
-    """What the last plan was predicted to do and where that comes from: the machine's profile, or
-    else the rates of the first steps that went by it."""
+    """Return the prediction for the last plan, and a description of where it comes from.
+
+    The prediction comes from the machine's profile or, without one, from the rates measured in the
+    first steps with that plan.
+    """
     plan = run.last("plan")
     if plan.get("predicted"):
         return plan["origin"], plan["predicted"]
@@ -340,11 +355,11 @@ def predicted(run: RunRecord) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-# -- memory ---------------------------------------------------------------------------------------
+# -- Memory ----------------------------------------------------------------------------------------
 
 
 def memory(run: RunRecord) -> dict[str, Any]:
-    """The plans' ledgers of host memory from step to step, and what was resident."""
+    """Return the host-memory ledgers of all plans with the steps they start at, and the budget."""
     plans = [row for row in run.journal if row["event"] == "plan"]
     ledgers = [
         {e["owner"]: e["bytes"] for e in row["plan"]["ledger"] if e["tier"] == "host"}
@@ -360,12 +375,15 @@ def memory(run: RunRecord) -> dict[str, Any]:
     }
 
 
-# -- the timeline ---------------------------------------------------------------------------------
+# -- The timeline ----------------------------------------------------------------------------------
 
 
 def timeline(run: RunRecord) -> dict[str, Any] | None:
-    """Spans of two late steps of all ranks, milliseconds from their start; None without a trace.
-    Lanes have numbers in `lanes`."""
+    """Return the spans of two late steps on all ranks, or None if there is no trace.
+
+    Times are in milliseconds from the start of the two steps. Spans refer to lanes by their index
+    in `lanes`.
+    """
     traces = read_traces(run.folder)
     if not traces:
         return None
@@ -398,8 +416,11 @@ def _number(span: Traced) -> int:
 
 
 def _window(ends: Sequence[Traced]) -> tuple[float, float]:
-    """From the end of one backward to that two steps later, near the end of the run: the last step
-    has no successor to overlap with."""
+    """Return start and end of a window of two steps near the end of the run.
+
+    The window starts at the end of a backward and ends at the end of the backward two steps later.
+    The last step is left out, because no following step overlaps with it.
+    """
     stops = sorted(span.stop for span in ends)
     if len(stops) < 3:
         return 0.0, float("inf") if not stops else stops[-1]
@@ -407,12 +428,15 @@ def _window(ends: Sequence[Traced]) -> tuple[float, float]:
     return stops[last - 2], stops[last]
 
 
-# -- What the numbers mean, in a sentence ----------------------------------------------------------
+# -- What the numbers mean -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that would make a run so many times as fast. `bound`: what cannot be had."""
+    """A change that would make a run `gain` times as fast.
+
+    `bound` marks an upper bound that cannot be reached in practice.
+    """
 
     what: str
     gain: float
@@ -421,17 +445,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """What would help, best first; `reason`: why that is not known."""
+    """The changes that would help, best first; or `reason`, why they are not known."""
 
     changes: Sequence[Change] = ()
     reason: str = ""
 
 
 def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> str:
-    """HTML: "ssd binds 82 % of the step; a second drive would give 1.6x; --host +8GiB 1.2x"."""
+    """Return a summary of the bottleneck as HTML.
+
+    For example: "ssd binds 82 % of the step; a second drive would give 1.6x; --host 16GiB 1.2x".
+    """
     lane = max(measured, key=lambda each: measured[each])
     parts = [f"<b>{lane}</b> binds {100 * measured[lane] / step_s:.0f} % of the step"]
-    kinds: dict[bool, Change] = {}  # the best of each: more host memory, more drives
+    kinds: dict[bool, Change] = {}  # the best change of each kind: more host memory, more drives
     for change in advice.changes:
         if not change.bound:
             kinds.setdefault(change.what.startswith("--"), change)
@@ -442,7 +469,7 @@ def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> 
 
 
 def named(change: Change) -> Markup:
-    """Options as code."""
+    """Return the name of a change; command-line options are marked up as code."""
     name = text(change.what)
     return Markup(f"<code>{name}</code>" if change.what.startswith("--") else name)
 
@@ -458,7 +485,7 @@ def learning_card(run: RunRecord) -> str:
 
 
 def rewards_card(run: RunRecord) -> str:
-    """Of preference runs and reward models."""
+    """Return the card of rewards, or "" if the run is not a preference or reward run."""
     charts = reward_charts(run)
     if not charts:
         return ""
@@ -473,7 +500,7 @@ REWARDS = {
 
 
 def reward_charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
-    """Curves of steps, and dots of evaluations."""
+    """Return the reward charts: steps as curves, evaluations as dots."""
     found = {}
     for name, keys in (
         ("rewards", ("chosen", "rejected")), ("margins", ("margin",)), ("accuracy", ("accuracy",)),
@@ -496,13 +523,13 @@ def lanes_card(run: RunRecord, advice: Advice) -> str:
     lines = [_advice(advice, measured, step_s)]
     rows = []
     for lane in LANES:
-        wanted = by_lane(promise.get("lane_s", {})).get(lane, 0.0)
+        wanted = promise.get("lane_s", {}).get(lane, 0.0)
         if lane in measured or wanted:
             rows.append(_lane_row(lane, wanted if promise else None, measured.get(lane, 0.0),
                                   max(step_s, promise.get("step_s", 0.0))))  # fmt: skip
     whole = promise.get("step_s")
     step = ("whole step", f"{whole:.3g} s" if whole else "-", f"{step_s:.3g} s")
-    rows.append([*step, _ratio(whole, step_s), ""])
+    rows.append([*step, _ratio(whole, step_s, step_s), ""])
     head = ("lane", "predicted", "measured", "difference", "predicted above, measured below")
     lines.append(table(head, rows, numbers=(1, 2, 3)))
     lines.append(note(
@@ -514,6 +541,9 @@ def lanes_card(run: RunRecord, advice: Advice) -> str:
     return card("What a step is spent on", *lines)
 
 
+TRIFLE = 0.01  # share of a step below which a difference is not shown
+
+
 def _lane_row(lane: str, wanted: float | None, found: float, whole: float) -> list[object]:
     number = LANES.index(lane)
     bars = "".join(
@@ -522,11 +552,14 @@ def _lane_row(lane: str, wanted: float | None, found: float, whole: float) -> li
         for s, strength in ((wanted, 0.45), (found, 1))
     )
     shown = "-" if wanted is None else f"{wanted:.3g} s"
-    return [LANE_NAMES[lane], shown, f"{found:.3g} s", _ratio(wanted, found), Markup(bars)]
+    return [LANE_NAMES[lane], shown, f"{found:.3g} s", _ratio(wanted, found, whole), Markup(bars)]
 
 
-def _ratio(wanted: float | None, found: float) -> str:
-    return f"{100 * (found / wanted - 1):+.0f} %" if wanted else "-"
+def _ratio(wanted: float | None, found: float, whole: float) -> str:
+    """Return how far a time is from its prediction, or "-" if both are negligible."""
+    if not wanted or max(wanted, found) < TRIFLE * whole:
+        return "-"
+    return f"{100 * (found / wanted - 1):+.0f} %"
 
 
 def _advice(advice: Advice, measured: Mapping[str, float], step_s: float) -> str:
@@ -589,7 +622,10 @@ def memory_card(run: RunRecord) -> str:
 
 
 def _written_per_step(run: RunRecord) -> float:
-    """By the steps of the last plan, without those that learn the order of the blocks."""
+    """Return the mean bytes written per step with the last plan.
+
+    The warm-up steps are left out if there are later ones.
+    """
     since = max((row.get("step", 0) for row in run.journal if row["event"] == "plan"), default=0)
     last = [row for row in run.steps if row["step"] > since + WARM_UP_STEPS] or run.steps
     return float(sum(row.get("ssd_written_bytes", 0) for row in last) / len(last))
@@ -645,9 +681,9 @@ def samples_card(run: RunRecord) -> str:
 
 
 def example_card(run: RunRecord) -> str:
-    """The first example as the model saw it."""
-    found: Dataset | Fields | None = open_dataset(run.folder.data, seed=0)
-    found = found or open_fields(run.folder.data, seed=0, collate=lambda rows: {})
+    """Return the card with the first example as the model sees it."""
+    found: Dataset | Fields | None = open_dataset(run.folder.data, seed=0, verified=False)
+    found = found or open_fields(run.folder.data, seed=0, collate=lambda rows: {}, verified=False)
     lines = [] if found is None else rendered(found.rendered, most=MOST_CHARACTERS)
     return card("First example", f"<pre>{text(chr(10).join(lines))}</pre>") if lines else ""
 
@@ -668,9 +704,9 @@ def settings_card(run: RunRecord) -> str:
     return card("Settings", *parts)
 
 
-# -- The page: template, style and script from this folder, and what the run tells -----------------
+# -- The page: the template, style and script of this package, and the run's data ------------------
 #
-# Nothing is loaded from anywhere, and the page forbids it.
+# The page loads no external resources, and its content security policy forbids them.
 
 
 def page(run: RunRecord, advice: Advice) -> str:
@@ -711,7 +747,7 @@ def _data(run: RunRecord, shown: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"charts": charts, "memory": memory(run), "timeline": shown}
 
 
-# -- the top --------------------------------------------------------------------------------------
+# -- Heading and tiles -----------------------------------------------------------------------------
 
 
 def _facts(run: RunRecord) -> str:

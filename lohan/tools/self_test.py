@@ -1,8 +1,10 @@
-"""`lohan doctor --gpu`: the checks of gpu_checks.py, each in a process of its own with a deadline,
-their figures next to what such a card should reach, and one report to send back.
+"""The driver of `lohan doctor --gpu`, which runs the checks of gpu_checks.py and writes a report.
 
-The report has versions, figures, tracebacks and the lanes of one step of a made-up model. It has no
-weights, no data, no environment variables, and `~` for the home folder in every path.
+Each check runs in its own process with a deadline. Its figures are compared with what such a card
+should reach.
+
+The report contains versions, figures, tracebacks and the lanes of one step of a synthetic model. It
+contains no weights, data or environment variables, and `~` replaces the home folder in every path.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from lohan.planner.presets import gpu_of
 from lohan.tools.gpu_checks import CHECKS, is_real
 from lohan.util.units import format_bytes
 
-REPORT = "lohan gpu report 1"  # by which a report is known
+REPORT = "lohan gpu report 1"  # identifies the format of a report
 OK, SLOW, SKIPPED = "ok", "slow", "skipped"
 BAD = ("wrong", "failed", "crashed", "timed out")
-TAIL = 4000  # characters of what a check printed that go into the report
+TAIL = 4000  # number of last characters of a check's output in the report
 MODULE = "lohan.tools.gpu_checks"
 
 
@@ -38,7 +40,7 @@ MODULE = "lohan.tools.gpu_checks"
 
 @dataclass(frozen=True)
 class Bound:
-    """Of a figure; one of both is given."""
+    """The lower or upper limit of a figure; exactly one of the two is set."""
 
     least: float | None = None
     most: float | None = None
@@ -69,25 +71,35 @@ ADVICE = {
     "reserved_of_planned": "the plan knows too little of this card's memory; --device-memory 1 GiB "
                            "below what is free is safe meanwhile: send the report",
     "step_of_forecast": "the forecast does not fit this machine: send the report",
+    "pinnable_share": "plans with more host memory than can be pinned copy through pageable "
+                      "memory, which is much slower: lower --host to what could be pinned",
+    "copy_beside_launches_s": "copies wait while many launches are queued: send the report",
+    "alloc_retries": "the allocator frees its cache in the middle of a run, which stops the "
+                     "device: --device-memory 1 GiB below what is free helps; send the report",
     "device_busy": "the device waits for the host: send the report",
 }  # fmt: skip
 ADVICE |= {"d2h": ADVICE["h2d"], "both_ways": ADVICE["h2d"]}
 ADVICE |= dict.fromkeys(("block_forward", "block_backward"), ADVICE["matmul"])
 
-# Shares of what a preset promises that are no reason to ask: on a 4090 in a PCIe 4 x16,
-# 23 GiB free, 150 TFLOP/s of a matrix product, 120 of a block, 24 GB/s each way and 40 both ways.
+# Shares of a preset's figures that count as normal. For a 4090 in a PCIe 4 x16 slot they give 23
+# GiB of free memory, 150 TFLOP/s for a matrix product, 120 TFLOP/s for a block, 24 GB/s in one
+# direction and 40 GB/s in both.
 _FREE, _MATMUL, _BLOCK, _LINK, _BOTH = 0.96, 0.9375, 0.75, 0.76, 1.67
 _ANY = {
     "pin_rate": Bound(least=1e9), "waiting_cpu": Bound(most=0.25),
     "registered_read": Bound(least=0.95), "adam": Bound(least=1.8e9),
     "adam_beside_copies": Bound(least=1.0e9), "reserved_of_planned": Bound(most=1.05),
-    "device_busy": Bound(least=0.85), "step_of_forecast": Bound(most=1.25),
+    "pinnable_share": Bound(least=1.0), "copy_beside_launches_s": Bound(most=0.02),
+    "alloc_retries": Bound(most=0.0), "device_busy": Bound(least=0.85),
+    "step_of_forecast": Bound(most=1.25),
 }  # fmt: skip
 
 
 def expected(card: str, pcie_link: Mapping[str, str]) -> dict[str, Bound]:
-    """By figure, for a card of this name on such a link. A card without a preset is compared in
-    what does not depend on it."""
+    """Return the bound of each figure for a card of this name on this PCIe link.
+
+    A card without a preset only gets the bounds that do not depend on the card.
+    """
     made = dict(_ANY)
     if (lanes := lanes_rate(pcie_link)) is not None:
         link = _LINK * lanes
@@ -105,7 +117,10 @@ def expected(card: str, pcie_link: Mapping[str, str]) -> dict[str, Bound]:
 
 
 def lanes_rate(pcie_link: Mapping[str, str]) -> float | None:
-    """Bytes/s each way of what card and PCIe link can do together, by the kernel's words for it."""
+    """Return the bytes/s in each direction that card and PCIe link allow together.
+
+    `pcie_link` holds the kernel's strings from sysfs. Return None if they cannot be parsed.
+    """
     speed = re.match(r"([\d.]+) GT/s", pcie_link.get("max_link_speed", ""))
     width = pcie_link.get("max_link_width", "")
     if speed is None or not width.isdigit() or not int(width):
@@ -118,7 +133,7 @@ def lanes_rate(pcie_link: Mapping[str, str]) -> float | None:
 
 @dataclass(frozen=True)
 class Compared:
-    """A figure next to what it should be; `ok` None: there is nothing to compare with."""
+    """A figure and its bound; `ok` is None if there is no bound."""
 
     name: str
     value: float
@@ -142,9 +157,9 @@ class Checked:
     state: str
     figures: tuple[Compared, ...] = ()
     error: str = ""
-    result: Mapping[str, Any] = field(default_factory=dict)  # as the process wrote it
+    result: Mapping[str, Any] = field(default_factory=dict)  # as written by the process
     printed: str = ""
-    again: Mapping[str, Any] | None = None  # the same, one launch after the other
+    again: Mapping[str, Any] | None = None  # result of the repetition with CUDA_LAUNCH_BLOCKING=1
 
     def lines(self, width: int, repeat: str) -> list[str]:
         rest = [figure for figure in self.figures if figure.ok is False]
@@ -163,12 +178,12 @@ Run = Callable[..., dict[str, Any]]
 
 
 def run_check(name: str, device: str, folder: Path, **env: str) -> dict[str, Any]:
-    """The result of a check in a new process: what it wrote, or how it ended instead."""
+    """Run a check in a new process and return its result, or how the process ended."""
     deadline_s = CHECKS[name].deadline_s
     with TemporaryDirectory() as own:
         result = Path(own) / "result.json"
         command = [sys.executable, "-m", MODULE, name, device, str(folder), str(result)]
-        # cuBLAS sums in one order only with such a workspace, and reads this when it starts.
+        # cuBLAS is deterministic only with this workspace setting, which it reads when it starts.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace", start_new_session=True,
@@ -197,14 +212,17 @@ def run_check(name: str, device: str, folder: Path, **env: str) -> dict[str, Any
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """With all that it started."""
+    """Kill the process and everything that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def checked(name: str, device: str, folder: Path, *, run: Run = run_check) -> Checked:
-    """A check, its figures compared; one that ended badly runs once more with every launch waited
-    for, which shows where an error of the device came from."""
+    """Run a check and compare its figures with their bounds.
+
+    A check that crashed or failed unexpectedly runs once more with blocking launches, which shows
+    where an error of the device came from.
+    """
     found = run(name, device, folder)
     state, card = found["state"], found.get("card", "")
     again = None
@@ -234,11 +252,11 @@ def compared(
     return tuple(made)
 
 
-# -- All of them -----------------------------------------------------------------------------------
+# -- All checks ------------------------------------------------------------------------------------
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The checks to run: all, or those named."""
+    """Return the names of the checks to run: those in `names`, or all if it is empty."""
     for name in names:
         if name not in CHECKS:
             raise ConfigError(f"--check {name}: there is no such check; one of {', '.join(CHECKS)}")
@@ -248,7 +266,10 @@ def chosen(names: Sequence[str]) -> list[str]:
 def self_test(
     device: str, folder: Path, names: Sequence[str] = (), *, run: Run = run_check
 ) -> Iterator[Checked]:
-    """One by one; without a device that answers there is nothing more to try."""
+    """Run the checks one by one and yield their results.
+
+    Stop after the check "device" if it fails, because the other checks need a working device.
+    """
     for name in chosen(names):
         made = checked(name, device, folder, run=run)
         yield made
@@ -275,7 +296,7 @@ def summary(found: Sequence[Checked]) -> str:
 
 
 def report(found: Sequence[Checked], device: str) -> str:
-    """JSON to send back."""
+    """Return the report as JSON."""
     from lohan.train.logs import versions
     from lohan.util.system import total_memory_bytes
 

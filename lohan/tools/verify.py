@@ -1,4 +1,4 @@
-"""`lohan verify`: the same steps in memory with plain PyTorch and through LoHan, compared."""
+"""The comparison of `lohan verify`: the same steps in plain PyTorch and through LoHan."""
 
 from __future__ import annotations
 
@@ -37,30 +37,37 @@ from lohan.util.files import read_object
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import PAGE, align_up, counted, format_bytes
 
-# -- When two runs count as the same ---------------------------------------------------------------
+# -- Tolerances: when two runs count as equal ------------------------------------------------------
 #
-# Both do the same arithmetic in another order, so they differ by rounding and by nothing else. The
-# limits are those that LoHan's own tests keep. A loss may differ by 1e-5 of itself in fp32, by
-# four unit roundoffs in 16-bit types. AdamW divides a gradient by its own size, so what counts for
-# weights is the way that a tensor has gone since the start: the distance between the two runs may
-# be 1/1000 of it in fp32, four unit roundoffs in 16-bit types, plus the rounding of the weights
-# themselves. Where gradients are mostly rounding noise (the key bias of attention), plain PyTorch
-# is no better: how far it is from the same run in a finer type is measured, and one and a half
-# times that much is allowed on top. In the first steps AdamW takes little more than the sign of a
-# gradient, so noise comes as single weights that go the other way; where the measured noise of
-# most tensors says that this happens, a tensor may have a few of them by chance.
+# Both runs do the same arithmetic in a different order, so they may differ only by rounding. The
+# limits are those of LoHan's own tests.
+#
+# Loss: it may differ by 1e-5 of its value in fp32, and by four unit roundoffs in 16-bit types.
+#
+# Weights: AdamW divides a gradient by its own magnitude, so distances are relative to the update of
+# a tensor since the start. The distance between the two runs may be 1/1000 of the update in fp32
+# and four unit roundoffs of it in 16-bit types, plus the rounding of the weights themselves.
+#
+# Noise: some gradients are mostly rounding noise (the key bias of attention), and plain PyTorch is
+# no more accurate there. Its distance from the same run in a finer type is measured, and 1.5 times
+# that distance is allowed in addition.
+#
+# Sign flips: in the first steps, AdamW uses little more than the sign of a gradient, so noise
+# appears as single weights that move in the opposite direction. If the measured noise of the median
+# tensor indicates such flips, a tensor may contain a few of them by chance.
 
 
 NOISE = 1.5
-ROUNDING = 2.0**-23  # of a weight, by one update in each of the two runs
-CHANCE = 0.01  # weights of the whole model that go the other way, at least, to be reckoned with
-BY_CHANCE = 3.0  # such weights in any tensor, and as many standard deviations of their number
+ROUNDING = 2.0**-23  # relative rounding error of a weight, by one update in each of the two runs
+CHANCE = 0.01  # expected number of sign flips in the model from which on they are allowed for
+# allowed excess of flips in a tensor: this many, plus this many standard deviations
+BY_CHANCE = 3.0
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    loss: float  # share of the loss
-    update: float  # share of a tensor's update
+    loss: float  # relative to the loss
+    update: float  # relative to the tensor's update
 
 
 TOLERANCES = {
@@ -72,19 +79,25 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor after one step: 2-norms, and the largest difference of a single weight."""
+    """The difference of one tensor between the runs after one step.
+
+    Norms are 2-norms, and `largest` is the largest absolute difference of a single weight.
+    """
 
     name: str
-    distance: float  # between the runs
+    distance: float  # norm of the difference between the runs
     largest: float
-    update: float  # of the in-memory run since the start
-    size: float  # of its weights
-    count: int  # of its weights
+    update: float  # norm of the in-memory run's update since the start
+    size: float  # norm of its weights in the in-memory run
+    count: int  # number of its weights
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Of the in-memory run, against a finer type: per step, of the loss and by tensor."""
+    """The distance of the in-memory run from the same run in a finer type, per step.
+
+    `losses` has one value per step, `weights` one value per step and tensor.
+    """
 
     losses: Sequence[float]
     weights: Sequence[dict[str, float]]
@@ -92,7 +105,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One number that was compared; `limit` in the same unit."""
+    """One compared number; `limit` has the unit of `difference`."""
 
     what: str
     step: int
@@ -105,7 +118,7 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """Of the limit."""
+        """The difference as a share of the limit."""
         if self.limit > 0:
             return self.difference / self.limit
         return 0.0 if self.difference == 0 else float("inf")
@@ -126,7 +139,7 @@ def judge_losses(
 def judge_weights(
     steps: Sequence[Sequence[Difference]], tolerance: Tolerance, noise: Noise | None
 ) -> list[list[Verdict]]:
-    """Per step a verdict for every tensor."""
+    """Return, for each step, a verdict for every tensor."""
     made = []
     for number, step in enumerate(steps):
         noisy = _allowances(step, noise.weights[number]) if noise else [0.0] * len(step)
@@ -141,8 +154,11 @@ def judge_weights(
 
 
 def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[float]:
-    """For every tensor, what noise may add to its distance. A weight that goes the other way is
-    twice its own way off; the median tensor says what share of weights does."""
+    """Return, for every tensor, how much noise may add to its distance.
+
+    A weight that moves in the opposite direction is off by twice its update. The share of such
+    weights is estimated from the median tensor.
+    """
     shares = [(noise[each.name] / each.update) ** 2 / 4 for each in step if each.update]
     share = min(1.0, median(shares)) if shares else 0.0
     known = share * sum(each.count for each in step) >= CHANCE
@@ -151,21 +167,21 @@ def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[flo
         mean = share * each.count
         astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if known else 0.0
         chance = 2 * each.update * math.sqrt(astray / each.count) if each.count else 0.0
-        own = noise.get(each.name, 0.0)  # a frozen tensor has none
+        own = noise.get(each.name, 0.0)  # a frozen tensor has no noise
         made.append(max(NOISE * own, chance))
     return made
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """A NaN is worse than anything."""
+    """Return the verdict with the largest share of its limit; NaN counts as worst."""
     return max(verdicts, key=lambda v: (v.difference != v.difference, v.share))
 
 
-# -- The model that both runs start from: the user's folder with another config.json ---------------
+# -- The model that both runs start from: the user's folder with a modified config.json ------------
 #
-# Weights are not copied: the other files are links, and tensors of layers that are left out are
-# simply not read. Dropout is off, since random numbers are drawn in another order where a batch
-# goes through a block in parts.
+# Weights are not copied: the other files are symbolic links, and the tensors of omitted layers are
+# not read. Dropout is off, because random numbers are drawn in a different order if a batch passes
+# through a block in micro-batches.
 
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -176,7 +192,7 @@ class ModelCopy:
     folder: Path
     layers: int
     all_layers: int
-    dropout: tuple[str, ...]  # settings that were not zero
+    dropout: tuple[str, ...]  # names of the dropout settings that were not zero
 
     @property
     def shrunk(self) -> bool:
@@ -184,15 +200,18 @@ class ModelCopy:
 
 
 def layer_count(model: Path) -> int:
-    """Layers of a model folder, or 0 where its config does not say."""
+    """Return the number of layers of a model folder, or 0 if its config does not name it."""
     text = causal_config(model).get_text_config()
     return int(getattr(text, "num_hidden_layers", 0) or 0)
 
 
 def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCopy:
-    """`model` with links for files and a config of its own, with its first `layers` layers."""
+    """Create a folder with links to the files of `model` and a modified config.
+
+    The copy has the first `layers` layers, or all of them by default.
+    """
     whole = layer_count(model)
-    open_folder(model)  # says what is missing in it, if anything is
+    open_folder(model)  # Raises an error that names missing files.
     into.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":
@@ -217,7 +236,10 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
 
 
 def _without_dropout(value: Any, found: list[str]) -> Any:
-    """The same tables with every dropout at 0; their names go to `found`."""
+    """Return the same tables with every dropout rate set to 0.
+
+    Append the names of those that were not zero to `found`.
+    """
     if not isinstance(value, dict):
         return value
     made: dict[str, Any] = {}
@@ -233,7 +255,11 @@ def _without_dropout(value: Any, found: list[str]) -> Any:
 
 
 def _cut(value: Any, whole: int, layers: int) -> Any:
-    """The same tables with fewer layers: their number, and lists with an entry for each."""
+    """Return the same tables with fewer layers.
+
+    Settings that hold the number of layers are replaced, and lists with one entry per layer are
+    shortened.
+    """
     if isinstance(value, dict):
         return {
             key: layers if key in LAYERS and inner == whole else _cut(inner, whole, layers)
@@ -244,7 +270,7 @@ def _cut(value: Any, whole: int, layers: int) -> Any:
     return value
 
 
-# -- The run under test: the trainer's own session and step, with the weights read back ------------
+# -- The run under test: the trainer's session and step; weights are read back ---------------------
 
 
 MORE_HOST = 1.25
@@ -252,11 +278,11 @@ MORE_HOST = 1.25
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run through LoHan gave. `differences`: per step, where weights were looked at."""
+    """The result of a run through LoHan; `differences` is per step, if steps were compared."""
 
     losses: tuple[float, ...]
     differences: tuple[tuple[Difference, ...], ...]
-    digest: str  # of all weights at the end
+    digest: str  # SHA-256 of all weights at the end
     plan: Plan
 
 
@@ -264,9 +290,12 @@ def lohan_run(
     recipe: Recipe, config: Config, inputs: Inputs, reference: Trajectory | None, display: Display,
     *, stepwise: bool, from_host: int | None = None, group: ProcessGroup = ALONE,
 ) -> RunResult:  # fmt: skip
-    """With `stepwise` every step is brought to its end and its weights are compared; without, steps
-    overlap as in any run, and only the end is looked at. Of several ranks the first does that; the
-    others have nothing to compare with."""
+    """Run the recipe through LoHan.
+
+    With `stepwise`, every step is committed before the next, and its weights are compared with the
+    reference. Otherwise steps overlap as in any run, and only the final weights are read. With
+    several ranks, only the first has a reference to compare with.
+    """
     torch.manual_seed(recipe.seed)
     session = open_smallest(RunFolder(config.out), config, inputs, display, from_host, group)
     losses: list[float] = []
@@ -293,8 +322,11 @@ def open_smallest(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
     group: ProcessGroup,
 ) -> Session:  # fmt: skip
-    """With the smallest host budget from `from_host` on that is enough: a copy with few layers
-    would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
+    """Open the session with the smallest sufficient host budget, starting from `from_host`.
+
+    With a full budget, a copy with few layers would fit in memory, and nothing would stream.
+    Several ranks always use the full budget.
+    """
     most = config.budget.host
     host = most
     if from_host is not None and most is not None and not group.several:
@@ -309,13 +341,15 @@ def open_smallest(
             host = min(most, int(host * MORE_HOST) + 1)
 
 
-Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
+Weights = Iterable[tuple[str, torch.Tensor]]  # name and fp32 values of every parameter
 
 
 @contextmanager
 def reading(session: Session) -> Iterator[Weights]:
-    """The weights of the committed step, one by one. Ranks other than the first send theirs to it
-    and have none."""
+    """Yield the weights of the committed step, one tensor at a time.
+
+    Ranks other than the first send theirs to it and receive an empty sequence.
+    """
     groups = session.context.blocks.groups
     with gathering_reader(session.process_group, session.store) as read:
         yield () if read is None else _weights(groups, read)
@@ -336,7 +370,7 @@ def digest(weights: Weights) -> str:
 
 
 def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Difference]:
-    """Every tensor against the in-memory run after the same step."""
+    """Yield the difference of every tensor from the in-memory run after the same step."""
     with reference.open(step) as after, reference.open(0) as start:
         trained = set(after.keys())
         missing = set(start.keys())
@@ -360,20 +394,21 @@ def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Diff
 
 # -- `lohan verify` --------------------------------------------------------------------------------
 #
-# The first steps of a run, of the model or of a copy that fits, in every mode.
+# Compares the first steps of a run, in one mode or in every mode, for the model or for a copy of it
+# that fits into memory.
 
 
-MOST_LAYERS = 8  # of a copy; more take time and show nothing new
-BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # per parameter: weights, gradients, masters
-MOMENT_BYTES = 4  # and for each moment
+MOST_LAYERS = 8  # of a copy; more layers take longer without testing more
+BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # bytes per parameter: weights, gradients, masters
+MOMENT_BYTES = 4  # additional bytes per parameter for each moment
 NOISE_BYTES = {"fp32": 32, "bf16": 16, "fp16": 16}
-LOGIT_BYTES = 16  # per logit: the logits, their fp32 copy, softmax and gradient
+LOGIT_BYTES = 16  # bytes per logit: the logits, their fp32 copy, softmax and gradient
 ALL_ACTIVATIONS = ("recompute", "all", "holistic")
 
 
 @dataclass(frozen=True)
 class RunMode:
-    """One way to run that must not change the result."""
+    """A combination of settings that must not change the result."""
 
     update_mode: str
     activations: str
@@ -392,7 +427,10 @@ class RunMode:
 
 
 def modes(config: Config, *, every: bool) -> list[RunMode]:
-    """The one that is configured; with `every` all others too, each setting in turn."""
+    """Return the configured mode.
+
+    With `every`, also return the modes that differ from it in one setting.
+    """
     train = config.train
     own = RunMode(train.update_mode, train.activations, train.overlap)
     if not every:
@@ -404,14 +442,15 @@ def modes(config: Config, *, every: bool) -> list[RunMode]:
 
 @dataclass(frozen=True)
 class Compared:
-    """One mode against the in-memory run."""
+    """The result of one mode, compared with the in-memory run."""
 
     mode: RunMode
-    free: RunResult  # steps overlapped, as in any run
-    stepwise: RunResult  # every step brought to its end first
+    free: RunResult  # with overlapping steps, as in any run
+    stepwise: RunResult  # with every step committed before the next
     losses: list[Verdict]
-    weights: list[list[Verdict]]  # per step, every tensor
-    other_bits: str  # what the run should have the same bits as and has not; "" if none
+    weights: list[list[Verdict]]  # per step, one verdict for every tensor
+    # The run that should have given the same bits but did not; "" if there is none.
+    other_bits: str
 
     @property
     def failures(self) -> list[Verdict]:
@@ -444,7 +483,11 @@ def verify(
     config: Config, display: Display, *, steps: int = 5, layers: int | None = None,
     every_mode: bool = False,
 ) -> Verification | None:  # fmt: skip
-    """Leaves nothing behind. Of several ranks the first has the answer, the others None."""
+    """Compare the first steps of a run with plain PyTorch, and return the result.
+
+    All files are temporary and are removed. With several ranks, the first returns the result and
+    the others return None.
+    """
     _check_comparable(config)
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
@@ -459,7 +502,8 @@ def verify(
             group, lambda here: open_inputs(RunFolder(own.out), own, display, resume=not here)
         )
         from_host = None
-        if copy.shrunk and config.budget.host is not None:  # streams as the whole model would
+        # Scale the budget, so that the copy streams as the whole model would.
+        if copy.shrunk and config.budget.host is not None:
             share = config.budget.host * copy.layers // copy.all_layers
             from_host = align_up(share, PAGE)
         recipe = Recipe(
@@ -491,11 +535,6 @@ def _check_comparable(config: Config) -> None:
             f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
             "to compare such a run with; verify it with --set train.moments=fp32"
         )
-    if config.train.grad_dtype != "fp32":
-        raise ConfigError(
-            f"--grad-dtype {config.train.grad_dtype} rounds sums that PyTorch keeps in fp32: there "
-            "is nothing to compare such a run with; verify it with --set train.grad_dtype=fp32"
-        )
     if config.init is not None:
         raise ConfigError(
             "--init: plain transformers draws other weights; verify a run of the model that was "
@@ -509,7 +548,7 @@ def _check_comparable(config: Config) -> None:
 
 
 def _copied(config: Config, into: Path, layers: int | None, notes: list[str]) -> list[Any]:
-    """Makes a copy that fits; what is to be known of it, as plain JSON."""
+    """Create a copy that fits, and return its facts as JSON values for the other ranks."""
     count = layers or _layers(config, notes)
     copy = copy_model(config.model, into, layers=count)
     if copy.dropout:
@@ -518,7 +557,7 @@ def _copied(config: Config, into: Path, layers: int | None, notes: list[str]) ->
 
 
 def _steps_only(config: Config, model: Path, drives: Sequence[Path]) -> Config:
-    """The settings of the steps themselves, without what a run does besides."""
+    """Return the settings without evaluation, samples, snapshots, export and logs."""
     return replace(
         config, model=model, out=drives[0] / "run", sample=SampleConfig(),
         eval=replace(config.eval, data=None, every=None, early_stop=0),
@@ -543,7 +582,7 @@ class _Trial:
         return lambda done, total: self.display.advance(what, done, total)
 
     def runs(self, mode: RunMode, reference: Trajectory | None) -> tuple[RunResult, RunResult]:
-        """Both runs of a mode, in stores of their own that go with the work folder."""
+        """Run a mode with and without overlapping steps, each in its own temporary store."""
         made = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
@@ -555,7 +594,7 @@ class _Trial:
         return made[0], made[1]
 
     def noise(self, reference: Trajectory, runs: Sequence[Runs], notes: list[str]) -> Noise | None:
-        """Measured only where something is beyond the plain limits."""
+        """Measure the noise, but only if a run exceeds the limits without it."""
         dtype = self.recipe.dtype
         plain = list(_judged(runs, reference, TOLERANCES[dtype], None))
         if not any(each.failures for each in plain):
@@ -579,7 +618,7 @@ def _judged(
         plan = free.plan
         same = (plan.micro_batch, plan.tiles, plan.head_tokens, plan.chunk_params)
         other = ""
-        if plan.device_slots == 0:  # bit by bit where compute is the CPU's
+        if plan.device_slots == 0:  # Require equal bits only if the CPU computes.
             before = first.setdefault(same, (mode, free, stepwise))
             if free.digest != stepwise.digest:
                 other = "the same run with every step brought to its end"
@@ -591,7 +630,7 @@ def _judged(
         yield Compared(mode, free, stepwise, losses, weights, other)
 
 
-# -- what fits ------------------------------------------------------------------------------------
+# -- What fits into memory -------------------------------------------------------------------------
 
 
 def _scratch(folder: Path, stack: ExitStack) -> Path:
@@ -606,7 +645,7 @@ def _scratch(folder: Path, stack: ExitStack) -> Path:
 
 
 def _layers(config: Config, notes: list[str]) -> int | None:
-    """None: the whole model fits. Else how many layers do."""
+    """Return how many layers fit into memory, or None if the whole model fits."""
     whole = layer_count(config.model)
     moments = MOMENT_BYTES * len(config.train.kind.moment_specs)
     needed = _needed(config, BYTES[training_dtype(config)] + moments)
@@ -628,7 +667,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
 
 
 def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
-    """Bytes of an in-memory run with so many layers."""
+    """Return a function from a number of layers to the bytes of an in-memory run."""
     train = config.train
     dtype = training_dtype(config)
     model = load(config.model, dtype=dtype, lora=train.adapter)

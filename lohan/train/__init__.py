@@ -1,1 +1,1 @@
-"""A whole run: its folder, inputs, loop, tasks, evaluation and logs."""
+"""Complete training runs: folder, inputs, loop, tasks, evaluation and logs."""

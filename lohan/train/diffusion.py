@@ -1,4 +1,4 @@
-"""Diffusion transformers of diffusers: noise mixed into latents, and what is to be predicted."""
+"""Training of diffusers' transformers: noise is mixed into latents, and a target is predicted."""
 
 from __future__ import annotations
 
@@ -42,42 +42,44 @@ from lohan.model.state import STATE_FORMATS
 from lohan.train.task import Batch, DataRequest, Task
 from lohan.util.units import counted, format_bytes
 
-# -- How diffusion transformers are taught: noise is mixed in, and they say what it was ------------
+# -- Noise: how inputs and targets of diffusion transformers are made ------------------------------
 #
-# Each class of model has its own way to be called; which noise a step gets depends on seed and
-# step alone.
+# Each model class has its own inputs. The noise of a batch depends only on the seed, the stream
+# (training or evaluation) and the number of the batch.
 
 
 TARGET = "target"
 TEXT, POOLED = "encoder_hidden_states", "pooled_projections"
-TIMES = 1000  # of a flow, as models count
-GUIDANCE = 3.5  # what models with an embedding of it are told, as usual in fine-tuning
-IMAGE_PIXELS = 1024  # of models that name no size
-TEXT_TOKENS = 512  # the same of their text
+TIMES = 1000  # number of time steps of a flow
+GUIDANCE = 3.5  # Input of models with a guidance embedding; the usual value in fine-tuning.
+IMAGE_PIXELS = 1024  # image size for models whose config names none
+TEXT_TOKENS = 512  # number of text tokens for such models
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """How models of a class are called. `sizes` names the settings that say how wide a field must
-    be, last dimension."""
+    """How models of a class are called.
 
-    companions: tuple[str, ...]  # arrays that come with latents
+    `sizes` maps a field to the config setting that gives the width of its last dimension.
+    """
+
+    companions: tuple[str, ...]  # arrays that accompany the latents
     sizes: Mapping[str, str]
     make_inputs: Callable[[Noising, Tensors, torch.Generator], Tensors]
-    packed: int = 1  # pixels of a latent, each way, that make one token before the model cuts it
+    packed: int = 1  # Tokens of the inputs are squares of this many latent pixels on a side.
 
 
 @dataclass(frozen=True)
 class Noising:
-    """One model's: its config, and its scheduler where the way has one."""
+    """The noise of one model: its interface, its config, and its scheduler if it needs one."""
 
     interface: ModelInterface
     config: Mapping[str, Any]
     scheduler: Any = None
     shift: float = 1.0
-    of: str = ""  # the model's class
+    of: str = ""  # name of the model's class
 
     @property
     def channels(self) -> int:
@@ -88,18 +90,18 @@ class Noising:
         return self.config.get("num_embeds_ada_norm") if self.of == DIT else None
 
     def batch(self, arrays: Mapping[str, np.ndarray], generator: torch.Generator) -> Tensors:
-        """Inputs of the model with noise mixed in, and what it is to predict."""
+        """Return the model's inputs with noise mixed in, and the target of its prediction."""
         tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         wide = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
         return self.interface.make_inputs(self, wide, generator)
 
     @property
     def size(self) -> int:
-        """How wide and high latents are where nothing else says it."""
+        """The width and height of latents if nothing else determines them."""
         return int(self.config.get("sample_size") or IMAGE_PIXELS // 8)
 
     def example_arrays(self, samples: int) -> dict[str, np.ndarray]:
-        """Examples of the shapes that the model is made for."""
+        """Return zero-filled examples with the shapes that the model is made for."""
         made: dict[str, np.ndarray] = {}
         made[LATENT] = np.zeros((samples, self.channels, self.size, self.size), np.float32)
         if self.classes is not None:
@@ -111,7 +113,7 @@ class Noising:
         return made
 
     def check(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Whether the model can take an example."""
+        """Raise DataError if the model cannot take an example."""
         latent = arrays[LATENT]
         if latent.ndim != 3 or latent.shape[0] != self.channels:
             raise DataError(
@@ -152,7 +154,10 @@ class Noising:
                 )
 
     def _check_positions(self, place: str, height: int, width: int) -> None:
-        """SD3 has a table of positions, cut to the image; others reckon them."""
+        """Raise DataError if the latent is larger than the position table of SD3.
+
+        SD3 crops a fixed table to the image. Other models compute their positions.
+        """
         positions = self.config.get("pos_embed_max_size")
         patch = int(self.config.get("patch_size", 1))
         if self.of != SD3 or positions is None:
@@ -177,10 +182,10 @@ def noising_of(folder: DiffusersFolder) -> Noising:
     found = diffusers_class(name, folder.model)
     signature = inspect.signature(found.__init__).parameters.values()
     defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
-    config = {**defaults, **raw}  # a config.json may leave some out
+    config = {**defaults, **raw}  # config.json may omit settings that have defaults
     if name == DIT:
         return Noising(INTERFACES[name], config, scheduler=_ddpm(folder), of=name)
-    shift = float(scheduler_config(folder).get("shift") or 1.0)  # how far noise levels are moved up
+    shift = float(scheduler_config(folder).get("shift") or 1.0)  # shifts noise levels upwards
     return Noising(INTERFACES[name], config, shift=shift, of=name)
 
 
@@ -191,7 +196,7 @@ def scheduler_config(folder: DiffusersFolder) -> dict[str, Any]:
 
 
 def _ddpm(folder: DiffusersFolder) -> Any:
-    """The noise levels that the model was trained with; those of DDPM where no scheduler says."""
+    """Return the scheduler that the model was trained with, or DDPM's defaults without one."""
     kind = diffusers_class("DDPMScheduler", folder.model)
     found = kind.from_config(scheduler_config(folder)) if folder.scheduler else kind()
     if found.config.prediction_type not in TARGETS:
@@ -202,7 +207,7 @@ def _ddpm(folder: DiffusersFolder) -> Any:
     return found
 
 
-# -- noise prediction -----------------------------------------------------------------------------
+# -- Noise prediction ------------------------------------------------------------------------------
 
 TARGETS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "epsilon": lambda scheduler, latents, noise, times: noise,
@@ -212,7 +217,7 @@ TARGETS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 
 def _class_labels(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
-    """DiT: the noise of DDPM at a random time, and the class of the image."""
+    """Make inputs for DiT: DDPM noise at a random time step, and the class of the image."""
     latents, scheduler = given[LATENT], noising.scheduler
     count = scheduler.config.num_train_timesteps
     times = torch.randint(0, count, (len(latents),), generator=generator)
@@ -226,14 +231,16 @@ def _class_labels(noising: Noising, given: Tensors, generator: torch.Generator) 
     }
 
 
-# -- flow matching --------------------------------------------------------------------------------
+# -- Flow matching ---------------------------------------------------------------------------------
 
 
 def flow(
     latents: torch.Tensor, shift: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Latents on their way to noise, what points from them to it, and how far they are: levels
-    in the middle are drawn most."""
+    """Return noisy latents, the direction from latents to noise, and the noise levels.
+
+    Levels are drawn from a logit-normal distribution, so those in the middle are the most frequent.
+    """
     drawn = torch.sigmoid(torch.randn(len(latents), generator=generator))
     levels = shift * drawn / (1 + (shift - 1) * drawn)
     noise = torch.randn(latents.shape, generator=generator)
@@ -242,7 +249,7 @@ def flow(
 
 
 def _text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
-    """SD3."""
+    """Make inputs for SD3."""
     noisy, target, levels = flow(given[LATENT], noising.shift, generator)
     return {
         "hidden_states": noisy, TEXT: given[TEXT], POOLED: given[POOLED],
@@ -251,7 +258,7 @@ def _text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tenso
 
 
 def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
-    """Flux: the model takes tokens of 2 x 2, and their places."""
+    """Make inputs for Flux, which takes tokens of 2 x 2 latent pixels and their positions."""
     noisy, target, levels = flow(given[LATENT], noising.shift, generator)
     height, width = noisy.shape[-2] // 2, noisy.shape[-1] // 2
     grid = torch.zeros(height, width, 3)
@@ -267,7 +274,7 @@ def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """Squares of 2 x 2 as tokens, row by row; inside one the channel comes first."""
+    """Return squares of 2 x 2 as tokens, row by row; within a token, channels come first."""
     tokens = torch.nn.functional.pixel_unshuffle(latents, 2)
     return tokens.flatten(2).transpose(1, 2).contiguous()
 
@@ -282,24 +289,25 @@ INTERFACES = {
 
 
 def generator_of(seed: int, stream: int, number: int) -> torch.Generator:
-    """Random numbers of one batch. The CPU generator uses 32 bits of a seed."""
+    """Return the random generator of one batch.
+
+    The CPU generator uses only 32 bits of a seed, so the three numbers are hashed.
+    """
     mixed = np.random.SeedSequence([seed, stream, number]).generate_state(1)
     return torch.Generator().manual_seed(int(mixed[0]))
 
 
-# -- Diffusion transformers of diffusers -----------------------------------------------------------
-#
-# Latents with noise mixed in, and the noise to predict.
+# -- The task --------------------------------------------------------------------------------------
 
 
-TRAINED, HELD = 0, 1  # streams of noise
-IN_COMMON = ("img_ids", "txt_ids")  # inputs that all samples share
-NARROW = ("hidden_states", TEXT, POOLED)  # inputs in the type that the model computes in
+TRAINED, HELD = 0, 1  # noise streams of training and of evaluation
+IN_COMMON = ("img_ids", "txt_ids")  # inputs that all samples of a batch share
+NARROW = ("hidden_states", TEXT, POOLED)  # inputs in the model's compute type
 
 
 @dataclass(frozen=True)
 class Noised:
-    """Records, and the noise that each batch of them gets."""
+    """Records with the noise that each batch of them gets."""
 
     records: Records
     noising: Noising
@@ -401,14 +409,20 @@ class Diffusion(Task[Noised]):
         return {n: tensor if n in IN_COMMON else tensor[low:high] for n, tensor in batch.items()}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Models that also predict a variance get no loss for it."""
+        """Return the mean squared error of the prediction.
+
+        A variance that the model also predicts gets no loss.
+        """
         target: torch.Tensor = batch[TARGET]
         inputs = _inputs(batch, next(model.parameters()).dtype)
         predicted = model(**inputs, return_dict=False)[0][:, : target.shape[1]]
         return nn.functional.mse_loss(predicted.float(), target.to(predicted.device))
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
-        """Of the images; models that take them as tokens get no patches."""
+        """Return the number of image tokens.
+
+        Inputs with three dimensions are tokens already; others are divided into patches.
+        """
         given: torch.Tensor = batch["hidden_states"]
         if given.ndim == 3:
             return given.shape[0] * given.shape[1]
@@ -429,7 +443,10 @@ def diffusers_folder_of(config: Config) -> DiffusersFolder:
 def _classes(
     samples: list[Sample], source: Path, config: Config, noising: Noising
 ) -> dict[str, int]:
-    """Folder -> class; what is evaluated on has the classes of what is trained on."""
+    """Return the class number of each folder.
+
+    Evaluation data uses the classes of the training data.
+    """
     assert noising.classes is not None
     trained_on = config.data[0].path
     if source == trained_on:
@@ -448,8 +465,10 @@ def _classes(
 def _encoder(
     source: DiffusersFolder, noising: Noising, samples: list[Sample], host_bytes: int | None
 ) -> Callable[[Path], np.ndarray]:
-    """From an image to what the model works on: pixels, or latents of the autoencoder, the mean of
-    what it says."""
+    """Return a function from an image file to the input of the model.
+
+    The input is pixels, or latents of the autoencoder (the mode of its distribution).
+    """
     if not samples[0].is_image:
         return lambda path: np.empty(0)
     if noising.channels == 3:
@@ -475,7 +494,10 @@ def _encoder(
 
 
 def _autoencoder(source: DiffusersFolder, folder: Path, host_bytes: int | None) -> Any:
-    """In memory while the data is prepared, before the run takes any."""
+    """Load the autoencoder.
+
+    It is in memory only while data is prepared, before the run allocates memory.
+    """
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if host_bytes is not None and needed > host_bytes:
         raise BudgetError(

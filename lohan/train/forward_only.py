@@ -1,11 +1,14 @@
-"""A model that only runs forward, its weights streamed: evaluation, generation, and the
-tasks of lm-evaluation-harness."""
+"""Forward-only use of a model with streamed weights.
+
+This covers evaluation, generation, and the tasks of lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,9 +42,11 @@ from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import AdamW, Lora
+from lohan.param_groups import ParamGroups
 from lohan.planner.memory import WORK
 from lohan.planner.planner import PlanOptions, forward_plan
 from lohan.store.admin import remove
+from lohan.store.files import StoreLock, is_locked
 from lohan.store.store import Store
 from lohan.train.language import check_packs
 from lohan.train.run_folder import RunFolder, stores_of
@@ -52,33 +57,36 @@ from lohan.util.settings import PROMPT_SUFFIXES
 from lohan.util.trace import Trace
 from lohan.util.units import align_up
 
-# -- A trained or untouched model that runs forward only, its weights streamed from a store --------
+# -- Models that run forward only, with weights streamed from a store ------------------------------
 #
-# A run has its store. A Hugging Face folder gets one with its weights alone, which goes when the
-# work is done.
+# A run has its own store. For a Hugging Face folder, a temporary store with only the weights is
+# created and removed afterwards.
 
 
-LOGIT_COPIES = 4  # logits, their fp32 copy, and what is made of them
-HEAD_TOKENS = (16, 256)  # of one slice of the head, at least and at most
-HEAD_SHARE = 4  # a slice may take one part in so many of the budget
+LOGIT_COPIES = 4  # the logits, their fp32 copy and intermediate results
+HEAD_TOKENS = (16, 256)  # smallest and largest number of tokens in a slice of the head
+HEAD_SHARE = 4  # A slice may take this fraction (1 / HEAD_SHARE) of the budget.
 CHUNK_PARAMS = 2**22
+NO_UPDATES = ParamGroups([AdamW(lr=0.0)], {})
 
 
 @dataclass(frozen=True)
 class Source:
-    """What to run: a Hugging Face folder, and the stores of a run that was made from it."""
+    """The model to run: a Hugging Face folder and, for a run made from it, the run's stores."""
 
     folder: Path
     stores: StoreSet | None = None
     lora: Lora | None = None
-    base: str = ""  # how its frozen weights are packed
-    template: str | None = None  # of chats, if not the folder's own
+    base: str = ""  # how the frozen weights are packed
+    template: str | None = None  # chat template, if it is not the folder's own
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The largest batch to come. `cache_tokens` is how long its rows get where keys and values are
-    kept, 0 if they are not."""
+    """The largest batch to plan for.
+
+    `cache_tokens` is the final length of its rows if keys and values are cached, otherwise 0.
+    """
 
     batch: int
     tokens: int
@@ -87,7 +95,7 @@ class Shape:
 
 
 def source_of(folder: Path) -> Source:
-    """A run, or a model folder."""
+    """Return the source for a run folder or a model folder."""
     run = RunFolder(folder.absolute())
     if run.config_file.is_file():
         config = run.config()
@@ -111,8 +119,10 @@ def open_stream(
     source: Source, shape: Shape, budget: Budget, *, device: str = "cpu",
     dtype: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Session]:  # fmt: skip
-    """The model in evaluation mode, its memory planned for `shape` within the budget, whose `ssd`
-    is where the weights of a model folder, or of a run with several ranks, go."""
+    """Open the model in evaluation mode, with its memory planned for `shape` within the budget.
+
+    The weights of a model folder, or of a run with several ranks, are copied to `budget.ssd`.
+    """
     with ExitStack() as undo:
         opened = open_device(device, memory=budget.device_bytes())
         room = opened.memory_bytes() if opened.has_own_memory else None
@@ -128,7 +138,7 @@ def open_stream(
         blocks = blocks_of(model, batch_of(shape), base=source.base, dtype=dtype)
         if stores:
             check_same(stores[0], blocks, dtype)
-            if len(stores) > 1:  # what is copied from them is dequantised
+            if len(stores) > 1:  # The copy of several stores contains dequantised weights.
                 blocks = blocks_of(model, batch_of(shape))
             restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
@@ -140,7 +150,7 @@ def open_stream(
         if len(stores) == 1:
             store = stores[0]
         else:
-            # Where the user says, or else next to a run's own.
+            # Use the user's folders, or else those next to the run's stores.
             own = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
             dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or own]
             created = create_weights_store(
@@ -151,7 +161,7 @@ def open_stream(
             store = undo.enter_context(created)
         to_meta(model)
         context = PlanContext(blocks, PlanOptions(dtype=dtype), None, host, None, opened, room)
-        run = partial(make_executor, model, context, store, AdamW(lr=0.0), Trace())
+        run = partial(make_executor, model, context, store, NO_UPDATES, Trace())
         yield undo.enter_context(Session(model, context, run, plan))
 
 
@@ -159,7 +169,10 @@ def _plan(
     model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, host: int, device: int | None,
     chunk_params: int, torch_device: torch.device, overhead: Iterable[tuple[str, int]],
 ) -> Plan:  # fmt: skip
-    """With the largest micro-batch that fits; what fills a cache cannot be cut."""
+    """Return a plan with the largest micro-batch that fits.
+
+    A batch that fills a cache cannot be divided.
+    """
     micro_batch, (least, most) = shape.batch, HEAD_TOKENS
     each = LOGIT_COPIES * 4 * model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
     room = (host if device is None else device) // HEAD_SHARE
@@ -181,27 +194,44 @@ def _plan(
             micro_batch = -(-micro_batch // 2)
 
 
+WEIGHTS_PREFIX = "lohan-weights-"
+WEIGHTS_LOCK = ".lohan-weights"  # lock file in such a folder, held by the process that created it
+
+
 @contextmanager
 def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder there, since the usual place for such things may be in memory."""
+    """Make a folder for a copy of the weights in `ssd`, and remove it at the end.
+
+    The system's folder for temporary files may be in memory, so it is not used. A process that is
+    killed leaves its folder; the next one that copies weights there removes it.
+    """
+    _remove_abandoned(Path(ssd))
     try:
-        folder = tempfile.TemporaryDirectory(prefix="lohan-weights-", dir=ssd)
+        folder = tempfile.TemporaryDirectory(prefix=WEIGHTS_PREFIX, dir=ssd)
     except OSError as error:
         raise StoreError(
             f"{ssd}: no folder can be made there ({error.strerror}); give another place as --ssd"
         ) from None
-    with folder as path:
+    with folder as path, StoreLock([Path(path)], name=WEIGHTS_LOCK):
         yield Path(path) / "store"
 
 
+def _remove_abandoned(ssd: Path) -> None:
+    """Remove folders of `_temporary` whose process has ended."""
+    for folder in ssd.glob(f"{WEIGHTS_PREFIX}*"):
+        made_here = (folder / WEIGHTS_LOCK).is_file() and not folder.is_symlink()
+        if made_here and not is_locked(folder, name=WEIGHTS_LOCK):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def own_dtype(folder: Path) -> str:
-    """The name of the type of the folder's weights, if it is one of ours."""
+    """Return the name of the type of the folder's weights, or "fp32" if it is not supported."""
     named = str(getattr(causal_config(folder), "dtype", None) or "float32").removeprefix("torch.")
     return next((name for name, fmt in STATE_FORMATS.items() if fmt.dtype == named), "fp32")
 
 
 def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
-    """The largest batch, without its memory."""
+    """Return the largest batch on the meta device."""
     ids = torch.empty((shape.batch, shape.tokens), dtype=torch.long, device="meta")
     return {"input_ids": ids} | ({"position_ids": ids} if shape.packed else {})
 
@@ -210,8 +240,10 @@ def needs_of(
     model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, micro_batch: int, head: int,
     torch_device: torch.device = CPU,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes on top of the weights, by owner. The head takes `head` tokens at a time, or the last of
-    each row where tokens are made."""
+    """Return the bytes needed in addition to the weights, by owner.
+
+    The head processes `head` tokens at a time or, in generation, the last token of each row.
+    """
     config: Any = model.config
     text, width = config.get_text_config(), STATE_FORMATS[dtype].weight_bytes
     found = measure(
@@ -220,7 +252,7 @@ def needs_of(
     )  # fmt: skip
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
-    found.sites.pop(sites.get(last, ""), None)  # never has all tokens
+    found.sites.pop(sites.get(last, ""), None)  # the head never gets all tokens at once
     rows = shape.batch if shape.cache_tokens else head
     logits = rows * text.vocab_size * 4 * LOGIT_COPIES
     stream = shape.batch * shape.tokens * text.hidden_size * width
@@ -232,29 +264,33 @@ def needs_of(
 
 
 def cache_bytes(text: Any, width: int, batch: int, tokens: int) -> int:
-    """Keys and values of all layers; one layer's exist twice while it grows."""
+    """Return the bytes of keys and values of all layers.
+
+    One layer is counted twice, because its old and new cache coexist while it grows.
+    """
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     each = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int((text.num_hidden_layers + 1) * 2 * heads * each * batch * tokens * width)
 
 
-# -- Loss on data that is not trained on: forward only, weights streamed as in training ------------
+# -- Evaluation: the loss on held-out data, with weights streamed as in training -------------------
 #
-# Training does not notice: no random numbers are drawn, no step counts, nothing is written.
+# Evaluation does not affect training: it restores the random state, counts no step and writes
+# nothing.
 
 
-LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no float
+LARGEST_EXPONENT = 700.0  # larger losses would overflow the perplexity
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over all that carry one: tokens, or examples."""
+    """The mean loss over all tokens, or over all examples, that have a loss."""
 
     loss: float
     tokens: int
     seconds: float
-    perplexing: bool = True  # whether the loss has a perplexity
-    stats: Mapping[str, float] = field(default_factory=dict)  # what else a task tells of batches
+    perplexing: bool = True  # whether a perplexity is meaningful for this loss
+    stats: Mapping[str, float] = field(default_factory=dict)  # means of the task's other statistics
 
     @property
     def perplexity(self) -> float:
@@ -281,8 +317,10 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False, loss_of: Callable[[Batch], float] | None = None,
 ) -> Evaluation | None:  # fmt: skip
-    """Every row of the dataset once; None if `stop` asked for an end before it was done. `loss_of`
-    a batch: if it is not the model's alone."""
+    """Evaluate every row of the dataset once, or return None if `stop` interrupts.
+
+    `loss_of` computes the loss of a batch if it is not just the model's own, as with several ranks.
+    """
     found = loss_of or (lambda inputs: task.loss(model, inputs).item())
     start, total, tokens = time.perf_counter(), 0.0, 0
     passes, told = -(-len(dataset) // batch), list[tuple[Stats, int]]()
@@ -302,7 +340,7 @@ def evaluate(
 
 @contextmanager
 def forward_only(model: nn.Module) -> Iterator[None]:
-    """No graph, evaluation mode, and the random state of before at the end."""
+    """Disable gradients, use evaluation mode, and restore the random state at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -316,19 +354,19 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes."""
+    """Return the device that the model computes on."""
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class History:
-    """Evaluations of a run so far, read from its log."""
+    """The evaluations of a run so far, read from its log."""
 
     steps: frozenset[int] = frozenset()
     best: float = math.inf
     best_step: int = 0
-    since_best: int = 0  # evaluations after the best one
+    since_best: int = 0  # number of evaluations after the best one
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> History:
@@ -347,12 +385,11 @@ class History:
         return History(steps, self.best, self.best_step, self.since_best + 1)
 
 
-# -- Answers to prompts ----------------------------------------------------------------------------
+# -- Generation ------------------------------------------------------------------------------------
 #
-# The prompt is processed once, then every token streams the weights once.
-#
-# Several prompts go together, so that a pass over the weights gives a token to each of them. Keys
-# and values are kept. The loop is that of transformers.
+# The prompt is processed in one pass. After that, every new token needs one pass over the weights.
+# Several prompts are answered together, so that each pass gives one token to each of them. Keys and
+# values are cached. The generation loop is that of transformers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +403,11 @@ class Sampling:
 
 
 def read_prompts(entries: Sequence[str]) -> list[str]:
-    """Texts as they are; of a file each line, or each object's `prompt` or `text`."""
+    """Return the prompts; an entry that names a file stands for the prompts in it.
+
+    A text file has one prompt per line. In JSON files, a prompt is a string or the `prompt` or
+    `text` of an object.
+    """
     found: list[str] = []
     for entry in entries:
         if entry.endswith(PROMPT_SUFFIXES) and "\n" not in entry and Path(entry).is_file():
@@ -405,7 +446,7 @@ def _prompt_of(row: Any) -> str:
 
 
 def encode_prompts(encoder: Encoder, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokens of each prompt: through the chat template if the model has one."""
+    """Return the tokens of each prompt, after the chat template if the model has one."""
     found = [encoder.prompt(text, place="generation") for text in prompts]
     if empty := [text for text, ids in zip(prompts, found, strict=True) if not ids]:
         raise DataError(f"prompt {empty[0]!r} has no token; write a longer one")
@@ -416,7 +457,10 @@ def generate(
     model: nn.Module, encoder: Encoder, prompts: Sequence[Sequence[int]], sampling: Sampling, *,
     streamer: Any = None,
 ) -> list[str]:  # fmt: skip
-    """The text that follows each prompt. Short prompts are padded on the left, out of sight."""
+    """Return the text that follows each prompt.
+
+    Short prompts are padded on the left, and the padding is masked.
+    """
     tokenizer = encoder.tokenizer("generation")
     causal: Any = model
     longest = max(map(len, prompts))
@@ -448,8 +492,9 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
 # -- Tasks of lm-evaluation-harness ----------------------------------------------------------------
 
 
-ANSWER = 256  # tokens of an answer, where a task does not say
-Scored = tuple[float, bool]  # log-probability of a continuation, and whether it is the likeliest
+ANSWER = 256  # tokens of an answer if a task does not specify it
+# log-probability of a continuation, and whether it is the most likely one
+Scored = tuple[float, bool]
 
 
 def run_tasks(
@@ -457,7 +502,7 @@ def run_tasks(
     batch: int, seq: int, limit: int | None, fewshot: int | None, folder: Path | None,
     shown: Display,
 ) -> dict[str, Any]:  # fmt: skip
-    """Results of each task by metric, as the harness gives them."""
+    """Return the results of each task by metric, as the harness reports them."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -508,8 +553,10 @@ def run_tasks(
 
 
 class Streamed:
-    """Scores and answers, of a model whose weights are read once for each batch or token. `seq`
-    counts all tokens of a row: the harness counts them without the last."""
+    """Scores and answers of a model whose weights are read once for each batch or token.
+
+    `seq` counts all tokens of a row. The harness counts them without the last.
+    """
 
     def __init__(
         self, source: Source,
@@ -522,7 +569,10 @@ class Streamed:
         self._opened, self._shown = opened, shown
 
     def scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Of continuations behind their contexts; what is too long loses its beginning."""
+        """Return the scores of continuations after their contexts.
+
+        Rows that are too long are truncated at the beginning.
+        """
         found: list[Scored] = [(0.0, True)] * len(pairs)
         rows = [
             ((context + then)[-self.seq :], min(len(then), self.seq - 1)) for context, then in pairs
@@ -560,7 +610,7 @@ class Streamed:
         ]
 
     def answers(self, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """What follows each text, up to the first of its stops."""
+        """Return the text that follows each prompt, up to its first stop string."""
         found = [""] * len(asked)
         groups: dict[tuple[int, float, float], list[int]] = {}
         for index, (_, how) in enumerate(asked):
@@ -587,7 +637,7 @@ class Streamed:
         return found
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """As the tokenizer has it, but with one start token at most."""
+        """Tokenise a text without adding a second start token."""
         start = self.tokenizer.bos_token
         if special is None and start and text.startswith(start):
             special = False
@@ -599,8 +649,10 @@ class Streamed:
 def _label_logps(
     session: Session, inputs: dict[str, torch.Tensor], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labelled tokens, row after row, and whether each is the likeliest:
-    from slices of the head, so that full logits never exist, where the model has such a head."""
+    """Return log-probabilities of the labelled tokens, and whether each is the most likely.
+
+    Tokens are in row order. If the session has a sliced head, full logits never exist.
+    """
     logps, best = list[torch.Tensor](), list[torch.Tensor]()
 
     def note(logits: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -628,7 +680,7 @@ def _cut_at_stops(text: str, stops: str | list[str] | None) -> str:
 
 
 def _as_lm(streamed: Streamed) -> Any:
-    """What the harness asks."""
+    """Return the model behind the interface of the harness."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
@@ -653,7 +705,7 @@ def _as_lm(streamed: Streamed) -> Any:
             return streamed.scores([(context, then) for _, context, then in requests])
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            """Of whole texts, in windows that do not overlap."""
+            """Return log-likelihoods of whole texts, in windows that do not overlap."""
             windows, owners = [], []
             for owner, request in enumerate(requests):
                 every = utils.get_rolling_token_windows(

@@ -1,4 +1,4 @@
-"""What a run begins with: its data and its session."""
+"""The inputs of a run: its task, its data and its session."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
 from lohan.data.text import load_tokenizer, tokenizer_files
 from lohan.device.choose import default_dtype, known_name, open_device
+from lohan.device.determinism import fix_cublas_workspace
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import (
     Budget,
@@ -46,7 +47,7 @@ from lohan.util.files import read_object, sync_folder, sync_path, write_new
 from lohan.util.settings import Source
 from lohan.util.units import counted, format_bytes
 
-# -- The tasks by name; another one is its class and a line here -----------------------------------
+# -- The tasks by name; a new task needs its class and an entry here -------------------------------
 
 
 TASKS: dict[str, Task[Any]] = {
@@ -55,7 +56,7 @@ TASKS: dict[str, Task[Any]] = {
     "image-classification": supervised.ImageClassification(),
     **{task.name: task for task in supervised.TEXT_TASKS},
 }  # fmt: skip
-MADE_FOR = {  # auto class -> task
+MADE_FOR = {  # maps transformers' auto class to a task
     supervised.ImageClassification.KIND: "image-classification",
     VisionLanguage.KIND: "vision-language",
     **{kind: task.name for task in supervised.TEXT_TASKS for kind in task.encodes},
@@ -63,14 +64,14 @@ MADE_FOR = {  # auto class -> task
 
 
 def task_of(config: Config) -> Task[Any]:
-    """The task that a run asks for, or the one that its model is made for."""
+    """Return the task that a run asks for, or the one that its model is made for."""
     task = TASKS[config.task or made_for(config.model)]
     task.check(config)
     return task
 
 
 def made_for(model: Path) -> str:
-    """The task of a model folder."""
+    """Return the name of the task that a model folder is made for."""
     if find_diffusers_folder(model) is not None:
         return "diffusion"
     return MADE_FOR.get(kind_of(load_config(model), model), "language")
@@ -81,7 +82,7 @@ def made_for(model: Path) -> str:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Sample prompts, their tokens, and the bytes that answering one of them takes."""
+    """Sample prompts, their tokens, and the bytes needed to answer one of them."""
 
     texts: list[str]
     ids: list[list[int]]
@@ -91,8 +92,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works on: its task, what it trains and evaluates on, prompts, and the number of
-    steps."""
+    """The inputs of a run: task, training and evaluation examples, prompts, and number of steps."""
 
     task: Task[Any]
     train_examples: Examples
@@ -101,26 +101,29 @@ class Inputs:
     total: int
 
     def shapes(self, config: Config, group: ProcessGroup = ALONE) -> Batch:
-        """Of the largest share of a batch, without its memory."""
+        """Return the largest batch of one rank on the meta device."""
         every = [self.train_examples, *([self.held_out] if self.held_out is not None else [])]
         own = config.of_rank(group.ranks.world)
         return self.task.shapes(own, every, dtype=training_dtype(config))
 
 
 def check_machine(config: Config, group: ProcessGroup = ALONE) -> None:
-    """Refuses a device or memory that is not there, before any data is read."""
+    """Raise an error if the device or the memory is not available, before data is read."""
     budget = config.budget
     open_device(budget.device, memory=budget.device_memory, link=budget.link).close()
     Budget(host=budget.host, ssd=()).host_bytes(group.local_size)
 
 
-# -- data -----------------------------------------------------------------------------------------
+# -- Data ------------------------------------------------------------------------------------------
 
 
 def open_inputs(
     folder: RunFolder, config: Config, display: Display, *, resume: bool = False
 ) -> Inputs:
-    """The data made ready and the number of steps; a resumed run keeps the data it began with."""
+    """Prepare the data and determine the number of steps.
+
+    A resumed run keeps the data it started with.
+    """
     task = task_of(config)
     data = DataRequest(
         sources=config.data, cache=folder.data, config=config, option="--data", resume=resume,
@@ -159,7 +162,7 @@ def _prompts(config: Config) -> Prompts | None:
     return Prompts(texts, ids, encoder, each)
 
 
-# -- the session ----------------------------------------------------------------------------------
+# -- The session -----------------------------------------------------------------------------------
 
 
 def open_session(
@@ -167,6 +170,8 @@ def open_session(
     group: ProcessGroup = ALONE,
 ) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
+    if train.deterministic and budget.device != "cpu":
+        fix_cublas_workspace()
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     dtype = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=dtype).train()
@@ -178,18 +183,20 @@ def open_session(
     session = attach(
         model,
         optimizer=train.optimizer_with(lr),
+        param_groups=train.param_groups_with(inputs.total),
         budget=Budget(
             host=budget.host, ssd=ssd_folders, durability=budget.durability,
             commit_every=budget.commit_every,
         ),
         device=device,
-        batch=inputs.shapes(config, group), clip=train.clip, clip_by=train.clip_by,
+        batch=inputs.shapes(config, group), clip=train.clip,
         trace=config.output.trace,
         process_group=group, compile=train.compile, base=train.base or "",
+        deterministic=train.deterministic,
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), update_mode=train.update_mode,
             overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
-            grad_dtype=train.grad_dtype, run_again=True,
+            run_again=True,
             profile=known_profile(ssd_folders, config.budget),
         ),
         store_policy=StorePolicy(
@@ -207,13 +214,13 @@ def open_session(
 
 
 def training_dtype(config: Config) -> str:
-    """How parameters are kept: as the user says, or as suits the device."""
+    """Return the configured type of the parameters, or else the device's default."""
     budget = config.budget
     return config.train.dtype or default_dtype(budget.device)
 
 
 def check_made_for(folder: RunFolder, config: Config) -> None:
-    """Refuses a run whose settings ask for other state than its store has."""
+    """Raise ConfigError if the settings need another state format than the store has."""
     asked = state_format_of(training_dtype(config), config.train.kind)
     for found in sets_of(folder, config):
         manifest = read_manifest(found.primaries[0])
@@ -228,7 +235,7 @@ def check_made_for(folder: RunFolder, config: Config) -> None:
 
 
 def check_room(plan: Plan, prompts: Prompts) -> None:
-    """Whether a prompt can be answered between two steps."""
+    """Raise BudgetError if a prompt cannot be answered between two steps."""
     room = bytes_between_steps(plan)
     if room < prompts.each_bytes:
         raise BudgetError(
@@ -239,15 +246,17 @@ def check_room(plan: Plan, prompts: Prompts) -> None:
 
 
 def bytes_between_steps(plan: Plan) -> int:
-    """Bytes that the plan has for compute, and that nothing uses between steps."""
+    """Return the bytes that the plan reserves for compute, unused between steps."""
     tier = "device" if plan.device_slots else "host"
     compute = (INPUTS, KEPT, STREAMS, WAITING, WORK)
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in compute)
 
 
 def known_profile(folders: Sequence[Path], budget: BudgetConfig) -> Profile | None:
-    """What `lohan profile` found for these drives and this device, or for the drives with compute
-    on the cpu, if it was asked."""
+    """Return the cached result of `lohan profile` for these drives and this device.
+
+    Fall back to the profile of the drives with compute on the CPU. Return None if there is neither.
+    """
     if not all(folder.is_dir() for folder in folders):
         return None
     asked = Where(known_name(budget.device), budget.device_memory, budget.link)
@@ -257,13 +266,13 @@ def known_profile(folders: Sequence[Path], budget: BudgetConfig) -> Profile | No
     return None
 
 
-# -- A run from random weights: a model folder without any, made of a config and a tokenizer -------
+# -- Runs from random weights: a model folder without weights, from a config and a tokenizer -------
 
 CONFIG = "config.json"
 
 
 def make_base(config: Config, target: Path) -> None:
-    """What `--model` would name: structure and tokenizer, and how weights are drawn."""
+    """Create the folder that `--model` would name: config, tokenizer, and the seed of weights."""
     assert config.init is not None
     given = config.init / CONFIG if config.init.is_dir() else config.init
     if not given.is_file():
@@ -296,7 +305,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def remove_base(target: Path, *, last: bool = True) -> None:
-    """The files that `make_base` writes, and their folder if nothing else is in it."""
+    """Remove the files that `make_base` writes and, with `last`, their folder if it is empty."""
     if not target.is_dir():
         return
     own = {*tokenizer_files(target), *target.glob("*processor*.json")}
@@ -307,8 +316,11 @@ def remove_base(target: Path, *, last: bool = True) -> None:
 
 
 def check_settings(group: ProcessGroup, config: Config) -> None:
-    """Every rank has a row of every batch, commits with the others, and has read the same settings:
-    on several machines each from its own file."""
+    """Check settings that concern several ranks.
+
+    Every rank needs a row of every batch, must commit with the others, and must have read the same
+    settings, since ranks on several machines read their own files.
+    """
     check_durability(config.budget.durability, config.budget.commit_every, group)
     if config.train.batch < group.world:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Causal language models: rows of tokens, and the loss of the next one; with images too."""
+"""Causal language models and vision-language models, trained to predict the next token."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from lohan.train.task import (
     Batch,
     DataRequest,
     Task,
+    check_dropped,
     few_warning,
     folder_files,
     kind_in,
@@ -39,7 +40,7 @@ from lohan.util.units import align_up, counted
 
 
 def remarks(examples: Dataset, config: Config) -> list[str]:
-    """Which files of a folder were read, and what of the data the model does not see."""
+    """Return which files of a folder were read, and which parts the model does not see."""
     lines = folder_files(config)
     if count := examples.summary.unseen_tools:
         lines.append(
@@ -53,7 +54,7 @@ class CausalLM(Task[Dataset]):
     PERPLEXITY = True
 
     def check(self, config: Config) -> None:
-        """All settings are for it."""
+        """Accept all settings."""
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         causal_config(config.model)
@@ -99,7 +100,7 @@ class CausalLM(Task[Dataset]):
         made = {"input_ids": shape, "labels": shape}
         if config.train.pack:
             made["position_ids"] = shape
-        if padded:  # with a mask attention is another kernel, with other needs
+        if padded:  # A mask selects another attention kernel, which needs other memory.
             made["attention_mask"] = shape
         return made
 
@@ -114,14 +115,23 @@ class CausalLM(Task[Dataset]):
 
 
 def tokenised(data: DataRequest, model: Any, *, preferences: bool = False) -> Dataset:
+    """Return the tokenised data, from the cache if the run is resumed."""
     config = data.config
-    ready = open_dataset(data.cache, seed=config.seed) if data.resume else None
-    return ready or tokenise(
+    vocab_size = getattr(model.get_text_config(), "vocab_size", None)
+    ready = None
+    if data.resume:
+        ready = open_dataset(data.cache, seed=config.seed, vocab_size=vocab_size)
+    if ready is not None:
+        return ready
+    made = tokenise(
         data.sources, model_dir=config.model, cache_dir=data.cache, seq=config.train.seq,
         seed=config.seed, template=config.train.chat_template, option=data.option,
-        vocab_size=getattr(model.get_text_config(), "vocab_size", None),
+        vocab_size=vocab_size,
         progress=partial(data.progress, "tokenising"), preferences=preferences,
     )  # fmt: skip
+    kept = len(made.ratings) or made.summary.examples // (2 if preferences else 1)
+    check_dropped(data, made.summary.dropped, kept)
+    return made
 
 
 def tokens_with_loss(model: nn.Module, batch: Batch) -> int:
@@ -129,11 +139,11 @@ def tokens_with_loss(model: nn.Module, batch: Batch) -> int:
     return int((batch["labels"][:, 1 if own else 0 :] != IGNORE).sum())
 
 
-# -- Vision-language models: conversations about images, and the loss of the answers ---------------
+# -- Vision-language models: conversations about images, with loss on the answers ------------------
 
 
 TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_embed")
-PROJECTOR = "merger"  # inside a tower: what fits its output to the language model
+PROJECTOR = "merger"  # inside a tower: projects its output for the language model
 
 
 class VisionLanguage(Task[Fields]):
@@ -165,6 +175,8 @@ class VisionLanguage(Task[Fields]):
                 f"{data.sources[0].path}: no example is left to train on ({made.dropped} dropped: "
                 f"the first {train.seq} tokens hold no answer); raise --seq or check the file"
             )
+        if not data.resume:
+            check_dropped(data, ready.about["dropped"], len(ready))
         made.images.restore(ready.about)
         return ready
 
@@ -181,7 +193,10 @@ class VisionLanguage(Task[Fields]):
         return "\n".join([note, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
-        """Of the longest examples, with their values: the tokens of an image are one of them."""
+        """Return the largest batch, with its values.
+
+        The values matter because the positions of image tokens depend on them.
+        """
         if examples:
             return inputs_of(max(
                 (next(one.passes(config.train.batch)) for one in examples),
@@ -191,7 +206,10 @@ class VisionLanguage(Task[Fields]):
         return inputs_of(made.example(config.train.batch))
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Rebuilt: pixels are not in rows of their own."""
+        """Collate the selected examples again.
+
+        Pixel tensors have no batch dimension that could be sliced.
+        """
         low, high = (start, stop) if start < stop else (0, 1)
         made_by, examples = batch[ROWS]
         made: Batch = made_by.collate(examples[low:high])
@@ -206,7 +224,7 @@ class VisionLanguage(Task[Fields]):
 
 
 def vision_parts(model: nn.Module) -> list[str]:
-    """The vision tower, without what projects its output."""
+    """Return the names of the modules of the vision tower, without its projector."""
     found: list[str] = []
     for name, tower in model.named_modules():
         inside = name.rpartition(".")[0].split(".")
@@ -222,22 +240,25 @@ def inputs_of(batch: Batch) -> Batch:
     return {name: value for name, value in batch.items() if name != ROWS}
 
 
-# -- Whether a model keeps examples that share a row apart, told only by their positions -----------
+# -- Packing: whether a model separates the examples of a row, given only their positions ----------
 #
-# transformers finds the borders where positions begin at 0 again, if the model hands the positions
-# to the function that makes the mask. Not every model does, and then examples attend to each other
-# unnoticed. So the mask that reaches the first block is looked at.
+# transformers finds the boundaries where positions restart at 0, if the model passes the positions
+# to the function that makes the mask. Not every model does, and then examples silently attend to
+# each other. Therefore the mask that the first block receives is examined.
 
 
-ATTENTION = ("eager", "sdpa")  # with a mask; flash attention sees borders in single rows only
+# These use a mask. Flash attention recognises boundaries only in batches of one row.
+ATTENTION = ("eager", "sdpa")
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2]])
 APART = torch.tensor([[i >= j and (i < 2) == (j < 2) for j in range(5)] for i in range(5)])
 
 
 def check_packs(model: nn.Module) -> None:
-    """Refuses with the reason a model whose examples in one row would see each other. To be asked
-    of a model that is not attached yet; its weights are not used."""
+    """Raise ModelError if the examples that share a row would attend to each other.
+
+    The model must not be attached yet. Its weights are not used.
+    """
     reason = _reason(model)
     if reason is not None:
         raise ModelError(
@@ -273,7 +294,7 @@ class _Reached(Exception):
 
 
 def _mask(model: nn.Module, decoder: nn.Module) -> torch.Tensor | None:
-    """Who sees whom by the mask that the first block is called with, if it is."""
+    """Return the attention mask that the first block is called with, or None if it has none."""
     shape = (*APART.shape,)
     with _stand_ins(model), torch.no_grad():
         try:
@@ -283,14 +304,14 @@ def _mask(model: nn.Module, decoder: nn.Module) -> torch.Tensor | None:
             masks = [x for x in found if tuple(x.shape) == (1, 1, *shape)]
             if masks:
                 return masks[0][0, 0] if masks[0].dtype == torch.bool else masks[0][0, 0] == 0
-        except Exception:  # what comes before the blocks needs weights: nothing is known
+        except Exception:  # The code before the blocks needs weights, so the mask stays unknown.
             return None
     return None
 
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Embeddings without weights; the first block ends the run."""
+    """Replace embeddings by zeros, and raise `_Reached` when the first block is called."""
 
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Reached([*args, *kwargs.values()])

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics, loggers, and the journal for its report."""
+"""The records of a run: metrics, external loggers, and the journal for its report."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ from lohan.train.run_folder import RunFolder, append_row
 from lohan.util.system import rss_bytes, total_memory_bytes
 from lohan.util.trace import Span, Trace, busy_s
 
-# -- What a run writes down about itself for `lohan report`, in RUN/journal.jsonl ------------------
+# -- The journal for `lohan report`, in RUN/journal.jsonl ------------------------------------------
 #
-# start      versions and machine, when a process begins or resumes the run
-# plan       the plan that is followed from a step on, with what it was predicted to do, if anything
-# measured   rates of the lanes after some steps with a plan and at the end, as a profile, and what
-#            the plan should do on such a machine
+# start      versions and machine, whenever a process starts or resumes the run
+# plan       a plan, the step from which it is followed, and its forecast if there is one
+# measured   the rates of the lanes as a profile, after some steps with a plan and at the end, and
+#            the forecast of the plan for this profile
 
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
-WARM_UP_STEPS = 3  # steps with a plan: the first run on demand
+# Steps after which rates are measured; the first steps with a plan run on demand.
+WARM_UP_STEPS = 3
 
 
 class Journal:
-    """Records plans and steps for the report."""
+    """The journal of plans and measured rates for the report."""
 
     def __init__(self, folder: RunFolder, session: Session) -> None:
         self._folder, self._session = folder, session
         self._plan = session.plan
-        self._known = session.context.profile  # the machine, as far as it is known
+        self._known = session.context.profile  # profile of the machine; None if it is not known
         self._origin = "the machine's profile"
-        self._since = 0  # steps with the current plan
+        self._since = 0  # number of steps with the current plan
         self._last: tuple[Mapping[str, Any], Sequence[Span]] | None = None
 
     def began(self, *, total: int, instead: Sequence[Alternative] = ()) -> None:
@@ -60,7 +61,7 @@ class Journal:
         self._planned()
 
     def follow(self) -> None:
-        """Writes the plan down if it is another one than before."""
+        """Record the plan if it has changed."""
         if self._session.plan != self._plan:
             self._planned()
 
@@ -100,7 +101,7 @@ class Journal:
 
 
 class NullJournal:
-    """The journal of ranks other than the first, which writes the run's."""
+    """The journal of ranks other than the first, which records nothing."""
 
     def began(self, *, total: int, instead: Sequence[Alternative] = ()) -> None:
         pass
@@ -139,18 +140,18 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- Metrics to TensorBoard and Weights & Biases, besides the run's own log ------------------------
+# -- Metrics for TensorBoard and Weights & Biases, in addition to the run's own log ----------------
 
 
 class Logger(Protocol):
     def log(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics: of a step, or of an evaluation."""
+        """Log a row of metrics of a step or of an evaluation."""
 
     def close(self) -> None: ...
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuses a logger whose package is not there."""
+    """Raise ConfigError if the package of a logger is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -160,13 +161,16 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def open_loggers(folder: RunFolder, config: Config, *, step: int) -> list[Logger]:
-    """The loggers a run wants; rows of steps after `step` are to come, again if need be."""
+    """Open the configured loggers.
+
+    They will get the rows of all steps after `step`, some of them possibly for the second time.
+    """
     check_loggers(config.output.log)
     return [_LOGGERS[name](folder, config, step) for name in config.output.log]
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row with the names that charts are grouped by: train/loss, busy/ssd."""
+    """Yield the numbers of a row, named by chart group: train/loss, busy/ssd."""
     for key, value in row.items():
         if key == "busy":
             yield from ((f"busy/{lane}", float(share)) for lane, share in value.items())
@@ -194,7 +198,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder; its own settings (WANDB_PROJECT, WANDB_MODE) apply."""
+    """One W&B run per run folder; W&B's settings (WANDB_PROJECT, WANDB_MODE) apply."""
 
     def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
         import tomllib
@@ -221,32 +225,32 @@ _LOGGERS: dict[str, Callable[[RunFolder, Config, int], Logger]] = {
 
 # -- Time, bytes and busy lanes of steps -----------------------------------------------------------
 #
-# Each from the end of one row of metrics to the end of the next.
+# A row of metrics covers the time from the end of the previous row to its own end.
 #
 # Work that a step leaves running, or that runs after its row is made (updates without overlap, a
-# flush), lies between two rows and counts in the later one: nothing is lost or counted twice.
+# flush), counts in the next row. Nothing is lost or counted twice.
 
 
 class HasCounters(Protocol):
-    """A store, or a session with all that it moves."""
+    """A store, or a session with everything that it transfers."""
 
     @property
     def counters(self) -> Counters: ...
 
 
 class Meter:
-    """Runs from the moment it is made."""
+    """A meter of time, transferred bytes and busy lanes, which starts when it is created."""
 
     def __init__(self, moved: HasCounters, trace: Trace) -> None:
         self._moved, self._trace = moved, trace
         self._start_s, self._before = time.perf_counter(), moved.counters
         self._aside_s, self._aside_read = 0.0, 0
-        self.spans: list[Span] = []  # of the last row
-        self._spans: list[Span] = []  # of the row to come, from before what was put aside
+        self.spans: list[Span] = []  # spans of the last row
+        self._spans: list[Span] = []  # spans of the next row, from before excluded work
         trace.take_step()
 
     def row(self, *, tokens: int) -> dict[str, Any]:
-        """What was measured since the last row."""
+        """Return the measurements since the last row."""
         stop, after = time.perf_counter(), self._moved.counters
         self.spans, self._spans = [*self._spans, *self._trace.take_step()], []
         busy = busy_s(self.spans, self._start_s, stop)
@@ -266,8 +270,10 @@ class Meter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For what is no part of a step, from idle lanes to idle lanes: copying a snapshot,
-        an evaluation."""
+        """Exclude work that is not part of a step, such as a snapshot or an evaluation.
+
+        The lanes must be idle at the start and at the end.
+        """
         start, before = time.perf_counter(), self._moved.counters.bytes_read
         self._spans += self._trace.take_step()
         yield

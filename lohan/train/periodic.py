@@ -1,8 +1,8 @@
-"""What happens between steps: evaluation, the best model, early stop, samples, a look at the loss.
+"""Work between steps: evaluation, the best model, early stopping, samples, and checks of the loss.
 
-All of it is worked out from the step and the run's own logs, so a run that was killed goes on with
-the same evaluations, the same best and the same count. Each is logged when it is done; one that is
-due and not in the log is done again.
+All of it is derived from the step and the run's logs, so a run that was killed continues with the
+same evaluations, the same best loss and the same counts. Each piece of work is logged when it is
+done. Work that is due but not in the log is repeated.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from lohan.errors import TrainingError
 from lohan.train.forward_only import History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
-from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
+from lohan.train.run_folder import (
+    RunFolder,
+    append_row,
+    eval_rows,
+    export_mark,
+    read_rows,
+    users_umask,
+)
 from lohan.train.task import Batch, Share
 from lohan.util.display import Display
 from lohan.util.units import counted
 
 
 class PeriodicTasks:
-    """Runs after every step, and once when a run begins or resumes."""
+    """The tasks that run after every step, and once when a run starts or resumes."""
 
     def __init__(
         self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
@@ -36,7 +43,7 @@ class PeriodicTasks:
         group = session.process_group
         self._first = group.ranks.first
         self._meter, self._display, self._loggers, self._stop = meter, display, loggers, stop
-        self._catch_up = catch_up  # every finished step is committed and in the log
+        self._catch_up = catch_up  # commits every finished step and logs it
         self._history = History.of(group.broadcast_made(lambda: eval_rows(folder)))
         sampled = group.broadcast_made(lambda: [r["step"] for r in read_rows(folder.samples_file)])
         self._sampled = set(sampled)
@@ -48,7 +55,7 @@ class PeriodicTasks:
 
     @property
     def stopped(self) -> bool:
-        """Whether evaluations have been getting no better for as long as the user allows."""
+        """Whether the loss has not improved for `early_stop` evaluations."""
         limit = self._config.eval.early_stop
         return limit > 0 and self._history.since_best >= limit
 
@@ -64,7 +71,7 @@ class PeriodicTasks:
             return False
         return step % every == 0 or step >= self._inputs.total or self.stopped
 
-    # -- evaluation -------------------------------------------------------------------------------
+    # -- Evaluation --------------------------------------------------------------------------------
 
     def _evaluate(self, step: int) -> None:
         held = self._inputs.held_out
@@ -76,7 +83,7 @@ class PeriodicTasks:
                 task=self._inputs.task, loss_of=self._loss,
                 progress=lambda done, total: self._display.advance("evaluating", done, total),
             )  # fmt: skip
-        if found is None:  # stopped; it is done again when the run goes on
+        if found is None:  # The evaluation was interrupted, and is repeated when the run resumes.
             return
         better = self._history.improves(found.loss)
         if better and self._config.output.export_best:
@@ -104,10 +111,10 @@ class PeriodicTasks:
         )
 
     def _export_best(self) -> None:
-        """Before it is logged that this is the best: what the log says is there."""
+        """Export the best model before its evaluation is logged, so that the log stays true."""
         self._session.commit()
         mark = export_mark(self._folder, self._config) if self._first else None
-        with self._meter.aside():
+        with self._meter.aside(), users_umask():
             self._session.export_committed(
                 self._folder.best, source_folder=self._config.model, mark=mark,
                 dtype=self._config.output.export_dtype, overwrite=True,
@@ -115,7 +122,7 @@ class PeriodicTasks:
                 progress=lambda done, total: self._display.advance("exporting", done, total),
             )  # fmt: skip
 
-    # -- samples ----------------------------------------------------------------------------------
+    # -- Samples -----------------------------------------------------------------------------------
 
     def _sample(self, step: int, prompts: Prompts) -> None:
         sampling = Sampling(max_new_tokens=self._config.sample.tokens)
@@ -137,15 +144,17 @@ class PeriodicTasks:
             self._display.note(f"sample after step {step}: {pair['prompt']}\n  {pair['text']}")
 
 
-# -- Losses and gradient norms that no training has: the run stops before such a step is committed -
+# -- Implausible losses and gradient norms: the run stops before the step is committed -------------
 
 
-LARGEST = 1e15  # far beyond any loss or norm that could still be trained with
+LARGEST = 1e15  # far beyond any loss or gradient norm that allows training
 
 
 def check_loss(loss: float, state: TrainState) -> None:
-    """Of a step that is not committed. A loss of exactly zero may come of data learnt by heart, but
-    not at once."""
+    """Raise TrainingError if the loss of an uncommitted step is implausible.
+
+    A loss of exactly zero is possible on memorised data, but not in the first step.
+    """
     if not math.isfinite(loss) or abs(loss) > LARGEST:
         raise _stopped("loss", loss, state.step)
     if loss == 0.0 and state.step == 0:
@@ -153,8 +162,11 @@ def check_loss(loss: float, state: TrainState) -> None:
 
 
 def check_norm(norm: float | None, before: TrainState, after: TrainState) -> None:
-    """When backward has ended, where the norm is known. An fp16 gradient that leaves the range
-    costs its step and halves the scale; it stops the run only where the scale has no way down."""
+    """Raise TrainingError if the gradient norm is implausible, after backward.
+
+    An fp16 overflow skips its step and halves the loss scale. It stops the run only if the scale is
+    already the smallest.
+    """
     if after.skipped_steps > before.skipped_steps:
         if before.loss_scale <= SMALLEST_SCALE:
             raise _stopped(

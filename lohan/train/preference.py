@@ -1,9 +1,9 @@
-"""Preference tuning: what is wanted against what is not, over log-probabilities of whole answers.
+"""Preference tuning: preferred against rejected answers, by log-probabilities of whole answers.
 
-The reference is never a second model: its log-probabilities are those of the model before its
-first step, made in one forward-only pass over the data and kept with it. (A fresh adapter adds
-nothing, so with LoRA too that is the base.) Full logits never exist: the head gives the
-log-probabilities of tokens, and takes back what each of them weighs.
+The reference is never a second model. Its log-probabilities are those of the model before the first
+step. They are computed in one forward-only pass over the data and stored with it. A new adapter
+changes nothing, so with LoRA, too, the reference is the base model. Full logits never exist: the
+head returns the log-probabilities of tokens and receives the gradient of each.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.config import Config, PreferenceConfig
 from lohan.data import IGNORE, Dataset, Encoder
-from lohan.data.images import read_npy
 from lohan.data.supervised import Preferences
 from lohan.engine.head import LogpLoss
 from lohan.engine.session import Session
-from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, first_line
+from lohan.errors import ConfigError, DataError, ModelError, StorageIOError
 from lohan.model.state import STATE_FORMATS
+from lohan.store.manifest import checksum
 from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
@@ -44,12 +44,12 @@ from lohan.util.files import write_atomic
 from lohan.util.system import offline
 from lohan.util.units import align_up, counted
 
-AllReduceSum = Callable[[float], float]  # over all ranks
+AllReduceSum = Callable[[float], float]  # sums a number over all ranks
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
 class Preference(Task[Preferences]):
-    """Rows are pairs of answers, or rated ones."""
+    """Preference tuning; rows are pairs of answers, or rated answers."""
 
     def check(self, config: Config) -> None:
         if config.train.pack:
@@ -96,7 +96,7 @@ class Preference(Task[Preferences]):
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         count = self.rows(batch)
-        if start == stop:  # one that has no weight
+        if start == stop:  # an empty part becomes one row without weight
             return self.part(batch, 0, 1) | {"weight": 0.0}
         made = {
             name: torch.cat([value[start:stop], value[count + start : count + stop]])
@@ -109,14 +109,14 @@ class Preference(Task[Preferences]):
         return made | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean over the rows of the whole batch; rewards go to its `stats`."""
+        """Return the mean over the rows of the whole batch, and put rewards in its `stats`."""
         config: PreferenceConfig = batch["objective"]
         ids, labels = batch["input_ids"], batch["labels"]
         mask = batch.get("attention_mask", torch.ones_like(ids))
         count = self.rows(batch)
         scale = batch.get("weight", 1.0) / batch.get("of", count)
         wanted = labels.clone()
-        if config.loss == "orpo":  # the prompt too
+        if config.loss == "orpo":  # ORPO also has a loss on the prompt.
             wanted[:count] = ids[:count].masked_fill(mask[:count] == 0, IGNORE)
         labelled = wanted[:, 1:] != IGNORE
         row = labelled.nonzero()[:, 0]
@@ -128,7 +128,8 @@ class Preference(Task[Preferences]):
 
         def logp_loss(logps: torch.Tensor, all_reduce_sum: AllReduceSum) -> torch.Tensor:
             whole = None
-            if config.loss == "orpo":  # each rank has its tokens' part of the mean over all of them
+            # Each rank contributes its tokens' share of the mean over all ranks.
+            if config.loss == "orpo":
                 tokens = batch.get("of_tokens") or _first_tokens(batch)
                 share = logps[row < count].sum() / tokens
                 whole = (share * (batch.get("of", count) / count)).expand(count)
@@ -151,8 +152,11 @@ class Preference(Task[Preferences]):
     def before_training(
         self, session: Session, examples: Preferences, config: Config, progress: OnProgress
     ) -> None:
-        """Finds the reference's log-probabilities, or makes them: before its first step the model
-        is its own reference. Refuses a head of which token log-probabilities cannot be had."""
+        """Compute the log-probabilities of the reference, or read them if the run is resumed.
+
+        Before its first step, the model is its own reference. Raise ModelError if the head cannot
+        provide log-probabilities of tokens.
+        """
         if session.head is None:
             raise ModelError(
                 f"{config.model}: {type(session.model).__name__} has a loss of its own, and "
@@ -199,25 +203,26 @@ def check_kind(made: Dataset, *, rated: bool, option: str, what: str) -> None:
 
 
 def _first_tokens(batch: Batch) -> int:
-    """Tokens of the first half that follow another one."""
+    """Return the number of tokens in the first half, without the first of each row."""
     count = len(batch["input_ids"]) // 2
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return int(mask[:count, 1:].sum())
 
 
-# -- the losses ------------------------------------------------------------------------------------
+# -- The losses ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Log-probabilities of the answers of a batch: sums over tokens, and how many they have."""
+    """Log-probabilities of the answers of a batch, summed over tokens, and their token counts."""
 
-    logps: torch.Tensor  # first half: chosen, or rated; second half: rejected, or mismatched
+    logps: torch.Tensor  # first half: chosen or rated; second half: rejected or mismatched
     counts: torch.Tensor
     reference: torch.Tensor | None
-    prompt_and_chosen: torch.Tensor | None  # mean over the tokens of both, for orpo
-    desirable: torch.Tensor | None  # of rated answers
-    mean: Callable[[torch.Tensor], float]  # of a value for each row, over all ranks
+    # mean over the tokens of prompt and chosen answer, for ORPO
+    prompt_and_chosen: torch.Tensor | None
+    desirable: torch.Tensor | None  # for rated answers: whether each is desirable
+    mean: Callable[[torch.Tensor], float]  # averages a value per row over all ranks
 
     def halves(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = values.chunk(2)
@@ -230,26 +235,26 @@ class Answers:
 
 
 def dpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """-log sigmoid of beta times how much more the chosen gained on the reference."""
+    """Return DPO losses, -log sigmoid of beta times the difference in log-ratios, and rewards."""
     chosen, rejected = a.halves(a.ratios)
     return -logsigmoid(c.beta * (chosen - rejected)), c.beta * a.ratios
 
 
 def ipo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gain per token, squared around 1 / (2 beta)."""
+    """Return IPO losses, the squared distance of the difference per token from 1 / (2 beta)."""
     chosen, rejected = a.halves(a.ratios / a.counts)
     return (chosen - rejected - 1 / (2 * c.beta)) ** 2, c.beta * a.ratios
 
 
 def simpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability per token instead of a reference, with a margin."""
+    """Return SimPO losses, which use log-probabilities per token and a margin but no reference."""
     mean = a.logps / a.counts
     chosen, rejected = a.halves(mean)
     return -logsigmoid(c.beta * (chosen - rejected) - c.margin), c.beta * mean
 
 
 def orpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of prompt and chosen answer, and beta times that of the odds of the answers."""
+    """Return ORPO losses: that of prompt and chosen answer, plus beta times the odds-ratio loss."""
     mean = a.logps / a.counts
     assert a.prompt_and_chosen is not None
     odds = mean - torch.log(-torch.expm1(mean))
@@ -258,8 +263,11 @@ def orpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """1 - sigmoid of the gain on the reference beyond what mismatched answers gained, or of the
-    reverse where the answer is not wanted."""
+    """Return KTO losses and rewards.
+
+    A desirable answer should gain more on the reference than mismatched answers do; an undesirable
+    answer should gain less.
+    """
     assert a.desirable is not None
     gains, mismatched = a.halves(a.ratios)
     distance = max(0.0, a.mean(mismatched.detach()))
@@ -269,13 +277,15 @@ def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
     return weight * (1 - torch.sigmoid(c.beta * sign * (gains - distance))), rewards
 
 
+CRC_BYTES = 4  # length of the checksum after the array in a reference file
+
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo, "kto": kto}
 
 
 def logp_loss_of(
     model: nn.Module, inputs: Batch, labels: torch.Tensor, logp_loss: LogpLoss
 ) -> torch.Tensor:
-    """Through the head in slices."""
+    """Return the loss computed by `logp_loss`, using the head in slices."""
     found: torch.Tensor = model(**inputs, labels=labels, logp_loss=logp_loss).loss
     return found
 
@@ -284,7 +294,7 @@ def note(
     stats: Stats | None, first: torch.Tensor, second: torch.Tensor,
     desirable: torch.Tensor | None, mean: Callable[[torch.Tensor], float],
 ) -> None:  # fmt: skip
-    """Rewards of the whole batch. All ranks take part."""
+    """Record the rewards of the whole batch in `stats`. All ranks must call it."""
     if stats is None:
         return
     if desirable is not None:
@@ -297,9 +307,11 @@ def note(
         stats[f"reward_{name}"] = mean(values), 1.0
 
 
-def write_reference(file: Path, found: np.ndarray) -> None:
+def write_reference(file: Path, logps: np.ndarray) -> None:
+    """Write the reference's log-probabilities as an .npy file followed by its CRC-32C."""
     data = io.BytesIO()
-    np.save(data, found)
+    np.save(data, logps)
+    data.write(checksum(data.getvalue()).to_bytes(CRC_BYTES, "little"))
     try:
         write_atomic(file, data.getvalue())
     except OSError as error:
@@ -310,20 +322,28 @@ def write_reference(file: Path, found: np.ndarray) -> None:
 
 
 def read_reference(file: Path, rows: int) -> np.ndarray:
+    """Read the reference's log-probabilities, two for each of `rows`, and verify them."""
     try:
-        loaded = read_npy(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {first_line(error)}; restore it") from None
-    if loaded.shape != (rows, 2) or loaded.dtype != np.float32:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}; restore it") from None
+    array, expected = data[:-CRC_BYTES], int.from_bytes(data[-CRC_BYTES:], "little")
+    if not array or checksum(array) != expected:
         raise DataError(
-            f"{file}: holds {loaded.dtype} of shape {list(loaded.shape)}, the data has {rows} rows "
+            f"{file}: damaged: its checksum is {checksum(array):08x}, and {expected:08x} was "
+            "written; restore it, or train again with another --out"
+        )
+    logps: np.ndarray = np.load(io.BytesIO(array), allow_pickle=False)
+    if logps.shape != (rows, 2) or logps.dtype != np.float32:
+        raise DataError(
+            f"{file}: holds {logps.dtype} of shape {list(logps.shape)}, the data has {rows} rows "
             "of 2 in float32; restore it"
         )
-    return loaded
+    return logps
 
 
 def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Log-probabilities of the answers of a batch, summed over their tokens."""
+    """Return the log-probabilities of the answers of a batch, summed over their tokens."""
     labels = batch["labels"]
     row = (labels[:, 1:] != IGNORE).nonzero()[:, 0]
     found = []
@@ -337,10 +357,10 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     return found[0].cpu()
 
 
-# -- Reward models: a score for each answer, so that chosen ones have more than rejected ones ------
+# -- Reward models: a score for each answer, higher for chosen than for rejected ones --------------
 #
-# A causal language model gets a new head with one score in the place of its own, drawn from the
-# run's seed; a model for sequence classification with one label goes on with the one it has.
+# A causal language model gets a new head with one score, which replaces its own and is drawn from
+# the run's seed. A sequence classification model with one label keeps its head.
 
 
 class Reward(Preference):
@@ -354,7 +374,8 @@ class Reward(Preference):
         encoder = Encoder(config.model, template=config.train.chat_template)
         encoder.tokenizer(str(config.model))
         text: Any = found.get_text_config()
-        text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))  # no score behind
+        # The score is taken before the padding.
+        text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))
         with offline():
             model = build_model(config.model, dtype=dtype_of(STATE_FORMATS[dtype]), config=found)
             if is_causal(load_config(config.model)):
@@ -373,10 +394,11 @@ class Reward(Preference):
         return {name: shape for name, shape in made.items() if name != "labels"}
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        return super().part(batch, start, stop) | {"stats": {}}  # of a rank's own rows
+        # statistics of this rank's own rows
+        return super().part(batch, start, stop) | {"stats": {}}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean over the pairs; rewards go to the `stats` of the batch."""
+        """Return the mean loss over the pairs, and put rewards in the `stats` of the batch."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
         chosen, rejected = model(**inputs).logits.squeeze(-1).float().chunk(2)
         note(
@@ -387,4 +409,4 @@ class Reward(Preference):
     def before_training(
         self, session: Session, examples: Preferences, config: Config, progress: OnProgress
     ) -> None:
-        """There is no reference."""
+        """Do nothing, because reward models have no reference."""

@@ -1,4 +1,4 @@
-"""The run folder: what lies where, its logs, and the stores that belong to it."""
+"""The run folder: its layout, its logs, and the stores that belong to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,31 +42,33 @@ from lohan.util.files import (
 )
 from lohan.util.settings import HOST, RANK
 
-# -- The run folder: what lies where, whose it is, and its logs ------------------------------------
+# -- Layout, ownership and logs --------------------------------------------------------------------
 #
-# RUN/.lohan-run      the mark of a run: its id, its store's name, and the names in the folder that
-#                     are the run's own; nothing else in it is ever removed or replaced; and how
-#                     the run ended
+# RUN/.lohan-run      the mark of a run: its id, the name of its store, the names in the folder that
+#                     belong to the run, and how the run ended; nothing else in the folder is ever
+#                     removed or replaced
 # RUN/run.toml        the resolved config
 # RUN/metrics.jsonl   one object per committed step, and one per evaluation (with eval_loss)
-# RUN/journal.jsonl   versions, plans and what was predicted and measured, for `lohan report`
-# RUN/samples.jsonl   what the model said to the sample prompts, one object each time
-# RUN/data/           the tokenised data; RUN/eval-data/ that of evaluation
-# RUN/store/          the training state, unless --ssd names other places; of several ranks
+# RUN/journal.jsonl   versions, plans, predictions and measured rates, for `lohan report`
+# RUN/samples.jsonl   the answers to the sample prompts, one object per sampling
+# RUN/data/           the tokenised training data
+# RUN/eval-data/      the tokenised evaluation data
+# RUN/store/          the training state, unless --ssd names other folders; with several ranks,
 #                     RUN/store-rank0of2/ and so on
-# RUN/model/          the fine-tuned Hugging Face folder; RUN/best/ that of the best evaluation,
-#                     RUN/ema/ that of the averaged weights
+# RUN/model/          the fine-tuned model as a Hugging Face folder
+# RUN/best/           the model of the best evaluation
+# RUN/ema/            the model with averaged weights
 
 
 MARK = ".lohan-run"
 STORE, SNAPSHOTS = "store", "snapshots"
 FORMAT, VERSION = "lohan-run", 1
-LONGEST_NAME = 100  # bytes of a folder's name that its store's name repeats
+LONGEST_NAME = 100  # bytes of the folder's name that are repeated in the store's name
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run has ended: the step, of how many, digests of its settings and of its exports."""
+    """How a run ended: step, planned steps, and digests of its settings and exports."""
 
     step: int
     total: int
@@ -76,30 +78,35 @@ class Finished:
 
 @dataclass(frozen=True)
 class Mark:
-    """What makes a folder a run's: `store` names its stores on other drives, `names` are the files
-    and folders in it that are the run's own, there or not."""
+    """The mark that makes a folder a run folder.
+
+    `store` is the name of its stores on other drives. `names` are the files and folders in the run
+    folder that belong to the run, whether or not they exist.
+    """
 
     id: str
     store: str
     names: tuple[str, ...] = ()
     finished: Finished | None = None
+    spare: tuple[str, ...] = ()  # stores of a Trainer's output folder that may be removed
 
     def write(self, folder: Path) -> None:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        if self.finished is None:
-            del body["finished"]
+        for name in ("finished", "spare"):
+            if not body[name]:
+                del body[name]
         write_file(folder / MARK, json.dumps(body, indent=1, ensure_ascii=False) + "\n")
 
 
 def new_mark(folder: Path) -> Mark:
-    """Of a new run: no other run, however its folder is called, has this name for its store."""
+    """Return the mark of a new run, with a store name that no other run has."""
     own = uuid4().hex[:12]
     name = folder.resolve().name.encode()[:LONGEST_NAME].decode(errors="ignore") or "run"
     return Mark(own, f"lohan-{name}-{own}")
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """None: the folder is not marked."""
+    """Return the mark of a folder, or None if it has none."""
     file = folder / MARK
     try:
         fields = checked(load_json(file), dict[str, Any], "it")
@@ -124,7 +131,7 @@ def read_mark(folder: Path) -> Mark | None:
 
 @dataclass(frozen=True)
 class _Inside:
-    """A file or folder of the run folder, by its name."""
+    """A file or folder in the run folder, by its name."""
 
     name: str
 
@@ -152,25 +159,26 @@ class RunFolder:
         return read_mark(self.path)
 
     def trace_of(self, ranks: RankInfo) -> Path:
-        """Every rank writes down its own lanes."""
+        """Return the trace file of a rank. Every rank records its own lanes."""
         return self.trace if ranks.first else self.path / f"trace-rank{ranks.rank}.json"
 
-    def config(self) -> Config:
+    def config(self, changes: Mapping[str, Any] | None = None) -> Config:
+        """Return the settings of the run, with some of them changed by name."""
         if not self.config_file.is_file():
             raise ConfigError(
                 f"{self.path} is not a run folder (no run.toml in it); give the folder that "
                 "`lohan train --out` wrote"
             )
-        found = load_config(self.config_file)
+        found = load_config(self.config_file, overrides=changes)
         return found if found.init is None else replace(found, model=self.base)
 
     @property
     def base(self) -> Path:
-        """The model that a run from random weights starts from."""
+        """The model folder that a run from random weights starts from."""
         return self.path / BASE
 
     def names(self, config: Config) -> set[str]:
-        """Files and folders that a run with these settings makes in its folder."""
+        """Return the files and folders that a run with these settings creates in its folder."""
         output, found = config.output, {MARK}
         found |= {p.name for p in (self.config_file, self.metrics_file, self.journal, self.data)}
         if config.eval.data is not None:
@@ -188,7 +196,7 @@ class RunFolder:
         return found | set(output.log) | {path.name for path in self.exports(config)}
 
     def exports(self, config: Config) -> list[Path]:
-        """Folders of models that a run with these settings writes."""
+        """Return the model folders that a run with these settings writes."""
         output, found = config.output, []
         if output.export:
             found.append(self.model)
@@ -203,13 +211,15 @@ class RunFolder:
         return (config.budget.snapshot_dir or self.path / SNAPSHOTS) / name
 
     def tag(self, config: Config) -> str:
-        """The name that tells this run's folders on a shared drive from those of others."""
+        """Return the name that distinguishes this run's folders on a shared drive from others."""
         mark = self.mark
         return self._tag_by_path(config) if mark is None else mark.store
 
     def _tag_by_path(self, config: Config) -> str:
-        """Of a run without a mark, as earlier versions made them: by the path that it was started
-        with. Its settings have that path; the folder may have moved since."""
+        """Return the tag of a run without a mark, derived from the path it was started with.
+
+        The settings contain that path, since the folder may have been moved.
+        """
         paths = (config.out, self.path, self.path.resolve())
         tags = [f"lohan-{p.name}-{hashlib.sha256(bytes(p)).hexdigest()[:8]}" for p in paths]
         found = [one for one in self.ssd_folders(config) if config.budget.ssd and one.is_dir()]
@@ -217,8 +227,10 @@ class RunFolder:
         return next((tag for tag in tags if tag in there), tags[0])
 
     def ssd_folders(self, config: Config, rank: int = 0) -> list[Path]:
-        """Directories that the store of a rank is spread over. In --ssd, {rank} stands for its
-        number and {host} for the name of the machine."""
+        """Return the directories over which the store of a rank is spread.
+
+        In --ssd, {rank} stands for the number of the rank and {host} for the name of the machine.
+        """
         if not config.budget.ssd:
             return [self.path]
         host = platform.node()
@@ -226,25 +238,44 @@ class RunFolder:
         return [Path(text.replace(RANK, str(rank)).replace(HOST, host)) for text in given]
 
     def all_ssd_folders(self, config: Config, ranks: int) -> list[Path]:
-        """Of the stores of all ranks, as far as they are on this machine."""
+        """Return the --ssd directories of all ranks that exist on this machine."""
         found = dict.fromkeys(p for rank in range(ranks) for p in self.ssd_folders(config, rank))
         return list(filter(Path.is_dir, found))
 
     def store_name(self, config: Config) -> str:
-        """The folder of the store in each of them, of a run with one rank."""
+        """Return the name of the store's folder in each directory, for one rank."""
         return self.tag(config) if config.budget.ssd else STORE
 
     def store_dirs(self, config: Config, ranks: RankInfo | None = None) -> list[Path]:
-        """Where a rank has its store."""
+        """Return the folders of a rank's store."""
         ranks = ranks or RankInfo()
         name = ranks.store_name(self.store_name(config))
         return [one / name for one in self.ssd_folders(config, ranks.rank)]
 
 
+_user_umask: int | None = None  # the umask before `owner_only`, while inside it
+
+
 @contextmanager
 def owner_only() -> Iterator[None]:
-    """Files and folders that are made meanwhile can be read by their owner only."""
-    before = os.umask(0o077)
+    """Let only the owner read files and folders that are created inside the block."""
+    global _user_umask
+    before, outer = os.umask(0o077), _user_umask
+    _user_umask = before if outer is None else outer
+    try:
+        yield
+    finally:
+        os.umask(before)
+        _user_umask = outer
+
+
+@contextmanager
+def users_umask() -> Iterator[None]:
+    """Create files and folders with the user's umask, also inside `owner_only`."""
+    if _user_umask is None:
+        yield
+        return
+    before = os.umask(_user_umask)
     try:
         yield
     finally:
@@ -252,7 +283,7 @@ def owner_only() -> Iterator[None]:
 
 
 def write_file(file: Path, text: str) -> None:
-    """A file of the run folder, replaced as a whole and durable when it returns."""
+    """Replace a file of the run folder atomically; it is durable on return."""
     try:
         write_atomic(file, text.encode())
     except OSError as error:
@@ -268,8 +299,10 @@ def _unwritable(file: Path, error: OSError) -> StorageIOError:
 
 
 def append_row(file: Path, row: dict[str, Any]) -> None:
-    """One more line of a log, durable when it returns. A line that a crash has cut is ended
-    first."""
+    """Append a line to a log; it is durable on return.
+
+    If a crash truncated the last line, terminate it first.
+    """
     line = json.dumps(row).encode() + b"\n"
     try:
         fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -288,7 +321,10 @@ def append_row(file: Path, row: dict[str, Any]) -> None:
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only, each with a step: a crash may have cut one, and others follow it."""
+    """Yield the rows of a log and check that each has a step.
+
+    Skip lines that a crash truncated; complete lines may follow them.
+    """
     if not file.exists():
         return
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
@@ -316,10 +352,11 @@ def eval_rows(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]]) -> int:
-    """After a crash: the logs hold each committed step and its evaluation once and nothing else.
-    Returns how many steps they had beyond the last committed one, `step`.
+    """Repair the logs after a crash, and return how many uncommitted steps they contained.
 
-    The manifest carries the `last` rows, since a crash can come between commits and log.
+    Afterwards the logs contain each step up to `step`, the last committed one, and its evaluation
+    exactly once. `last` are the latest rows from the manifest, because a crash can occur between
+    commit and log.
     """
     steps = {row["step"]: row for row in step_rows(folder)}
     for row in last:
@@ -337,24 +374,25 @@ def _rewrite(file: Path, rows: list[dict[str, Any]]) -> None:
     write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-# -- The folder of a run, and the stores that belong to it: free, resumed, or cleared -------
+# -- Claiming, resuming and clearing a run folder --------------------------------------------------
 #
-# A start takes a folder by a mark in it (run.Mark), and only if nothing is there by the names that
-# the run will use. From then on what has these names is the run's own, and nothing else is removed
-# or replaced.
+# A start claims a folder by writing a mark (`Mark`), and only if the names that the run will use
+# are free. From then on these names belong to the run, and nothing else is removed or replaced.
 
 
 CLAIM = f"{MARK}.lock"
 
 
 def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSet]:
-    """Whatever there is of the run's stores on this machine, whole or not, beginning where a rank
-    has its own."""
+    """Return the run's stores on this machine, complete or not.
+
+    The search starts where `rank` has its own store.
+    """
     return find_sets(partial(folder.ssd_folders, config), folder.store_name(config), seen_by=rank)
 
 
 def stores_of(folder: RunFolder, config: Config) -> StoreSet:
-    """The stores of all ranks, at their last common step."""
+    """Return the stores of all ranks at their last common step."""
     sets = sets_of(folder, config)
     found = current_set(sets)
     if found is not None:
@@ -369,7 +407,7 @@ def stores_of(folder: RunFolder, config: Config) -> StoreSet:
 
 
 def check_vacant(folder: RunFolder, config: Config) -> None:
-    """Refuses a folder that holds a run, or anything under a name that the run would use."""
+    """Raise ConfigError if the folder contains a run, or a name that the run would use."""
     if os.path.lexists(folder.path) and not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is a file; give a folder as --out")
     mark, known = folder.mark, _config_of(folder)
@@ -386,7 +424,7 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
         and (
             mark
             or folder.journal.exists()
-            or known.out == folder.path  # earlier versions made no mark
+            or known.out == folder.path  # runs of earlier versions have no mark
         )
     ):
         raise ConfigError(_without_store(folder, known))
@@ -396,7 +434,7 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
 
 
 def check_snapshots(folder: RunFolder, config: Config) -> None:
-    """Refuses snapshots in the place of the store: one would take the other's name."""
+    """Raise ConfigError if snapshots and store would have the same path."""
     snapshots = folder.snapshots(config).resolve()
     if snapshots in [path.resolve() for path in folder.store_dirs(config)]:
         raise ConfigError(
@@ -406,7 +444,7 @@ def check_snapshots(folder: RunFolder, config: Config) -> None:
 
 
 def _config_of(folder: RunFolder) -> Config | None:
-    """None: run.toml is not there, or not one that a run has written."""
+    """Return the settings in run.toml, or None if no run has written it."""
     if not folder.config_file.is_file():
         return None
     try:
@@ -418,11 +456,11 @@ def _config_of(folder: RunFolder) -> Config | None:
 
 
 def check_names(folder: RunFolder, config: Config) -> None:
-    """Refuses if anything that is not the run's has a name that the run would use."""
+    """Raise ConfigError if something that is not the run's has a name that it would use."""
     wanted, mark = folder.names(config), folder.mark
     own = set(mark.names) if mark is not None else set()
     there = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
-    # Several ranks have several files instead of one.
+    # Several ranks have one file each, which count as the same name.
     known = {n: re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(n)[0]) for n in there}
     taken = sorted(name for name in there if known[name] in wanted - own)
     if taken:
@@ -434,7 +472,7 @@ def check_names(folder: RunFolder, config: Config) -> None:
 
 
 def inputs_of(config: Config) -> list[tuple[str, Path]]:
-    """Files and folders that the user has given a run to read, with the option of each."""
+    """Return the files and folders that the run reads, each with the option that named it."""
     given = [("--model", config.model), ("--init", config.init), ("--tokenizer", config.tokenizer)]
     given += [("--data", source.path) for source in config.data]
     given += [("--eval-data", config.eval.data)]
@@ -442,7 +480,7 @@ def inputs_of(config: Config) -> list[tuple[str, Path]]:
 
 
 def check_exports(folder: RunFolder, config: Config) -> None:
-    """Refuses where the models that the run exports would replace anything but its own."""
+    """Raise ConfigError if an export would replace anything but the run's own folders."""
     budget, mark = config.budget, folder.mark
     ranks = range(max(1, budget.gpus)) if budget.ssd else ()
     needed = inputs_of(config)
@@ -464,8 +502,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
 
 
 def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
-    """Refuses a folder that holds the run, or anything that it is made from: replacing it would
-    take that away."""
+    """Raise ConfigError if `out` contains the run or anything it depends on."""
     needed = [("the run", folder.path), *inputs_of(config)]
     needed += [("its store", path) for path in folder.store_dirs(config)]
     needed += [("its snapshot", folder.snapshots(config))]
@@ -477,13 +514,13 @@ def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
 
 
 def export_mark(folder: RunFolder, config: Config) -> str | None:
-    """Before an export of the run's own: what its folder is marked with."""
+    """Check the run's export folders and return the id that they are marked with."""
     check_exports(folder, config)
     return None if folder.mark is None else folder.mark.id
 
 
 def final_exports(folder: RunFolder, config: Config) -> dict[str, Path]:
-    """What a run exports at its end, and where."""
+    """Return the folders that a run exports at its end, by description."""
     lora, wanted = bool(config.train.lora), {}
     if config.output.export:
         wanted["adapter" if lora else "fine-tuned model"] = folder.model
@@ -493,7 +530,7 @@ def final_exports(folder: RunFolder, config: Config) -> dict[str, Path]:
 
 
 def note_finished(folder: RunFolder, *, step: int, total: int) -> None:
-    """When the run has exported what it exports at its end: nothing is left to do."""
+    """Record that the run has made its final exports and has nothing left to do."""
     config, mark = folder.config(), folder.mark
     if mark is not None:
         ended = Finished(step, total, _settings_digest(config), _digests(folder, config, mark))
@@ -501,8 +538,11 @@ def note_finished(folder: RunFolder, *, step: int, total: int) -> None:
 
 
 def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
-    """The step that a run has ended with, of how many: its store is at that step, what it exported
-    then is whole, and its settings are the same. None: it goes on, or exports again."""
+    """Return the final step and the number of planned steps of a finished run, or None.
+
+    A run counts as finished if its store is at that step, its exports are intact, and its settings
+    have not changed.
+    """
     mark = folder.mark
     if mark is None or (ended := mark.finished) is None or not final_exports(folder, config):
         return None
@@ -521,13 +561,15 @@ def _digests(folder: RunFolder, config: Config, mark: Mark) -> dict[str, str | N
 
 
 def _settings_digest(config: Config) -> str:
-    """Wherever the run's folder is."""
+    """Return a digest of the settings that does not depend on the run's folder."""
     return hashlib.sha256(replace(config, out=Path("/")).to_toml().encode()).hexdigest()
 
 
 def check_original(folder: RunFolder, config: Config) -> None:
-    """Refuses to go on with a copy of a run whose store or snapshots are not in its folder: the
-    original has the same ones."""
+    """Raise ConfigError if the folder is a copy of a run with stores or snapshots elsewhere.
+
+    The original run uses the same stores and snapshots.
+    """
     first, budget = RunFolder(config.out), config.budget
     if not (budget.ssd or budget.snapshot_dir) or not first.config_file.is_file():
         return
@@ -541,11 +583,15 @@ def check_original(folder: RunFolder, config: Config) -> None:
 
 @contextmanager
 def folder_lock(folder: RunFolder) -> Iterator[None]:
-    """Makes the folder; one start at a time, until the store's own lock is held. Folders that are
-    still empty at the end go again."""
+    """Create the folder and lock it, so that only one start uses it at a time.
+
+    The lock is held until the store has its own. Created folders that are empty at the end are
+    removed.
+    """
     created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        with users_umask():  # The user's umask applies, because exported models may be shared.
+            folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{folder.path}: cannot be made: {error.strerror}; give another --out"
@@ -562,11 +608,14 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
 
 
 def claim_names(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0) -> None:
-    """Makes the folder the run's; what a start has left there that died before its first commit
-    goes. On every machine the first rank does it."""
+    """Claim the folder for the run.
+
+    Stores left by a start that died before its first commit are removed. The first rank of every
+    machine calls this.
+    """
     before = folder.mark
     if before is not None and before.id == mark.id:
-        return  # another machine has, and shares the folder
+        return  # another machine that shares the folder has claimed it
     check_names(folder, config)
     if before is not None:
         _remove_stores(folder, _config_of(folder) or config, rank=rank)
@@ -575,8 +624,7 @@ def claim_names(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0)
 
 
 def claim_new_names(folder: RunFolder, config: Config) -> None:
-    """Before a run goes on with other settings than it was begun with: names that it has not used
-    so far are its own from now on."""
+    """Claim the names that a resumed run with changed settings uses for the first time."""
     mark = folder.mark
     if mark is None:
         return
@@ -587,7 +635,7 @@ def claim_new_names(folder: RunFolder, config: Config) -> None:
 
 
 def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
-    """Of a start that did not get as far as its first step."""
+    """Remove the stores of a start that did not complete its first step."""
     for found in sets_of(folder, config, rank=rank):
         for path in found.primaries:
             manifest = read_manifest(path)
@@ -597,7 +645,7 @@ def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
-    """Refuses a run that has no store, or was never committed by all its ranks."""
+    """Raise StoreError if the run has no store, or was never committed by all ranks."""
     sets = sets_of(folder, config)
     if not sets:
         raise StoreError(_without_store(folder, config))
@@ -609,7 +657,7 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
 
 
 def _without_store(folder: RunFolder, config: Config) -> str:
-    """Of a run without its store: what is left, and what can be done."""
+    """Return a message about a run without its store: what remains, and what to do."""
     mount = "mount its drive if it is elsewhere, or " if config.budget.ssd else ""
     found = f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}"
     if not folder.metrics_file.exists():
@@ -626,7 +674,7 @@ def _without_store(folder: RunFolder, config: Config) -> str:
 
 
 def reshard_stores(folder: RunFolder, config: Config, world: int, display: Display) -> None:
-    """Before a run goes on: its stores are those of so many ranks."""
+    """Reshard the run's stores to `world` ranks, before the run resumes."""
     if world > 1 and config.budget.durability != "step":
         raise ConfigError(
             f'durability = "{config.budget.durability}" goes with one rank, not {world}: their '
@@ -639,20 +687,20 @@ def reshard_stores(folder: RunFolder, config: Config, world: int, display: Displ
 
 
 def undo_start(folder: RunFolder, config: Config) -> None:
-    """Takes back what a failed start has made in a folder that it has taken."""
+    """Remove what a failed start has created in a folder that it has claimed."""
     _remove_stores(folder, config)
     mark = folder.mark
     for data in (folder.data, folder.eval_data):
         if mark is not None and data.name in mark.names:
             _remove_data(data)
     if config.init is not None:
-        from lohan.train.inputs import remove_base  # which knows models, and torch
+        from lohan.train.inputs import remove_base  # imported here because it imports torch
 
         remove_base(folder.base)
     folder.config_file.unlink(missing_ok=True)
     temporary_of(folder.config_file).unlink(missing_ok=True)
-    # What a drive that fails calls has hidden from the removal stays the run's own, by its mark:
-    # the next start removes it.
+    # If a failing drive hides something from the removal, the mark stays, so that it still belongs
+    # to the run and the next start removes it.
     names = set() if mark is None else {*mark.names} - {MARK}
     own = (*folder.store_dirs(config), *(folder.path / name for name in names))
     if not any(path.exists() for path in own):
@@ -660,7 +708,7 @@ def undo_start(folder: RunFolder, config: Config) -> None:
 
 
 def _remove_data(path: Path) -> None:
-    """The files that preparing data writes, and their folder if nothing else is in it."""
+    """Remove the files that preparing data writes, and their folder if it is then empty."""
     try:
         meta = checked(load_json(path / "meta.json"), dict[str, Any], "it")
         fields = checked(meta.get("fields", {}), dict[str, Any], "fields")
@@ -675,8 +723,11 @@ def _remove_data(path: Path) -> None:
 
 
 def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
-    """A store written in place that died in a step, or while it was being put back, comes from its
-    last snapshot. Without one, opening the store says what is wrong with it."""
+    """Restore the store from its last snapshot if it is not consistent.
+
+    This concerns stores that are written in place and died in a step or during a restore. Without a
+    store and a snapshot, do nothing: opening the store reports the problem.
+    """
     dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
     if is_whole(dirs):
         return

@@ -1,5 +1,8 @@
-"""Models whose examples have an answer: of a text another text, a class, those of its words, a part
-of the context, or the words that were masked; of an image its class."""
+"""Supervised tasks other than causal language modelling.
+
+Texts: text-to-text, classification of texts or of tokens, question answering, and masked language
+modelling. Images: classification.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,14 @@ PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
     "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModelForMaskedLM",
 )  # fmt: skip
-SHORT = 4096  # characters
+SHORT = 4096  # A block of text with at most this many characters is joined to the one before.
 SPAN = ("start_positions", "end_positions")
-FILLED = {"labels": IGNORE, "token_type_ids": 0}  # what padding holds, where it is no token
+FILLED = {"labels": IGNORE, "token_type_ids": 0}  # padding values of fields that are not tokens
 
 
 @dataclass
 class Collate:
-    """Examples as the rows of a batch."""
+    """A collator that pads examples to the rows of a batch."""
 
     pad_id: int
     limit: int
@@ -73,7 +76,7 @@ class Collate:
         return tensors | self.answers(rows)
 
     def answers(self, rows: Sequence[Row]) -> Batch:
-        """A label for each token, of this text or another one."""
+        """Return a label for each token of the text, or the tokens of another text."""
         return {"labels": torch.from_numpy(self._padded(rows, "labels"))}
 
     def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:
@@ -83,21 +86,21 @@ class Collate:
 
 
 class CollateClass(Collate):
-    """With a class or a number for each of them, or ones among zeros."""
+    """A collator for a class, a number, or a multi-hot vector per example."""
 
     def answers(self, rows: Sequence[Row]) -> Batch:
         return {"labels": stacked_labels([row["labels"] for row in rows])}
 
 
 class CollateSpan(Collate):
-    """With the first and the last token of each answer."""
+    """A collator for the first and the last token of each answer."""
 
     def answers(self, rows: Sequence[Row]) -> Batch:
         return {name: torch.tensor([int(row[name][0]) for row in rows]) for name in SPAN}
 
 
 def stacked_labels(labels: Sequence[np.ndarray]) -> torch.Tensor:
-    """A class or a number for each example, or ones among zeros."""
+    """Return a class, a number, or a multi-hot vector for each example."""
     stacked = torch.from_numpy(np.stack(labels))
     return stacked.long().squeeze(1) if not stacked.is_floating_point() else stacked
 
@@ -107,7 +110,7 @@ COLLATES = {SEQUENCE: CollateClass, QUESTION: CollateSpan}
 
 @dataclass
 class Supervised(Task[Fields]):
-    """A task by the kinds of models that it has, and how rows become their examples."""
+    """A task, with the kinds of models it trains and how rows become their examples."""
 
     name: str
     encodes: Mapping[str, Encode]
@@ -179,7 +182,7 @@ class Supervised(Task[Fields]):
 def _examples(
     data: DataRequest, kind: str, encode: Encode, texts: Texts, path: Path
 ) -> Iterator[Row]:
-    """As they are read, large files by several processes."""
+    """Yield the examples of a file; several processes encode a large file."""
     check_source(path, data.option)
     report = partial(data.progress, "tokenising")
     if suffix_of(path) != ".txt":
@@ -205,7 +208,7 @@ def _encoded(encode: Encode, texts: Texts, row: tuple[str, dict[str, Any]]) -> l
 
 
 def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
-    """An example for people: what the model is given, and what it is to answer."""
+    """Return an example as text: the input of the model and the expected answer."""
     tokenizer = texts.encoder.tokenizer("the data")
     ids, labels = row["input_ids"].tolist(), row.get("labels", np.empty(0)).tolist()
     if kind == PAIR:
@@ -225,7 +228,7 @@ def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
 
 
 def _whole(blocks: Iterator[str]) -> Iterator[str]:
-    """Without a last one of a few words."""
+    """Yield blocks of text, joining blocks of at most SHORT characters to the one before."""
     before = ""
     for block in blocks:
         if before and len(block) > SHORT:
@@ -244,7 +247,7 @@ TEXT_TASKS = (
 )
 
 
-# -- Models that tell what an image shows: a class for each, from folders of classes or from rows --
+# -- Image classification, from folders of classes or from rows ------------------------------------
 
 
 PIXEL_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -303,16 +306,16 @@ class ImageClassification(Task[Fields]):
         return found
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
-        """Images."""
+        """Return the number of images."""
         return self.rows(batch)
 
 
 @dataclass
 class Pictures:
-    """Images with their classes; pixels are made by the image processor of the model folder."""
+    """Images with their classes; the model folder's image processor makes the pixels."""
 
     processor: Any
-    folder: Path  # of the model
+    folder: Path  # the model folder
     classes: Classes
     images: ImageFiles = field(default_factory=ImageFiles)
 
@@ -322,7 +325,7 @@ class Pictures:
         return {"image": np.asarray([number], np.int64), "labels": labels}
 
     def shown(self, row: Row) -> dict[str, str]:
-        """An example for people."""
+        """Return an example as text."""
         name, _ = self.images.files[int(row["image"][0])]
         return {"prompt": name, "answer": self.classes.describe(row["labels"].tolist())}
 
@@ -350,7 +353,7 @@ def _open_pictures(config: Config) -> Pictures:
 
 
 def _folder_rows(folder: Path, made: Pictures, data: DataRequest) -> Iterator[Row]:
-    """The folder that an image lies in is its class, by name or number."""
+    """Yield the images of a folder; the name of their subfolder is the class name or number."""
     samples = find_samples(folder, companions=(), option=data.option)
     for number, sample in enumerate(samples, 1):
         if not sample.is_image:

@@ -1,10 +1,11 @@
-"""What a kind of training must say: its model, its examples, what a batch is and what its loss is.
+"""The interface of a training task: its model, its examples, its batches and its loss.
 
-Each kind is a class; `TASKS` in inputs.py names all of them.
+Each task is a class. `TASKS` in inputs.py names all of them.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,13 +33,17 @@ if TYPE_CHECKING:
     from lohan.util.settings import Source
 
 Batch = dict[str, Any]
-Stats = dict[str, tuple[float, float]]  # of a batch: a mean, and the share of rows it is of
-OnProgress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+# by name: a mean over rows of a batch, and the share of rows that have the value
+Stats = dict[str, tuple[float, float]]
+# called with the activity, the amount done and the total
+OnProgress = Callable[[str, int, int], None]
 
 
 def mean_stats(parts: Iterable[tuple[Stats, int]]) -> Stats:
-    """Those of several batches, or of parts of one, each with so many rows: means over all rows
-    that have them, and their share."""
+    """Combine the statistics of several batches, or of parts of a batch, each with its row count.
+
+    Return, for each name, the mean over all rows that have the value, and their share.
+    """
     sums: Stats = {}
     total = 0
     for stats, rows in parts:
@@ -50,17 +55,17 @@ def mean_stats(parts: Iterable[tuple[Stats, int]]) -> Stats:
 
 
 class Examples(Protocol):
-    """Training data: the batch of any step is a pure function of the step."""
+    """Training data; the batch of a step is a pure function of the step."""
 
     def __len__(self) -> int: ...
 
     def batch(self, step: int, batch_size: int) -> Batch: ...
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
-        """Every example once, the same in every evaluation."""
+        """Yield every example once, in the same batches for every evaluation."""
 
     def split(self, share: float) -> tuple[Self, Self]:
-        """What is trained on, and what is held back."""
+        """Return the training examples and the held-out examples."""
 
     def steps_for(self, epochs: float, batch_size: int) -> int: ...
 
@@ -70,13 +75,12 @@ Kind = TypeVar("Kind", bound=Examples)
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """Data files, and the folder where their examples are made ready or, by a run that resumes,
-    found."""
+    """Data files, and the cache folder in which a resumed run finds their examples."""
 
     sources: Sequence[Source]
     cache: Path
     config: Config
-    option: str  # that named the files
+    option: str  # the option that named the files
     resume: bool
     progress: OnProgress
 
@@ -84,7 +88,10 @@ class DataRequest:
         self, examples: Callable[[Path], Iterable[Row]], *, about: Callable[[], Mapping[str, Any]],
         show: Callable[[Row], Mapping[str, str]], **how: Any,
     ) -> Fields | None:  # fmt: skip
-        """`examples` of a file; None if there are none. `how`: as `open_fields` takes them."""
+        """Return the fields of `examples`, called for each file, or None if there are none.
+
+        `how` is passed on to `open_fields`.
+        """
         opened = partial(open_fields, self.cache, seed=self.config.seed, **how)
         ready = opened() if self.resume else None
         if ready is None:
@@ -94,47 +101,64 @@ class DataRequest:
         return ready
 
 
-class Task(ABC, Generic[Kind]):
-    """What is usual for models with a loss of their own that are called with `input_ids`."""
+def check_dropped(data: DataRequest, dropped: int, kept: int) -> None:
+    """Raise DataError if too large a share of the examples was dropped for their length."""
+    allowed, total = data.config.train.max_dropped, dropped + kept
+    if dropped > allowed * total:
+        share = math.ceil(100 * dropped / total) / 100
+        raise DataError(
+            f"{data.option}: {dropped:,} of {counted(total, 'example')} would be dropped, more "
+            f"than {allowed:.0%}: their first {data.config.train.seq} tokens hold no answer; raise "
+            f"--seq, or train on the rest with --max-dropped {share:g}"
+        )
 
-    PERPLEXITY = False  # whether that of its loss says something
+
+class Task(ABC, Generic[Kind]):
+    """A task, with defaults for models that compute their own loss from `input_ids`."""
+
+    PERPLEXITY = False  # whether the perplexity of the loss is meaningful
 
     @abstractmethod
     def check(self, config: Config) -> None:
-        """Refuses settings that have no meaning here."""
+        """Raise an error if a setting does not apply to this task."""
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
-        """The model without weights, which come with `attach`."""
+        """Return the model without weights, which `attach` loads."""
         return load_trained(config, dtype=dtype)
 
     @abstractmethod
     def prepare(self, data: DataRequest) -> Kind:
-        """The examples of data files."""
+        """Return the examples of the data files."""
 
     @abstractmethod
     def describe(self, examples: Kind, config: Config) -> str:
-        """What was found, in words."""
+        """Return a description of the examples for the user."""
 
     def arrange(self, examples: Kind, config: Config) -> Kind:
-        """As batches take them."""
+        """Return the examples as batches use them, for example packed."""
         return examples
 
     @abstractmethod
     def shapes(self, config: Config, examples: list[Kind], *, dtype: str) -> Batch:
-        """What the model is called with at most, without its memory. Without examples: as the
-        settings say."""
+        """Return the largest inputs that the model is called with, without allocating them.
+
+        Without examples, the settings determine the shapes.
+        """
 
     def before_training(
         self, session: Session, examples: Kind, config: Config, progress: OnProgress
     ) -> None:
-        """What is to be known of the examples before the first step."""
+        """Compute what the task must know about the examples before the first step."""
 
     def rows(self, batch: Batch) -> int:
-        """Samples in a batch."""
+        """Return the number of samples in a batch."""
         return len(batch["input_ids"])
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Some of them; of none, a batch that can be called and has no weight."""
+        """Return some rows of a batch.
+
+        For an empty range, return a batch that the model can be called with.
+        """
         low, high = (start, stop) if start < stop else (0, 1)
         return {name: tensor[low:high] for name, tensor in batch.items()}
 
@@ -143,15 +167,15 @@ class Task(ABC, Generic[Kind]):
         return found
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
-        """What speed is counted in."""
+        """Return the number of tokens, which speed is measured in."""
         return int(batch["input_ids"].numel())
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
-        """How many losses that of the batch is the mean of."""
+        """Return the number of losses that the loss of the batch is the mean of."""
         return self.rows(batch)
 
 
-# -- A run's model, with the parts that stay as they are -------------------------------------------
+# -- The model of a run and its frozen parts -------------------------------------------------------
 
 
 NOTHING = ("none",)
@@ -160,8 +184,11 @@ NOTHING = ("none",)
 def load_trained(
     config: Config, *, dtype: str, freeze: Callable[[nn.Module], Sequence[str]] | None = None
 ) -> nn.Module:
-    """The model without weights; `freeze` says what does not learn where the settings do not, and
-    gets no adapters."""
+    """Return the model without weights.
+
+    `freeze` returns the parts that stay frozen, unless the settings name others, and that get no
+    adapters.
+    """
     model, given = load(config.model, dtype=dtype), config.train.freeze
     if given and config.train.lora:
         raise ConfigError("--freeze with --lora: an adapter leaves all of the model; leave one out")
@@ -175,7 +202,7 @@ def load_trained(
 
 
 def freeze_part(model: nn.Module, part: str) -> None:
-    """All parameters below modules of that name, which may be the end of a longer one."""
+    """Freeze all parameters below modules whose dotted name contains `part`."""
     found = [p for name, p in model.named_parameters() if f".{part}." in f".{name}."]
     if not found:
         known = sorted({name.split(".")[0] for name, _ in model.named_parameters()})
@@ -188,11 +215,11 @@ def freeze_part(model: nn.Module, part: str) -> None:
         parameter.requires_grad_(False)
 
 
-# -- What several kinds check and show -------------------------------------------------------------
+# -- Checks and messages that several tasks share --------------------------------------------------
 
 
 def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
-    """The kind of the run's model, which the task must have, and its config."""
+    """Return the kind of the run's model and its config; the task must train that kind."""
     found = load_config(config.model)
     kind = kind_of(found, config.model)
     if kind not in kinds:
@@ -206,11 +233,11 @@ def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str
 
 
 def folder_files(config: Config) -> list[str]:
-    """What was read of folders of data."""
+    """Return a line about each data folder with the files that were read."""
     lines = []
     for path in (source.path for source in config.data):
         if path.is_dir() and not is_saved(path):
-            with suppress(DataError):  # it has changed since a run began with it
+            with suppress(DataError):  # the folder has changed since the run began
                 files = [str(file.relative_to(path)) for file in data_files(path)]
                 last = f" to {files[-1]}" if len(files) > 1 else ""
                 lines.append(f"{path}: {counted(len(files), 'file')}, {files[0]}{last}")
@@ -218,7 +245,7 @@ def folder_files(config: Config) -> list[str]:
 
 
 def few_warning(count: int, what: str, config: Config) -> list[str]:
-    """`what`: the examples in words."""
+    """Return a warning if a batch has more rows than there are examples (`what`, in words)."""
     if count >= config.train.batch:
         return []
     return [
@@ -228,7 +255,7 @@ def few_warning(count: int, what: str, config: Config) -> list[str]:
 
 
 def refuse_text_settings(config: Config, task: str) -> None:
-    """What only causal language models know."""
+    """Raise ConfigError for settings that only apply to causal language models."""
     asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
     for name, wanted in asked.items():
         if wanted:
@@ -237,16 +264,18 @@ def refuse_text_settings(config: Config, task: str) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's rows of every batch, and the loss of all ranks."""
+    """A rank's rows of every batch, and the loss over all ranks."""
 
     session: Session
     task: Task[Any]
 
     @property
     def reads_late(self) -> bool:
-        """The loss is read when backward has ended: reading it before would make an accelerator
-        wait for the host. A loss that is no number is then found when updates have run, so there
-        must be a committed step right before to go back to."""
+        """Whether the loss is read only after backward.
+
+        Reading it earlier would make an accelerator wait for the host. A NaN loss is then found
+        after the updates have run, so this requires that the step right before is committed.
+        """
         executor = self.session.executor
         return (
             not self.session.process_group.several and executor.device.torch_device.type != "cpu"
@@ -254,18 +283,20 @@ class Share:
         )  # fmt: skip
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:
-        """To call backward on, and what reads that of the whole batch: without its graph, which
-        would hold the session that calls it."""
+        """Return the loss for backward, and a function that reads the loss of the whole batch.
+
+        The function does not keep the graph, which would keep the session alive.
+        """
         model, process_group = self.session.model, self.session.process_group
         if not process_group.several:
             loss = self.task.loss(model, batch)
             return loss, loss.detach().item
         start, stop = process_group.ranks.rows(self.task.rows(batch))
-        # Without rows a loss of the model's own is that of another's, without weight.
+        # A rank without rows computes the loss of the first row, with weight 0.
         empty = stop == start and self.session.head is None
         part = self.task.part(batch, 0, 1) if empty else self.task.part(batch, start, stop)
         loss = self.task.loss(model, part)
-        if self.session.head is not None:  # is that of all ranks
+        if self.session.head is not None:  # the sliced head returns the loss over all ranks
             return loss, loss.detach().item
         own = self.task.weight(model, part) if stop > start else 0
         total = self.task.weight(model, batch)
@@ -276,12 +307,12 @@ class Share:
         return loss * (own * process_group.world / total), lambda: whole
 
 
-SHOWN = 1000  # characters of a prompt's end and of an answer's beginning
+SHOWN = 1000  # number of characters shown of a prompt's end and of an answer's beginning
 HEADS = {"template": "chat template", "system": "system prompt", "images": "images"}
 
 
 def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
-    """The first example as the model sees it, with the template and system prompt of it."""
+    """Return the first example as the model sees it, with its template and system prompt."""
     if not shown:
         return []
     prompt, answer = shown["prompt"], shown["answer"]

@@ -1,4 +1,4 @@
-"""A whole run: prepare, train, commit, stop cleanly, resume, export."""
+"""A complete run: prepare, train, commit, stop cleanly, resume and export."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -34,6 +34,7 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.store.admin import snapshot, snapshot_generation
+from lohan.train.changes import check_changes
 from lohan.train.inputs import (
     Inputs,
     check_machine,
@@ -67,6 +68,7 @@ from lohan.train.run_folder import (
     reshard_stores,
     restore_last_snapshot,
     undo_start,
+    users_umask,
     write_file,
 )
 from lohan.train.task import Share
@@ -75,14 +77,17 @@ from lohan.util.units import counted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS = "lohan: stopped at once; resume goes on from the last committed step\n"
-LAST_CALL = 3  # signals, of which the main thread has heard less than two
-UNLOGGED = "unlogged"  # in a manifest: rows of steps that were committed, and maybe not yet logged
-MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
+LAST_CALL = 3  # This many signals end the process if the main thread has handled fewer than two.
+UNLOGGED = "unlogged"  # manifest key: rows of committed steps that may not be logged yet
+MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # metrics that are summed over ranks
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: committed steps of the planned ones, and why it stopped early."""
+    """How a run ended: its committed steps and its planned steps.
+
+    `stopped` is True if the run was interrupted.
+    """
 
     step: int
     total: int
@@ -92,7 +97,7 @@ class RunResult:
 
 @owner_only()
 def train(config: Config, display: Display) -> RunResult:
-    """A new run in `config.out`; of several ranks, all of them call it."""
+    """Start a new run in `config.out`. Every rank calls it."""
     folder = RunFolder(config.out)
     with run_ranks() as group:
         check_settings(group, config)
@@ -106,24 +111,26 @@ def train(config: Config, display: Display) -> RunResult:
 def begin(
     folder: RunFolder, config: Config, display: Display, group: ProcessGroup
 ) -> tuple[Session, Inputs]:
-    """The folder claimed by the first rank, data and stores made. What fails leaves nothing; of
-    several ranks the folder stays, since others may still be at work in it."""
+    """Claim the folder on the first rank, prepare the data and create the stores.
 
+    A failure leaves nothing behind. With several ranks the folder stays, because other ranks may
+    still be using it.
+    """
     mark = Mark(**group.broadcast_made(lambda: asdict(new_mark(folder.path))))
     taken = False
 
     def make_ready(is_local_first: bool) -> Inputs:
         nonlocal taken
         if group.ranks.first:
-            check_vacant(folder, config)  # another process may have been quicker
+            check_vacant(folder, config)  # another process may have claimed the folder
         if is_local_first:
-            folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
+            folder.path.mkdir(parents=True, exist_ok=True)  # this machine may not share the folder
             claim_names(folder, config, mark, rank=group.ranks.rank)
             taken = True
             if config.init is not None:
                 make_base(config, folder.base)
         inputs = open_inputs(folder, config, display, resume=not group.ranks.first)
-        # Before the first commit: what is committed can be resumed.
+        # Write the config before the first commit, because a committed run must be resumable.
         if group.ranks.first or not folder.config_file.exists():
             write_file(folder.config_file, config.to_toml())
         return inputs
@@ -140,7 +147,8 @@ def begin(
             if taken and not group.ranks.several:
                 try:
                     undo_start(folder, config)
-                except (OSError, LohanError) as error:  # the first one is what is told
+                # the original error is the one that is raised
+                except (OSError, LohanError) as error:
                     display.note(f"warning: {folder.path} is not cleared: {error}; start it again")
             raise
     return session, inputs
@@ -148,13 +156,19 @@ def begin(
 
 @owner_only()
 def resume(
-    folder: RunFolder, display: Display, *, steps: int | None = None, keep_schedule: bool = False
-) -> RunResult:
-    """Continues a run from its last committed step; of several ranks, all of them call it. With
-    another number of `steps` the learning rate follows its schedule over those, or
-    `keep_schedule`."""
+    folder: RunFolder, display: Display, *, steps: int | None = None, keep_schedule: bool = False,
+    changes: Mapping[str, Any] | None = None,
+) -> RunResult:  # fmt: skip
+    """Continue a run from its last committed step. Every rank calls it.
+
+    With another number of `steps`, the learning rate follows its schedule over those, unless
+    `keep_schedule` is set. `changes` are settings by name that replace those of the run from here
+    on.
+    """
+    changes = {name: value for name, value in (changes or {}).items() if value is not None}
+    check_changes(changes)
     with run_ranks() as group:
-        config = folder.config()
+        config = folder.config(changes)
         check_settings(group, config)
         check_loggers(config.output.log)
         same = steps is None or steps == config.train.steps
@@ -162,15 +176,16 @@ def resume(
             return show_finished(folder, config, *ended, display)
         check_machine(config, group)
         session, inputs, config = resume_session(
-            folder, config, display, group, steps=steps, keep_schedule=keep_schedule
-        )
+            folder, config, display, group, steps=steps, keep_schedule=keep_schedule,
+            has_changes=bool(changes),
+        )  # fmt: skip
         return run(session, folder, config, inputs, display)
 
 
 def show_finished(
     folder: RunFolder, config: Config, step: int, total: int, display: Display
 ) -> RunResult:
-    """Of a run that has nothing left to do."""
+    """Report a run that has nothing left to do."""
     if step < total:
         further = f"early_stop under [eval] in {folder.config_file} lets it go on"
         display.note(f"the run has stopped early, at step {step} of {total}; {further}")
@@ -183,9 +198,10 @@ def show_finished(
 
 def resume_session(
     folder: RunFolder, config: Config, display: Display, group: ProcessGroup, *,
-    steps: int | None, keep_schedule: bool = False,
+    steps: int | None, keep_schedule: bool = False, has_changes: bool = False,
 ) -> tuple[Session, Inputs, Config]:  # fmt: skip
-    before = config.train
+    """Open the store and the data of a run, and save changed settings in run.toml."""
+    before = folder.config().train
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
     moved = config.out != folder.path and folder.mark is not None
@@ -221,7 +237,8 @@ def resume_session(
             )
         if group.ranks.first:
             repair_run_logs(folder, session, inputs.total, display)
-        if steps is not None:  # in turn: machines may share the folder
+        # Ranks take turns, because machines may share the folder.
+        if steps is not None or has_changes:
 
             def keep(is_local_first: bool) -> None:
                 if is_local_first:
@@ -233,6 +250,8 @@ def resume_session(
             display.note(f"{done}; --steps extends it")
         else:
             display.note(f"resuming after step {session.step} of {inputs.total}")
+            if changed := session.changed_groups():
+                display.note(changed)
             if said := schedule_note(before, config.train, session.step, planned, inputs.total):
                 display.note(said)
     except BaseException:
@@ -242,7 +261,7 @@ def resume_session(
 
 
 def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Display) -> None:
-    """Logs end with the last committed step."""
+    """Make the logs end with the last committed step."""
     meta = session.store.meta
     last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
     again = repair_logs(folder, step=session.step, last=last)
@@ -256,7 +275,7 @@ def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Di
 def check_before_resume(
     folder: RunFolder, config: Config, group: ProcessGroup, display: Display
 ) -> None:
-    """With stores that are written in place, as their last snapshot has them."""
+    """Check that a run can be resumed; restore a store that is written in place."""
     check_original(folder, config)
     check_snapshots(folder, config)
     if config.budget.durability == "checkpoint" and not group.ranks.several:
@@ -269,7 +288,7 @@ def check_before_resume(
 def schedule_note(
     before: TrainConfig, now: TrainConfig, step: int, planned: int, total: int
 ) -> str:
-    """What another number of steps does to the learning rate; nothing if it does nothing."""
+    """Return how another number of steps changes the learning rate, or ""."""
     old, new = before.lr_at(step, planned), now.lr_at(step, total)
     if planned == total and old == new:
         return ""
@@ -291,12 +310,16 @@ def schedule_note(
 def run(
     session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
 ) -> RunResult:  # fmt: skip
-    """The loop: every pass is one step; its commit may run during the next one."""
+    """Run the training loop.
+
+    Each iteration is one step. Its commit may run during the next one.
+    """
     total, group = inputs.total, session.process_group
     with session, stop_signals(display) as stop, ExitStack() as undo:
         show_start(session, config, display)
         instead = sparing_options(session)
-        if group.ranks.first:  # it planned: others do not know what a micro-batch takes
+        # The first rank made the plan; others do not know the cost of a micro-batch.
+        if group.ranks.first:
             folders = folder.all_ssd_folders(config, group.ranks.world)
             show_wear(session, folders, total, instead, display)
         loggers = open_loggers(folder, config, step=session.step) if group.ranks.first else []
@@ -362,8 +385,11 @@ def one_step(
     session: Session, config: Config, inputs: Inputs, meter: Meter,
     pending: UnloggedRows | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
-    earlier steps that may not be in the log when it is committed."""
+    """Run forward and backward of one batch and return its row of metrics.
+
+    The manifest of the step contains the row, and those of earlier steps that may not be logged yet
+    when it is committed.
+    """
     executor, task = session.executor, inputs.task
     batch = inputs.train_examples.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
@@ -378,7 +404,7 @@ def one_step(
         check_loss(row["loss"], state)
 
     def metrics() -> dict[str, Any]:
-        """Called when backward has ended."""
+        """Complete the row; called at the end of backward."""
         row["loss"] = read()
         check_loss(row["loss"], state)
         check_norm(executor.grad_norm, state, executor.train_state)
@@ -404,7 +430,10 @@ def one_step(
 def replan(
     replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
 ) -> None:
-    """After some steps a run knows its machine better than any profile."""
+    """Replan with the measured rates.
+
+    After some steps, a run knows its machine better than any profile.
+    """
     commit = session.plan.commit
     changed = replanner.after_step(meter.spans, step_s=row["step_s"])
     if changed is not None:
@@ -415,7 +444,7 @@ def replan(
 
 
 def show_rate(config: Config, display: Display) -> None:
-    """The default learning rate is for whole models."""
+    """Advise a higher learning rate for adapters; the default is meant for whole models."""
     if config.train.lora and config.train.lr == TrainConfig().lr:
         display.note(
             f"lr is {config.train.lr:g}, the default, which is usual for whole models; adapters "
@@ -424,7 +453,7 @@ def show_rate(config: Config, display: Display) -> None:
 
 
 def show_commits(session: Session, display: Display) -> None:
-    """What a crash can cost, where that is more than a step or two."""
+    """Report how many steps a crash can lose, if commits are by interval."""
     plan = session.plan
     if session.store.durability == "step" and plan.commits_by_interval:
         display.note(
@@ -437,7 +466,7 @@ def show_wear(
     session: Session, folders: Sequence[Path], total: int, instead: Sequence[Alternative],
     display: Display,
 ) -> None:  # fmt: skip
-    """What the steps that are left take of the drives."""
+    """Report the wear of the drives by the remaining steps."""
     context, steps = session.context, total - session.step
     if context.workload is None or steps <= 0:
         return
@@ -454,8 +483,11 @@ def show_wear(
 
 
 def sparing_options(session: Session) -> list[Alternative]:
-    """What would write less, of a new run whose machine is known. With its micro-batch: what
-    another takes is seen by running blocks, which now are the session's."""
+    """Return options that would write less, for a new run on a machine with a known profile.
+
+    They keep the micro-batch of the run. Measuring another one would mean running the blocks, which
+    belong to the session.
+    """
     context, profile = session.context, session.context.profile
     workload = context.workload
     if profile is None or workload is None or session.step or session.plan.world > 1:
@@ -481,13 +513,16 @@ def show_memory(session: Session, display: Display) -> None:
 
 @dataclass
 class UnloggedRows:
-    """Rows of finished steps that are not in the log yet. Two steps may be committed before the
-    first of them is logged, so the manifest of the second carries the row of the first."""
+    """Rows of finished steps that are not logged yet.
+
+    Two steps may be committed before the first of them is logged, so the manifest of the second
+    contains the row of the first.
+    """
 
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The rows before this one. A step that is done again replaces its row."""
+        """Add a row and return the earlier ones. A repeated step replaces its row."""
         self.rows = {step: old for step, old in self.rows.items() if step < row["step"]}
         earlier = list(self.rows.values())
         self.rows[row["step"]] = row
@@ -498,8 +533,11 @@ class UnloggedRows:
 
 
 class StepLog:
-    """Rows of metrics, in the run's log and for its loggers. A step enters it when it has ended,
-    maybe during the next one. Where every step is committed, it is durable then."""
+    """The rows of metrics for the run's log and for its loggers.
+
+    A step is logged when it has ended, possibly during the next one. If every step is committed, it
+    is durable by then.
+    """
 
     def __init__(self, session: Session, folder: RunFolder, loggers: Sequence[Logger]) -> None:
         self._session, self._folder, self._loggers = session, folder, loggers
@@ -520,7 +558,7 @@ class StepLog:
 
 
 def write_trace(session: Session, file: Path, display: Display) -> None:
-    """A trace is not worth a failure: what the run was for comes after it."""
+    """Write the trace. A failure is only reported, because exports follow."""
     try:
         session.executor.trace.write(file)
     except OSError as error:
@@ -533,20 +571,26 @@ def write_trace(session: Session, file: Path, display: Display) -> None:
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
+    """Write the final models of the run; the user's umask determines who can read them."""
     first = session.process_group.ranks.first
     for what, out in final_exports(folder, config).items():
-        session.export_committed(
-            out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
-            dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
-            chat_template=chosen_template(config.train.chat_template),
-            progress=lambda done, all_: display.advance("exporting", done, all_),
-        )  # fmt: skip
+        mark = export_mark(folder, config) if first else None
+        with users_umask():
+            session.export_committed(
+                out, source_folder=config.model, mark=mark,
+                dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
+                chat_template=chosen_template(config.train.chat_template),
+                progress=lambda done, all_: display.advance("exporting", done, all_),
+            )  # fmt: skip
         display.note(f"{what}: {out}")
 
 
 def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
-    """Where one is due and not there yet: a process may have died between a step and its snapshot,
-    and the next one must not write over that step in place before it is kept."""
+    """Take a snapshot if one is due and does not exist yet.
+
+    A process may have died between a step and its snapshot. The next step must not overwrite that
+    step in place before the snapshot exists.
+    """
     every = config.budget.snapshot_every
     if not every or not session.step or session.step % every:
         return
@@ -560,17 +604,17 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 @dataclass
 class _Stop:
     asked: bool = False
-    came: int = 0  # signals
-    heard: int = 0  # those of them that the main thread knows of
-    step: int = 0  # the current one
-    step_s: float | None = None  # that the last one took
+    came: int = 0  # number of signals received
+    heard: int = 0  # number of signals the main thread has handled
+    step: int = 0  # number of the current step
+    step_s: float | None = None  # duration of the last step
     began_s: float = 0.0
 
     def step_began(self, number: int) -> None:
         self.step, self.began_s = number, time.monotonic()
 
     def answer(self) -> str:
-        """What a first Ctrl-C is told at once."""
+        """Return the message that acknowledges a first Ctrl-C."""
         if not self.step:
             return "stopping before the first step; again to give up"
         left = "" if self.step_s is None else self.step_s - (time.monotonic() - self.began_s)
@@ -580,10 +624,12 @@ class _Stop:
 
 @contextmanager
 def stop_signals(display: Display) -> Iterator[_Stop]:
-    """The first Ctrl-C (or SIGTERM) lets the step finish, and says so; the second gives the step
-    up. While backward runs on an accelerator's own thread, Python hears of signals only when it
-    has ended, of several at once: there the third ends the process, and what was committed is
-    safe."""
+    """Handle Ctrl-C and SIGTERM.
+
+    The first signal lets the step finish, and says so; the second aborts the step. While backward
+    runs on an accelerator's thread, Python handles signals only after it has ended, and several as
+    one. During that time the third signal ends the process; committed steps are safe.
+    """
     stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
@@ -606,7 +652,7 @@ def stop_signals(display: Display) -> Iterator[_Stop]:
 
 @contextmanager
 def _counting_signals(stop: _Stop) -> Iterator[None]:
-    """A thread that sees every signal when it comes, whatever the main thread waits for."""
+    """Count signals in a thread as they arrive, whatever the main thread waits for."""
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     previous = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)

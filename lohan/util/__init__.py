@@ -1,1 +1,1 @@
-"""What any package may use: units, the machine's facts, traces, displays, atomic writes."""
+"""Helpers for all packages: units, machine facts, traces, displays and atomic writes."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+"""The progress display of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,42 +15,45 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REDRAW_S = 0.1
-RECENT_STEPS = 10  # that the time left is worked out from
+RECENT_STEPS = 10  # The remaining time is estimated from this many steps.
 
 
 def printable(text: str) -> str:
-    """The text with a mark in place of every character that is not printed but acted upon: names
-    out of files (tensors, folders, chat) must not steer the terminal."""
+    """Replace every character that is not printable with U+FFFD.
+
+    Names read from files (tensors, folders, chats) must not send control sequences to the terminal.
+    Newlines and tabs are kept.
+    """
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def echo(text: str, *, nl: bool = True) -> None:
-    """Prints to stdout, from a command."""
+    """Print printable text to stdout from a command."""
     import typer
 
     typer.echo(printable(text), nl=nl)
 
 
 class Display:
-    """Shows nothing: what other displays override, and what ranks get that print nothing."""
+    """A display that shows nothing: the base class, and the display of ranks that do not print."""
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Show one permanent line."""
 
     def advance(self, task: str, done: int, total: int) -> None:
-        """Long work: `done` of `total` in any unit."""
+        """Report progress of long work: `done` of `total`, in any unit."""
 
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
-        """Bytes by tier: what the plan takes, and what it may take."""
+        """Report the bytes that the plan uses and the budget, by tier."""
 
     def first_step(self, number: int, total: int) -> None:
-        """The first step of this process begins."""
+        """Report that the first step of this process begins."""
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        """A finished step: its row of metrics."""
+        """Report a finished step with its row of metrics."""
 
     def close(self) -> None:
-        """Nothing is shown afterwards."""
+        """End the display; nothing is shown afterwards."""
 
 
 def open_display(console: Console) -> Display:
@@ -58,12 +61,12 @@ def open_display(console: Console) -> Display:
 
 
 class LineDisplay(Display):
-    """For logs and pipes: a line per step, and one line a piece of long work."""
+    """A display for logs and pipes: one line per step, and one line for each piece of long work."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._started: dict[str, float] = {}
-        self._explained = False  # what the memory of a step is
+        self._explained = False  # True once the memory figure of a step has been explained.
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -92,9 +95,10 @@ class LineDisplay(Display):
 
 
 class BarDisplay(LineDisplay):
-    """For a terminal: one bar for the current work, at the bottom; notes scroll by above it.
+    """A display for terminals: one bar for the current work at the bottom, with notes above it.
 
-    Drawn by the caller's own thread: a drawing thread would take time from the lanes.
+    The bar is drawn by the caller's thread, because a drawing thread would take time from the
+    lanes.
     """
 
     def __init__(self, console: Console) -> None:
@@ -105,7 +109,7 @@ class BarDisplay(LineDisplay):
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._planned: Mapping[str, int] = {}
         self._budgets: Mapping[str, int] = {}
-        self._written = 0  # bytes to SSD so far
+        self._written = 0  # Bytes written to SSD so far.
 
     def advance(self, task: str, done: int, total: int) -> None:
         share = f"{100 * done // max(total, 1)} %"
@@ -150,7 +154,8 @@ class BarDisplay(LineDisplay):
 
     def _draw(self, task: str, shown: RenderableType, *, last: bool) -> None:
         if self._live is None or self._task != task:
-            self._end(keep=self._task != "training")  # redrawn with its next step
+            # The training bar need not be kept, because its next step draws it again.
+            self._end(keep=self._task != "training")
             self._task, self._started_s, self._drawn_s = task, time.monotonic(), 0.0
             from rich.live import Live
 
@@ -170,7 +175,7 @@ class BarDisplay(LineDisplay):
 
 
 def bar_line(left: str, done: int, total: int, right: str) -> Table:
-    """Text, a bar as wide as the terminal leaves room for, text."""
+    """Return a line with text on both sides and a bar that fills the space between them."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -185,7 +190,7 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
 
 
 def fitted(parts: Sequence[str], width: int) -> list[str]:
-    """Lines of whole parts, as many as fit."""
+    """Join parts into lines of at most `width` characters, without splitting a part."""
     lines: list[str] = []
     for part in parts:
         if lines and len(longer := f"{lines[-1]}  {part}") <= width:
@@ -196,15 +201,18 @@ def fitted(parts: Sequence[str], width: int) -> list[str]:
 
 
 def busy_bars(busy: Mapping[str, float]) -> list[str]:
-    """A bar for each lane that did anything: its share of the step."""
+    """Return a bar for each lane that shows its busy share of the step."""
     return [f"{lane} {bar(share)} {100 * share:.0f} %" for lane, share in busy.items()]
 
 
 def memory_bars(
     planned: Mapping[str, int], budgets: Mapping[str, int], row: Mapping[str, Any], written: int
 ) -> list[str]:
-    """Each tier against its budget; then the whole process, Python and torch included, and what
-    went to SSD so far."""
+    """Return a bar for each tier that shows its planned bytes relative to its budget.
+
+    The bars are followed by the bytes written to SSD and by the memory of the whole process,
+    including Python and torch.
+    """
     parts = [
         f"{tier} {bar(planned[tier] / budget)} {format_bytes(planned[tier])} of "
         f"{format_bytes(budget)}"
@@ -225,13 +233,16 @@ def bar(share: float, width: int = 8) -> str:
 
 
 def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
-    """The step in 80 columns, or with the learning rate in a few more."""
+    """Describe a step in 80 columns, or in a few more with the learning rate."""
     return "  ".join(step_parts(row, lr=lr))
 
 
 def step_parts(row: dict[str, Any], *, lr: bool = False, memory: bool = True) -> list[str]:
-    """At the end, with `memory`, the process and the lane that was busiest, and for how much of the
-    step."""
+    """Return the parts of a step's description.
+
+    With `memory`, the last parts are the memory of the process and the binding lane with its busy
+    share of the step.
+    """
     parts = [f"loss {row['loss']:.4f}"]
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3g}")

@@ -1,9 +1,9 @@
-"""Small files: JSON from outside, checked, and files that are replaced as a whole.
+"""Small files: checked JSON from untrusted files, and atomic replacement of files.
 
-JSON has a bounded size and depth, or is refused with one error that names the file.
-
-Python's parser runs out of stack on deep nesting, and what it accepts may still be too deep for
-those that copy or print the value. So the depth is bounded here, once, for all readers.
+The size and depth of JSON are bounded, and a violation is reported as one error that names the
+file. Python's parser exhausts the stack on deep nesting, and a value that it accepts may still be
+too deep for code that copies or prints it. The depth is therefore checked here, once, for all
+readers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,16 +22,16 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from lohan.errors import ConfigError, LohanError, StorageIOError
 from lohan.util.units import KiB, MiB, format_bytes
 
-MAX_BYTES = 64 * MiB  # Python objects take some twenty times the room of their text
-MAX_DEPTH = 64  # configs have 5 levels or so
+MAX_BYTES = 64 * MiB  # Python objects take about twenty times the space of their text.
+MAX_DEPTH = 64  # Typical configs have about 5 levels.
 
 
 class BadJson(ValueError):
-    """What is wrong, without the name of the file."""
+    """Raised if JSON cannot be used; the message does not name the file."""
 
 
 class NotJson(BadJson):
-    """A text that is not JSON: what is wrong, and where."""
+    """Raised if a text is not JSON, with the reason and the position."""
 
     def __init__(self, what: str, line: int, column: int) -> None:
         super().__init__(f"{what} at line {line}, column {column}")
@@ -39,24 +39,24 @@ class NotJson(BadJson):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a text; BadJson if there is none that can be used."""
+    """Return the value of a JSON text, or raise BadJson."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # of some of its messages the place is a part
+        what = error.msg.removesuffix(" at")  # Some messages end in "at", followed by the position.
         raise NotJson(what, error.lineno, error.colno) from None
     except UnicodeDecodeError as error:
         raise BadJson(f"not UTF-8 text at byte {error.start}") from None
     except RecursionError:
         raise BadJson(f"nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:  # a number with thousands of digits
+    except ValueError as error:  # For example a number with thousands of digits.
         raise BadJson(str(error)) from None
     check_depth(value, MAX_DEPTH)
     return value
 
 
 def load_json(file: Path, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The value in a file; BadJson or OSError if there is none that can be used."""
+    """Return the value in a JSON file, or raise BadJson or OSError."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
@@ -68,8 +68,10 @@ def load_json(file: Path, *, max_bytes: int = MAX_BYTES) -> Any:
 def read_object(
     file: Path, *, kind: type[LohanError], remedy: str, max_bytes: int = MAX_BYTES
 ) -> dict[str, Any]:
-    """As `load_json`, of a file that must hold an object; what is wrong becomes a `kind` that names
-    the file and ends with `remedy`."""
+    """Return the object in a JSON file.
+
+    Any problem is raised as an error of type `kind` that names the file and ends with `remedy`.
+    """
     try:
         value = load_json(file, max_bytes=max_bytes)
     except OSError as error:
@@ -82,7 +84,10 @@ def read_object(
 
 
 def json_type(value: object, *, other: str = "") -> str:
-    """What a value is, in the words of JSON; `other`: before the name of any other type."""
+    """Return the type of a value in terms of JSON.
+
+    For any other type, return its Python name, preceded by `other`.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -92,7 +97,10 @@ def json_type(value: object, *, other: str = "") -> str:
 
 
 def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
-    """Level by level: a recursive walk would be what it guards against."""
+    """Raise BadJson if a value is nested more than `most` levels deep.
+
+    The walk goes level by level, because a recursive one could itself exhaust the stack.
+    """
     level = [value] if isinstance(value, (dict, list)) else []
     depth = 0
     while level:
@@ -107,13 +115,11 @@ def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
         ]
 
 
-# -- Values from JSON checked against annotations, field by field ----------------------------------
+# -- Values from JSON, checked against annotations field by field ----------------------------------
 #
-# A dataclass in, a dataclass out.
-#
-# A checksum says that bytes are those that were written, not that the writer was LoHan. So every
-# field that is read from a file has the type that its annotation says, or there is an error that
-# names it. Numbers that are true or false are not numbers, and whole numbers fit into 64 bits.
+# A checksum proves that bytes are those that were written, not that LoHan wrote them. Every field
+# read from a file is therefore checked against its annotation, and an error names the field.
+# Booleans are not accepted as numbers, and integers must fit into 64 bits.
 
 
 LARGEST = 2**63 - 1
@@ -122,34 +128,20 @@ Made = TypeVar("Made")
 
 
 class WrongType(ValueError):
-    """Which field it is, what it is, and what it should be."""
-
-
-JSON_KEY = "json key"
-
-
-def json_key(key: str) -> dict[str, str]:
-    """Metadata of a dataclass field that has another name in JSON, the one it had first."""
-    return {JSON_KEY: key}
-
-
-def _key_of(field: Field[Any]) -> str:
-    return str(field.metadata.get(JSON_KEY, field.name))
-
-
-def json_object(value: Any) -> dict[str, Any]:
-    """A dataclass as an object, by the keys that its fields have in JSON."""
-    return {_key_of(f): v for f, v in zip(fields(value), asdict(value).values(), strict=True)}
+    """Raised if a field has the wrong type; the message names the field, its value and the type."""
 
 
 def from_json(cls: type[Made], data: object, *, name: str = "") -> Made:
-    """A dataclass from an object with its fields; more than those are refused."""
+    """Create a dataclass from an object with its fields; unknown fields raise WrongType."""
     made: Made = checked(data, cls, name)
     return made
 
 
 def checked(value: Any, wanted: Any, name: str) -> Any:
-    """The value as an annotation has it (lists become tuples where it says so), or WrongType."""
+    """Return the value converted to an annotation's type, or raise WrongType.
+
+    Lists become tuples if the annotation is a tuple.
+    """
     origin, parts = get_origin(wanted), get_args(wanted)
     if wanted is Any:
         return value
@@ -214,15 +206,14 @@ def _items(value: Any, name: str) -> list[tuple[int, Any]]:
 def _dataclass(value: Any, cls: Any, name: str) -> Any:
     _check(isinstance(value, dict), value, "an object", name)
     hints = _hints(cls)
-    known = {_key_of(field): field for field in fields(cls) if field.init}
+    known = {field.name: field for field in fields(cls) if field.init}
     for key in value:
         if key not in known:
             raise WrongType(f"{_dotted(name, str(key)[:80])} is not a known key")
     for key, field in known.items():
         if key not in value and field.default is MISSING and field.default_factory is MISSING:
             raise WrongType(f"{_dotted(name, key)} is missing")
-    named = ((known[key].name, key, v) for key, v in value.items())
-    return cls(**{own: checked(v, hints[own], _dotted(name, key)) for own, key, v in named})
+    return cls(**{key: checked(v, hints[key], _dotted(name, key)) for key, v in value.items()})
 
 
 @cache
@@ -250,13 +241,13 @@ def _dotted(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-# -- Names of files that come out of files ---------------------------------------------------------
+# -- File names that are read from files -----------------------------------------------------------
 
-NAME_MAX, PATH_MAX = 255, 4095  # bytes, on Linux
+NAME_MAX, PATH_MAX = 255, 4095  # In bytes, on Linux.
 
 
 def usable_path(text: str) -> bool:
-    """Whether the system takes a text as a path, be there a file or not."""
+    """Return whether the system accepts a text as a path, whether or not the file exists."""
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError:
@@ -266,11 +257,12 @@ def usable_path(text: str) -> bool:
     return all(len(part) <= NAME_MAX for part in name.split(b"/"))
 
 
-# -- Files replaced as a whole: after a crash the old bytes or the new ones are there --------------
+# -- Atomic replacement: after a crash a file has either all old or all new bytes ------------------
 #
-# The new bytes go to a hidden file of a fixed name in the same folder, which is synced and renamed
-# over the target; then the folder is synced. What a killed process left under that name goes first.
-# A symbolic link at the hidden name is removed, never followed; one at the target is replaced.
+# The new bytes are written to a hidden file with a fixed name in the same folder. The file is
+# synced and renamed over the target, and then the folder is synced. A file that a killed process
+# left at the hidden name is removed first. A symbolic link at the hidden name is removed, never
+# followed; one at the target is replaced.
 
 
 SUFFIX = ".lohan-tmp"
@@ -279,13 +271,17 @@ SUFFIX = ".lohan-tmp"
 def write_atomic(
     path: Path, data: bytes, *, mode: int = 0o666, temporary: Path | None = None
 ) -> None:
-    """Raises OSError, and then leaves the old file as it was, or StorageIOError if a sync does not
-    come back. `mode` is narrowed by the umask."""
+    """Replace a file atomically and durably.
+
+    Raises OSError if writing or renaming fails, in which case the old file is unchanged, or if the
+    folder cannot be synced, in which case the new file is in place but may not survive a crash.
+    Raises StorageIOError if a sync does not return in time. `mode` is restricted by the umask.
+    """
     temporary = temporary or temporary_of(path)
     try:
         write_new(temporary, data, mode=mode)
         temporary.replace(path)
-    except StorageIOError:  # a drive that hangs would keep another call as well
+    except StorageIOError:  # If the drive hangs, removing the file would hang as well.
         raise
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -298,7 +294,7 @@ def temporary_of(path: Path) -> Path:
 
 
 def write_new(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """The bytes are durable when it returns, the name is not."""
+    """Write a new file; its bytes are durable when this returns, but its name is not."""
     fd = create(path, mode=mode)
     try:
         write_all(fd, data)
@@ -314,8 +310,11 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def create(path: Path, *, mode: int = 0o666) -> int:
-    """Opens a new file, for writing. What a killed process left at its name goes first; a link that
-    someone has put there goes too, and is not followed."""
+    """Create a file, open it for writing and return its descriptor.
+
+    An existing file at the path, such as one left by a killed process, is removed first. A symbolic
+    link is removed as well, and not followed.
+    """
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, mode)
@@ -323,12 +322,12 @@ def create(path: Path, *, mode: int = 0o666) -> int:
 
 # -- Syncs with a deadline ------------------------------------------------------------------------
 #
-# A drive that hangs keeps such a call for ever, and no signal ends it. So it runs on a thread of
-# its own, and the caller stops waiting when the deadline passes; the thread ends with the process.
+# If a drive hangs, a sync blocks forever and no signal interrupts it. It therefore runs on a thread
+# of its own, and the caller stops waiting at the deadline. The thread ends with the process.
 
 
-VARIABLE = "LOHAN_SYNC_TIMEOUT"  # seconds
-DEFAULT_S = 600.0  # a drive that writes back a cache of many GiB may take minutes
+VARIABLE = "LOHAN_SYNC_TIMEOUT"  # In seconds.
+DEFAULT_S = 600.0  # A drive that writes back a cache of many GiB may take minutes.
 
 
 def sync_timeout_s() -> float:
@@ -347,7 +346,7 @@ def sync_timeout_s() -> float:
 
 
 def sync_in_time(call: Callable[[], None], path: str | Path) -> None:
-    """Calls it and passes on what it raises; StorageIOError if it has not come back in time."""
+    """Run `call` and re-raise its error; raise StorageIOError if it does not return in time."""
     limit_s = sync_timeout_s()
     raised: list[BaseException] = []
     done = threading.Event()
@@ -375,13 +374,13 @@ def sync_file(fd: int, path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Of a file that has been closed."""
+    """Sync a file that has been closed."""
     with path.open("rb") as file:
         sync_file(file.fileno(), path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in it durable."""
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync_file(fd, folder)
@@ -389,25 +388,31 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-# -- Files that an option names -------------------------------------------------------------------
+# -- Output files that an option names -------------------------------------------------------------
 
 
-_LOOKED_AT = 64 * KiB  # at the beginning and at the end of a file
+_LOOKED_AT = 64 * KiB  # Bytes searched for the mark at the beginning and at the end of a file.
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file that an option names. What is there already is replaced only if LoHan has written it,
-    which is known by `mark`; a link there stays, and what it leads to is the file."""
+    """An output file that an option names.
+
+    An existing file is replaced only if LoHan has written it, which is recognised by `mark`. A
+    symbolic link is kept, and the file that it points to is replaced.
+    """
 
     path: Path
-    remedy: str  # if it cannot be written, such as "choose another -o"
-    what: str  # such as "a report"
-    mark: bytes  # part of every file of the kind, near its beginning or its end
+    remedy: str  # The next move if it cannot be written, such as "choose another -o".
+    what: str  # The kind of file, such as "a report".
+    # A part of every file of this kind, near its beginning or its end.
+    mark: bytes
 
     def check(self) -> Path:
-        """The file behind links; refused if it may not be written. For the beginning of a command
-        whose work takes time."""
+        """Return the file behind links, and raise ConfigError if it must not be written.
+
+        Call this at the beginning of a command whose work takes time.
+        """
         target = Path(os.path.realpath(self.path))
         if not target.parent.is_dir():
             raise ConfigError(f"{self.path}: no such folder; create it or {self.remedy}")
@@ -425,7 +430,7 @@ class OutputFile:
     def write(self, data: bytes) -> None:
         target = self.check()
         try:
-            if target.exists() and not target.is_file():  # a pipe or a terminal
+            if target.exists() and not target.is_file():  # For example a pipe or a terminal.
                 target.write_bytes(data)
             else:
                 write_atomic(target, data)

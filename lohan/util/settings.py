@@ -1,8 +1,7 @@
-"""Kinds of settings: a parser for each kind of value, TOML in and out, and what to say about a key
-that does not exist.
+"""Kinds of settings: parsers, TOML input and output, and errors for unknown keys.
 
-A parser takes the raw value, the key as the user knows it and the folder that relative paths start
-from; it returns the value or raises ConfigError.
+A parser takes the raw value, the key as the user knows it, and the folder that relative paths start
+from. It returns the parsed value or raises ConfigError.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from operator import attrgetter
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.util.system import cached_folder
@@ -42,7 +40,7 @@ def kind(metavar: str, typed: Any) -> Callable[[Parser], Kind]:
 
 
 PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
-RANK, HOST = "{rank}", "{host}"  # in the name of a drive's folder
+RANK, HOST = "{rank}", "{host}"  # Placeholders in the name of a drive's folder.
 
 
 def wrong(name: str, value: object, wants: str) -> ConfigError:
@@ -95,7 +93,7 @@ def device_name(value: Any, name: str, base: Path) -> str:
 
 
 def choices(options: tuple[str, ...]) -> Kind:
-    """Some of the options; a single one may stand without a list."""
+    """Return a kind that accepts some of the options; a single one need not be in a list."""
     one = choice(options)
 
     @kind("|".join(options), list[str])
@@ -128,7 +126,7 @@ def one_path(value: Any, name: str, base: Path) -> Path:
 
 
 def model_path(value: Any, name: str, base: Path) -> Path:
-    """A folder, or what a name of the hub stands for on this machine."""
+    """Return a model folder, or the cached folder of a model named as on the hub."""
     path = one_path(value, name, base)
     return path if path.exists() else cached_folder(str(value)) or path
 
@@ -139,7 +137,7 @@ model_folder = Kind("DIR|ORG/NAME", Path, model_path)
 
 @kind("DIR", list[Path])
 def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
-    """Folders, one per drive, each with names that every rank fills in for itself."""
+    """Parse folders, one per drive, whose names may have placeholders that each rank fills in."""
     entries = [value] if isinstance(value, (str, Path)) else value
     if not isinstance(entries, (list, tuple)):
         raise wrong(name, value, "a list of folders")
@@ -158,8 +156,10 @@ def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """A data file, and its share of every batch relative to those of the other files; without one
-    each of its examples comes as often as any other."""
+    """A data file and its share of every batch, relative to the weights of the other files.
+
+    Without a weight, all examples of all files are equally frequent.
+    """
 
     path: Path
     weight: float | None = None
@@ -170,7 +170,7 @@ class Source:
 
 @kind("FILE[:WEIGHT]", list[str])
 def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
-    """Data files; all of them with a weight, or none."""
+    """Parse data files, of which either all or none have a weight."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     found = tuple(_source(entry, name, base) for entry in entries)
     bare = next((source for source in found if source.weight is None), None)
@@ -185,7 +185,10 @@ def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
 
 
 def _source(entry: Any, name: str, base: Path) -> Source:
-    """A name that is there is a file, whatever it ends with."""
+    """Parse a data file with an optional weight.
+
+    A path that exists is a file name, even if it ends like a weight.
+    """
     path = one_path(entry, name, base)
     before, colon, weight = str(entry).rpartition(":")
     if not colon or path.exists():
@@ -201,7 +204,7 @@ def _source(entry: Any, name: str, base: Path) -> Source:
 
 @kind("NAME|FILE", str)
 def template(value: Any, name: str, base: Path) -> str:
-    """A name, or a file's path."""
+    """Parse the name of a chat template, or the path of a file."""
     if not isinstance(value, str) or not value.strip():
         raise wrong(name, value, "the name of a chat template, or a file")
     path = one_path(value, name, base)
@@ -218,7 +221,7 @@ def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
 
 @kind("FILE|TEXT", list[str])
 def prompts(value: Any, name: str, base: Path) -> tuple[str, ...]:
-    """Texts and files of texts; what ends like a file must be one."""
+    """Parse prompts and files of prompts; an entry with a file suffix must be an existing file."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(entry, str) and entry.strip() for entry in entries):
         raise wrong(name, value, "a text, or a file with one prompt per line")
@@ -243,7 +246,7 @@ def byte_size(value: Any, name: str, base: Path) -> int:
 
 @kind("RATE", str)
 def byte_rate(value: Any, name: str, base: Path) -> float:
-    """Bytes a second."""
+    """Parse a rate in bytes per second."""
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
     return float(byte_size(text, name, base))
 
@@ -274,7 +277,10 @@ def tile_tokens(value: Any, name: str, base: Path) -> int | str:
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """`train.lr=2e-5` as key and value; the value as in a TOML file, or else plain text."""
+    """Split an assignment such as `train.lr=2e-5` into key and value.
+
+    The value is parsed as in a TOML file; if that fails, it is plain text.
+    """
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text}: no value; write it as KEY=VALUE, such as train.lr=2e-5")
@@ -286,14 +292,17 @@ def assignment(text: str) -> tuple[str, Any]:
 
 
 def setting(default: Any, kind: Kind, help: str, *, metavar: str | None = None) -> Any:
-    """A dataclass field with all that is known of it; MISSING as default makes it required."""
+    """Return a dataclass field with its kind and help text.
+
+    If `default` is MISSING, the setting is required.
+    """
     named = kind if metavar is None else replace(kind, metavar=metavar)
     return field(default=default, metadata={"kind": named, "help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldInfo:
-    """One field as documentation needs it."""
+    """One setting as documentation needs it."""
 
     section: str
     key: str
@@ -309,45 +318,19 @@ class FieldInfo:
 
     @property
     def option(self) -> str:
-        """Its name on the command line; with the section where the key alone says too little."""
+        """The name on the command line.
+
+        It includes the section if the key alone would be ambiguous.
+        """
         prefix = f"{self.section}-" if self.section in ("eval", "sample") else ""
         return f"--{'' if self.key == 'early_stop' else prefix}{self.key.replace('_', '-')}"
 
 
-# First names of settings that have a better one now, taken wherever that is.
-ALIASES = {"grad_offload": "update_mode"}
+# Maps section and key to the field; the section "" is the top level.
+Sections = Mapping[str, Mapping[str, FieldInfo]]
 
 
-def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """By the names that settings have now."""
-    for old, name in ALIASES.items():
-        if old in given and name in given:
-            raise ConfigError(f"{old} and {name} are two names of one setting; give one of them")
-    return {ALIASES.get(name, name): value for name, value in given.items()}
-
-
-T = TypeVar("T")
-
-
-def with_aliases(cls: type[T]) -> type[T]:
-    """A class of keyword fields that has their first names too (`replace` gives both)."""
-    own: Callable[..., None] = cls.__init__
-
-    @wraps(own)
-    def __init__(self: T, **given: Any) -> None:
-        first = {name: given.pop(old) for old, name in ALIASES.items() if old in given}
-        own(self, **given | first)
-
-    setattr(cls, "__init__", __init__)  # noqa: B010
-    for old, name in ALIASES.items():
-        setattr(cls, old, property(attrgetter(name)))
-    return cls
-
-
-Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
-
-
-# What other trainers call settings of ours.
+# Names in other trainers for settings that LoHan has.
 OTHER_NAMES = {
     "learning_rate": "lr", "batch_size": "batch", "per_device_train_batch_size": "batch",
     "max_steps": "steps", "num_train_epochs": "epochs", "num_epochs": "epochs",
@@ -360,7 +343,7 @@ OTHER_NAMES = {
 
 
 def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
-    """The error for a key that does not exist, with the nearest one that does."""
+    """Return the error for a key that does not exist, with the nearest existing key."""
     if not section and key in sections:
         first = next(iter(sections[key]))
         return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")
@@ -392,7 +375,7 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Return the tables of a TOML file, or raise ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -416,6 +399,8 @@ def toml_value(value: Any, *, size: bool = False) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml_value(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

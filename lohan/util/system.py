@@ -1,4 +1,4 @@
-"""Facts about this machine: memory, drives, how libraries are set up, models in the hub's cache."""
+"""Facts about this machine: memory, drives, library settings, and models in the hub's cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from lohan.errors import ModelError
 
-# -- What this machine has: free host memory (cgroup included) and this process's own use ----------
+# -- Free host memory, including cgroup limits, and the memory of this process ---------------------
 
 
 _UNLIMITED = 2**60
 
 
 def host_memory_bytes() -> int:
-    """Memory that a new run can count on: what is free, or what the cgroup leaves, if less."""
-    import psutil  # not where nothing is asked of this machine: it takes a while
+    """Return the memory that a new run can use: free memory, or less if the cgroup limits it."""
+    import psutil  # Imported here because the import is slow and not always needed.
 
     free = psutil.virtual_memory().available
     limits = [limit - used for limit, used in _cgroup_limits() if limit < _UNLIMITED]
@@ -35,13 +35,13 @@ def total_memory_bytes() -> int:
 
 
 def cgroup_memory_limit() -> int | None:
-    """The tightest limit of the memory cgroups that this process is in, if any."""
+    """Return the tightest limit of the memory cgroups of this process, or None."""
     limits = [limit for limit, _ in _cgroup_limits() if limit < _UNLIMITED]
     return min(limits, default=None)
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, use) of every memory cgroup that this process is in, v1 or v2, up to the root."""
+    """Return (limit, usage) of every memory cgroup of this process, v1 or v2, up to the root."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -80,14 +80,17 @@ def rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # From malloc.h.
 
 
 def return_freed_memory() -> None:
-    """What was freed goes back to the system, now and from now on: tensors of 8 MiB and more have a
-    mapping of their own. glibc by itself raises that size to 32 MiB as soon as one is freed; holes
-    between tensors then stay resident, 250 MiB of them after forty steps of a 135M model. The
-    user's choice in the environment stays, and so do other allocators."""
+    """Configure malloc to return freed memory to the system, and return what is free.
+
+    Allocations of 8 MiB and more get a mapping of their own. By default, glibc raises this
+    threshold to up to 32 MiB when such an allocation is freed. Holes between tensors then stay
+    resident: 250 MiB after forty steps of a 135M model. A threshold that the user has set in the
+    environment is kept, and other allocators are not changed.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim") and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         libc.mallopt(_M_MMAP_THRESHOLD, 8 << 20)
@@ -95,9 +98,9 @@ def return_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
-# -- What the system says about the drive below a folder: file system, model, wear -----------------
+# -- The drive below a folder: file system, model and wear -----------------------------------------
 #
-# Reads only.
+# Nothing here writes.
 
 
 SYS, PROC = Path("/sys"), Path("/proc")
@@ -108,20 +111,23 @@ NETWORK = frozenset({
     "virtiofs", "drvfs", "gpfs", "ocfs2",
 })  # fmt: skip
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
-UNIT = 512_000  # bytes, in which NVMe counts what was written
+UNIT = 512_000  # In bytes: the unit in which NVMe counts written data.
 _ADMIN_COMMAND, _GET_LOG, _HEALTH, _LOG_BYTES = 0xC0484E41, 0x02, 0x02, 512
 
 
 @dataclass(frozen=True)
 class Mount:
-    kind: str  # such as ext4
+    kind: str  # Such as ext4.
     source: str
     point: str
 
 
 @dataclass(frozen=True)
 class Health:
-    """From the drive's own log. `used_percent`: of its rated endurance; may exceed 100."""
+    """The wear of a drive, from its own log.
+
+    `used_percent` is the used part of its rated endurance and may exceed 100.
+    """
 
     used_percent: int
     written_bytes: int
@@ -129,17 +135,17 @@ class Health:
 
 @dataclass(frozen=True)
 class DriveFacts:
-    """One physical drive; None: not known or not permitted."""
+    """One physical drive; a value is None if it is not known or not permitted to read."""
 
-    name: str  # such as nvme0n1
+    name: str  # Such as nvme0n1.
     model: str | None
     rotating: bool | None
     health: Health | None
-    bytes: int = 0  # 0: not known
+    bytes: int = 0  # 0: not known.
 
 
 def mount_of(path: Path) -> Mount | None:
-    """The file system that holds a path: the last one mounted on the nearest folder above."""
+    """Return the file system that holds a path: the last one mounted on its nearest ancestor."""
     with suppress(OSError):
         lines = (PROC / "self/mountinfo").read_text().splitlines()
         return nearest_mount(path.resolve(), lines)
@@ -161,15 +167,17 @@ def nearest_mount(path: Path, lines: list[str]) -> Mount | None:
 
 
 def _unescaped(text: str) -> str:
-    """mountinfo writes spaces and the like as octal."""
+    """Replace the octal escapes that mountinfo uses for whitespace and backslashes."""
     for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, char)
     return text
 
 
 def drives_of(path: Path) -> list[DriveFacts]:
-    """The drives below a folder, through partitions, LVM and RAID; empty if there are none to be
-    seen (tmpfs, network, container)."""
+    """Return the drives below a folder, through partitions, LVM and RAID.
+
+    The list is empty if none are visible (tmpfs, network, container).
+    """
     with suppress(OSError):
         device = path.stat().st_dev
         node = SYS / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
@@ -203,11 +211,11 @@ def _text(file: Path) -> str | None:
     return None
 
 
-# -- wear -----------------------------------------------------------------------------------------
+# -- Wear ------------------------------------------------------------------------------------------
 
 
 class _Command(ctypes.Structure):
-    """struct nvme_passthru_cmd of linux/nvme_ioctl.h."""
+    """The struct nvme_passthru_cmd of linux/nvme_ioctl.h."""
 
     _fields_ = (
         ("opcode", ctypes.c_uint8), ("flags", ctypes.c_uint8), ("reserved", ctypes.c_uint16),
@@ -221,7 +229,7 @@ class _Command(ctypes.Structure):
 
 
 def health_of(device: Path) -> Health | None:
-    """The health log of an NVMe drive; None without the right to ask for it."""
+    """Return the health of an NVMe drive, or None if it cannot be read or is not permitted."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     command = _Command(
         opcode=_GET_LOG, nsid=0xFFFFFFFF, addr=ctypes.addressof(log), data_len=_LOG_BYTES,
@@ -242,27 +250,27 @@ def health_of(device: Path) -> Health | None:
 
 
 def read_health(log: bytes) -> Health:
-    """SMART / Health Information of the NVMe specification: what of it counts here."""
+    """Parse the SMART / Health Information log of the NVMe specification."""
     written = int.from_bytes(log[48:64], "little") * UNIT
     return Health(used_percent=log[5], written_bytes=written)
 
 
-# -- What libraries read from the environment when they are imported -------------------------------
+# -- Settings that libraries read from the environment when they are imported ----------------------
 #
-# The user's choice stays.
+# Variables that the user has set are kept.
 
 
 def set_up_libraries() -> None:
     return_freed_memory()
-    # Threads of the optimizer and of I/O share the cores with torch's. Those would spin at OpenMP
-    # barriers and take the time from them: without it a sketch of this design was 17 % faster at
-    # 256 tokens on two cores.
+    # The threads of the optimizer and of I/O share the cores with torch's threads, which by default
+    # spin at OpenMP barriers. Without spinning, a prototype of this design was 17 % faster at 256
+    # tokens on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Memory of a device that was used in one size serves for others then. torch reads it when it is
-    # imported, and does without it where the system cannot (WSL2).
+    # Let torch reuse device memory for allocations of other sizes. torch reads the variable when it
+    # is imported, and ignores it if the system does not support it (WSL2).
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # transformers tells newcomers about matters of its own; errors still come through.
+    # Suppress the warnings of transformers; errors are still shown.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -270,8 +278,10 @@ def set_up_libraries() -> None:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Nothing is fetched from the hub meanwhile, also where its libraries were imported before and
-    have read the environment: a folder is all that a model comes from."""
+    """Prevent downloads from the hub in the body, so that a model is read from its folder only.
+
+    This also works if the hub's libraries are already imported and have read the environment.
+    """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -282,16 +292,16 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-# -- Models of the Hugging Face hub by name: from its cache here, or fetched into it ---------------
+# -- Models of the Hugging Face hub by name: from the local cache, or downloaded into it -----------
 
 
-# What a model is made of; other formats of the same weights, and code, stay where they are.
+# The files of a model. Code, and other formats of the same weights, are not downloaded.
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def cached_folder(name: str) -> Path | None:
-    """The folder of a model that is named as ORG/NAME, if the whole of it is cached."""
+    """Return the folder of a model named ORG/NAME if it is completely cached, else None."""
     if not _NAME.fullmatch(name) or ".." in name:
         return None
     from huggingface_hub import snapshot_download
@@ -300,13 +310,16 @@ def cached_folder(name: str) -> Path | None:
         return _check_complete(
             Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES))
         )
-    except Exception:  # not in the cache, or only a part of it
+    except Exception:  # It is not in the cache, or not completely.
         return None
 
 
 def fetch(name: str) -> Path | None:
-    """As `cached_folder`; what is missing is fetched where the hub can be reached, which
-    `HF_HUB_OFFLINE=1` forbids."""
+    """Return the folder of a model named ORG/NAME, and download it if it is not cached.
+
+    `HF_HUB_OFFLINE=1` forbids the download. Return None if the name is not of this form, or if a
+    download would be needed but is forbidden.
+    """
     found = cached_folder(name)
     offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
     if found is not None or offline or not _NAME.fullmatch(name) or ".." in name:
@@ -316,7 +329,7 @@ def fetch(name: str) -> Path | None:
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:
         return _check_complete(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
-    except Exception as error:  # no network, no such model, no permission
+    except Exception as error:  # No network, no such model, or no permission.
         reason = str(error).strip().split("\n")[0] or "no reason given"
         raise ModelError(
             f"--model {name}: no such folder here, and it cannot be had from the Hugging Face hub "
@@ -328,7 +341,10 @@ def fetch(name: str) -> Path | None:
 
 
 def _check_complete(folder: Path) -> Path:
-    """As far as a look at its files tells."""
+    """Return the folder if all files of its model are present, else raise FileNotFoundError.
+
+    The content of the weight files is not examined.
+    """
     index = folder / "model.safetensors.index.json"
     if not (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
         raise FileNotFoundError(folder / "config.json")

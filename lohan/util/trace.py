@@ -1,11 +1,11 @@
-"""What each lane did when: spans, busy shares, and a Chrome trace."""
+"""Traces of what each lane did and when: spans, busy shares and Chrome traces."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +16,7 @@ LANE_NAMES = {
     "ssd": "drives", "optimizer": "optimizer", "net": "exchange between ranks",
 }  # fmt: skip
 LANES = tuple(LANE_NAMES)
-_WRITER = {"writer": "lohan"}  # by which a trace of ours is known
-
-
-FIRST_NAMES = {"gpu": "compute", "cpu": "optimizer"}  # in files of earlier runs
-
-
-def by_lane(values: Mapping[str, float]) -> dict[str, float]:
-    """Values of lanes in a file, which may have the first names of two of them."""
-    return {FIRST_NAMES.get(key, key): value for key, value in values.items()}
+_WRITER = {"writer": "lohan"}  # Identifies a trace that LoHan has written.
 
 
 class Span(NamedTuple):
@@ -35,34 +27,44 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans of the last steps, until they are taken, and with `keep` of the whole run. Of steps
-    whose spans nobody takes, those of the last one stay: a run may have very many."""
+    """The spans of the last steps until they are taken, and with `keep` of the whole run.
+
+    If spans are not taken, only those of the last step are kept, because a run may have very many.
+    """
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._all: list[Span] = []
         self._step: list[Span] = []
-        self._earlier = 0  # how many of them are of steps that have ended
-        self._inference: int | None = None  # how many there were before the last pass
+        self._earlier = 0  # Number of spans in `_step` that belong to earlier steps.
+        # Number of spans in `_step` before the last inference pass, or None.
+        self._inference: int | None = None
 
     def add(self, span: Span) -> None:
-        self._step.append(span)  # list.append is atomic: lanes add from their own threads
+        # Lanes add spans from their own threads; list.append is atomic.
+        self._step.append(span)
 
     def end_step(self) -> None:
-        """Backward has ended; lanes may still add spans of the step."""
+        """Record that backward has ended; lanes may still add spans of the step."""
         if not self._keep:
             del self._step[: self._earlier]
             self._earlier, self._inference = len(self._step), None
 
     def begin_inference(self) -> None:
-        """A pass without gradients begins: of many in a row, the last is enough."""
+        """Record the beginning of a pass without gradients.
+
+        Of several passes in a row, only the spans of the last are kept.
+        """
         if not self._keep:
             if self._inference is not None:
                 del self._step[self._inference :]
             self._inference = len(self._step)
 
     def take_step(self) -> list[Span]:
-        """Spans that ended since the last call, at least those since the last step."""
+        """Return and remove the spans added since the last call.
+
+        If it was not called after every step, only the spans since the last step are guaranteed.
+        """
         spans, self._step, self._earlier, self._inference = self._step, [], 0, None
         if self._keep:
             self._all.extend(spans)
@@ -73,7 +75,10 @@ class Trace:
 
 
 def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, float]:
-    """Seconds each lane was busy between two times; overlapping spans count once."""
+    """Return the seconds that each lane was busy between two times.
+
+    Overlapping spans of a lane are counted once.
+    """
     busy = dict.fromkeys(LANES, 0.0)
     ends = dict.fromkeys(LANES, start_s)
     for span in sorted(spans, key=lambda s: s.start_s):
@@ -89,11 +94,14 @@ def overlap_shares(
     spans: Sequence[Span], lanes: Collection[str], others: Collection[str], start_s: float,
     stop_s: float,
 ) -> dict[str, float]:  # fmt: skip
-    """For every action of these lanes that begins between two times, by name, the share of its time
-    in which one of the other lanes was busy. Actions of one name are one."""
+    """Return, by action name, the share of its time in which one of the other lanes was busy.
+
+    Only actions of `lanes` that begin between the two times are included. Actions with the same
+    name are added up.
+    """
     starts: list[float] = []
     stops: list[float] = []
-    before: list[float] = []  # busy seconds up to each start
+    before: list[float] = []  # Busy seconds before each start.
     for span in sorted((s for s in spans if s.lane in others), key=lambda s: s.start_s):
         if stops and span.start_s <= stops[-1]:
             stops[-1] = max(stops[-1], span.stop_s)
@@ -124,8 +132,10 @@ def trace_output(path: Path, remedy: str) -> OutputFile:
 
 
 def chrome_trace(spans: list[Span]) -> dict[str, Any]:
-    """For chrome://tracing or Perfetto: a row per lane, microseconds. Actions that are in flight
-    together on one lane are put on rows of their own below it."""
+    """Return a trace for chrome://tracing or Perfetto, with a row per lane and microseconds.
+
+    Actions that overlap on one lane are placed on additional rows below it.
+    """
     origin = min((span.start_s for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     ends: dict[str, list[float]] = {lane: [] for lane in LANES}

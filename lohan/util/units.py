@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -27,9 +28,10 @@ _SUFFIX = {
 
 
 def parse_bytes(text: str | int | float, *, name: str = "size") -> int:
-    """Bytes from a number or from text such as "8GiB", "256 GB" or "1.5g"."""
+    """Return the bytes given by a number or by text such as "8GiB", "256 GB" or "1.5g"."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        value = float(text) if abs(text) < 2**64 else float("inf")  # not all fit into a float
+        # Larger integers may not fit into a float.
+        value = float(text) if abs(text) < 2**64 else float("inf")
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
         if match is None or match[2].lower() not in _SUFFIX:
@@ -39,18 +41,33 @@ def parse_bytes(text: str | int | float, *, name: str = "size") -> int:
         value = float(match[1]) * _SUFFIX[match[2].lower()]
     if not 0 < value < 2**63:
         raise ConfigError(f"{name}: {text!r} is not a positive byte size; write it like 8GiB")
+    if value < KiB and str(text).strip().replace(".", "", 1).isdecimal():
+        raise ConfigError(
+            f"{name}: {text} without a unit is {value:g} bytes; did you mean {text}GiB?"
+        )
     return round(value)
 
 
 def format_bytes(count: int | float) -> str:
-    """1610612736 -> "1.50 GiB"."""
+    """Format a number of bytes: 1610612736 -> "1.50 GiB"."""
     for unit, suffix in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.2f} {suffix}"
     return f"{count:.0f} B"
 
 
-PAGE = 4096  # bytes: I/O past the page cache and memory to register are whole pages
+def format_bytes_up(count: int | float) -> str:
+    """Format a number of bytes, rounded up to the digits that `format_bytes` shows.
+
+    Use this for sizes that must be sufficient: 1610612737 -> "1.51 GiB".
+    """
+    unit = next((unit for unit in (TiB, GiB, MiB, KiB) if abs(count) >= unit), 1)
+    digits = 100 if unit > 1 else 1  # Two decimal places are shown, or none for bytes.
+    return format_bytes(math.ceil(count * digits / unit) / digits * unit)
+
+
+# In bytes. Direct I/O and registered memory use whole pages.
+PAGE = 4096
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -58,7 +75,7 @@ def align_up(value: int, multiple: int) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """95 -> "1 min 35 s"."""
+    """Format a duration: 95 -> "1 min 35 s"."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -74,7 +91,7 @@ _INTERVAL = re.compile(r"(\d+|\d*\.\d+) *(s|sec|min|h|steps?)?")
 
 @dataclass(frozen=True)
 class Interval:
-    """So many steps or so many seconds, whichever comes first; 0: does not count."""
+    """A number of steps or seconds, whichever is reached first; 0 means that it does not apply."""
 
     steps: int = 1
     seconds: float = 0.0
@@ -89,7 +106,7 @@ EVERY_STEP = Interval()
 
 
 def parse_interval(text: str | int, *, name: str) -> Interval | None:
-    """From "step", a number of steps, or a time such as "10min"; None: "auto"."""
+    """Parse "step", a number of steps, or a time such as "10min"; return None for "auto"."""
     wanted = " ".join(str(text).lower().split())
     if wanted in ("step", AUTO):
         return EVERY_STEP if wanted == "step" else None
@@ -107,12 +124,12 @@ def parse_interval(text: str | int, *, name: str) -> Interval | None:
 
 
 def clock(seconds: float) -> str:
-    """5025 -> "1:23:45"."""
+    """Format a duration as a clock: 5025 -> "1:23:45"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def counted(count: int, one: str, several: str = "") -> str:
-    """1 -> "1 example", 2000 -> "2,000 examples"."""
+    """Format a number with its noun: 1 -> "1 example", 2000 -> "2,000 examples"."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"

@@ -23,8 +23,11 @@ namespace fallback {
 
 extern const c10::DeviceType kDevice;
 c10::Device here();                                 // the current one
-at::Tensor over_memory(const at::Tensor& tensor);   // of the device, as a tensor of the CPU
-void give(std::function<void()> work);              // to the current stream
+// The device's memory as a tensor of the CPU, for the operator that is launched next.
+at::Tensor over_memory(const at::Tensor& tensor);
+void will_write(const at::Tensor& tensor);  // the operator that is launched next writes to it
+void give(const char* name, std::function<void()> work);  // launches an operator on the current stream
+void ran_on_host(const char* name);  // an operator was run at once instead
 void settle(bool reads);                            // the host waits for it; `reads`: a device would too
 bool draws_in_order();                              // one generator draws for all streams
 at::Generator default_generator();
@@ -209,12 +212,16 @@ class Call {
       auto& own = into.emplace_back();
       const bool made = changed_[i] < 0;
       results.push_back(made ? turned(shapes[i], like_on_device) : arguments_[changed_[i]]);
+      for (const auto& tensor : flat(results.back())) {
+        if (is_there(tensor)) will_write(tensor);
+      }
       if (!made && !is_out(changed_[i])) continue;
       for (const auto& tensor : flat(results.back())) {
         own.push_back(is_there(tensor) ? over_memory(tensor) : tensor);
       }
     }
-    give([op = op_, stack = translated(argument, host_generator), into]() mutable {
+    auto stack = translated(argument, host_generator);
+    give(schema_.name().c_str(), [op = op_, stack = std::move(stack), into]() mutable {
       op.callBoxed(&stack);
       for (size_t i = 0; i < into.size(); ++i) {
         if (into[i].empty()) continue;
@@ -228,7 +235,8 @@ class Call {
   }
 
   static void copy_over(const at::Tensor& from, const at::Tensor& there) {
-    give([from, into = over_memory(there)] { into.copy_(from); });
+    will_write(there);
+    give("a result of the host", [from, into = over_memory(there)] { into.copy_(from); });
   }
 
   Stack run_now(bool reads) const {
@@ -236,6 +244,7 @@ class Call {
     settle(reads);
     Stack stack = translated(argument, host_generator), results;
     op_.callBoxed(&stack);
+    ran_on_host(schema_.name().c_str());
     const Turn moved = [&](const at::Tensor& tensor) {
       auto made = like_on_device(tensor);
       if (is_there(made)) copy_over(tensor, made);

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.capture.blocks import lacks_values
+from lohan.capture.placeholders import lacks_values
 from lohan.errors import ModelError
 from tests.models import assert_close, attached, lohan_run, loss_of, plain_run
 from tests.odd_modules import WIDTH, Step
@@ -75,30 +75,49 @@ def test_a_placeholder_is_like_its_parameter(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "use",
+    "write",
     [
         lambda w: w.add_(1),
         lambda w: w.data.clamp_(-1, 1),
         lambda w: nn.init.zeros_(w),
         lambda w: setattr(w, "data", torch.zeros(w.shape)),
-        lambda w: w.split(2),
-        lambda w: torch.max(w, 0),
-        lambda w: w.sum(),
-        lambda w: torch.equal(w, torch.zeros(w.shape)),
-        lambda w: w[0, 0].item(),
-        lambda w: w.tolist(),
-        lambda w: w.detach().numpy(),
         lambda w: w.detach().copy_(torch.zeros(w.shape)),
-        pickle.dumps,
+        lambda w: w.data.__setitem__(0, 0.0),
+        lambda w: torch.add(w.detach(), 1, out=w.data),
+        lambda w: torch._foreach_mul_([w], 2.0),
     ],
 )
-def test_values_outside_a_block_are_refused(use, model, tmp_path):
-    """What is written would be lost, what is read would be anything."""
+def test_writes_outside_a_block_are_refused(write, model, tmp_path):
+    """What is written would be lost."""
     with (
         attached(model, tmp_path),
-        pytest.raises(ModelError, match=r"entry\.weight is (read|changed) outside the call"),
+        torch.no_grad(),
+        pytest.raises(ModelError, match=r"entry\.weight is changed in memory.*load_state_dict"),
     ):
-        use(model.entry.weight)
+        write(model.entry.weight)
+
+
+def test_values_outside_a_block_are_streamed(model, tmp_path):
+    reads = [
+        lambda w: w.split(2)[1],
+        lambda w: torch.max(w, 0).values,
+        lambda w: w.sum(),
+        lambda w: w.double(),
+        lambda w: w.to(torch.float64, copy=True),
+        lambda w: w[0, 0].item(),
+        lambda w: w.tolist()[1],
+        lambda w: w.detach().numpy(),
+        lambda w: next(iter(w)),
+        lambda w: torch.equal(w, torch.zeros(w.shape)),
+        copy.deepcopy,
+        lambda w: pickle.loads(pickle.dumps(w)),
+        lambda w: w @ w.T,
+    ]
+    expected = [read(model.entry.weight.detach().clone()) for read in reads]
+    with attached(model, tmp_path):
+        for read, values in zip(reads, expected, strict=True):
+            found = read(model.entry.weight)
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(values))
 
 
 class Astray(Idioms):

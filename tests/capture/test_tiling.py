@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lohan.capture.casting import cast_inputs
 from lohan.capture.tiling import Tiling
 from tests.models import small_model
 
@@ -46,6 +47,38 @@ def made(block: nn.Module, run, *inputs: torch.Tensor, **more) -> list[torch.Ten
 
 def parts_of(forward) -> set[str]:
     return {type(part.module).__name__ for parts in forward._parts.values() for part in parts}
+
+
+class Averaged(nn.Module):
+    """Saves much for the gradient of its input and little for that of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, WIDTH)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(torch.sigmoid(x)).mean(-1, keepdim=True))
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Averaged()
+
+    def forward(self, x, condition):
+        return x + self.part(condition)
+
+
+def test_parts_do_not_depend_on_which_inputs_take_a_gradient():
+    """A first call without gradients would decide about all that follow."""
+    inputs, found = [torch.randn(2, TOKENS, WIDTH) for _ in range(2)], []
+    for learns in (True, False):
+        block = Conditioned()
+        forward = Tiling(20).forward(block, block.forward)
+        with torch.set_grad_enabled(learns):
+            forward(*(tensor.clone().requires_grad_(learns) for tensor in inputs))
+        found.append(parts_of(forward))
+    assert found == [{"Averaged"}, {"Averaged"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -197,6 +230,16 @@ def test_parts_that_save_nothing_of_their_own_run_as_a_whole(part):
     forward = Tiling(16).forward(block, block.forward)
     made(block, forward, torch.randn(1, TOKENS, WIDTH))
     assert parts_of(forward) == set()
+
+
+def test_layers_that_cast_their_inputs_run_in_tiles():
+    block = Block(lambda x: x)
+    plain = Tiling(16).forward(block, block.forward)
+    made(block, plain, torch.randn(1, TOKENS, WIDTH))
+    cast_inputs(block)
+    forward = Tiling(16).forward(block, block.forward)
+    made(block, forward, torch.randn(1, TOKENS, WIDTH))
+    assert parts_of(forward) == parts_of(plain) != set()
 
 
 def test_a_hook_inside_a_part_sees_all_tokens():

@@ -31,7 +31,7 @@ from lohan.model.layout import (
     RankInfo,
     TensorSpec,
 )
-from lohan.model.state import regions, state_format_of
+from lohan.model.state import EXACT_ARRAYS, regions, state_format_of
 from lohan.optim import StateKind
 from lohan.store.files import MANIFEST, PREPARED
 from lohan.store.io_engine import aligned_buffer
@@ -59,7 +59,10 @@ DEFAULT = StateKind()
 def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind = DEFAULT) -> None:
     """The store of one rank, full of random bytes; zeros fill the last page of a state chunk."""
     random, state_format = np.random.default_rng(7), state_format_of(name, kind)
-    made = regions(groups(), state_format=state_format, chunk_params=CHUNK, gradients=True)
+    exact = [key for key in SIZES if key.endswith(FROZEN) and name in EXACT_ARRAYS]
+    made = regions(
+        groups(), state_format=state_format, chunk_params=CHUNK, gradients=True, exact=exact
+    )
     used = {state_format.state_size(n): sum(array.size(n) for array in state_format.arrays)
             for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)}  # fmt: skip
     with Store.create(places, made, first_generation=3) as store:

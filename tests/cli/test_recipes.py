@@ -26,7 +26,7 @@ def rows(folder: Path, count: int) -> Path:
 def test_the_file_is_one_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = save_tokenizer(write_inputs(tmp_path) / "model")
     out = tmp_path / "run.toml"
-    init(model=str(model), data=rows(tmp_path, 85), out=out, machine="rtx4090")
+    init(model=str(model), data=rows(tmp_path, 85), file=out, machine="rtx4090")
     made = load_config(out)
     assert made.model == model
     assert made.train.batch == 8  # ten steps a pass
@@ -37,7 +37,7 @@ def test_the_file_is_one_that_train_takes(tmp_path: Path, capsys: pytest.Capture
     assert f"lohan train --config {out}" in capsys.readouterr().out
     before = out.read_bytes()
     with pytest.raises(ConfigError, match="the file is there already"):
-        init(model=str(model), data=tmp_path / "rows.jsonl", out=out, machine="rtx4090")
+        init(model=str(model), data=tmp_path / "rows.jsonl", file=out, machine="rtx4090")
     assert out.read_bytes() == before
 
 
@@ -62,7 +62,7 @@ def test_the_file_for_this_machine_trains_as_it_is(
             place.mkdir()
     out = tmp_path / "here" / "run.toml"
     out.parent.mkdir()
-    init(model=str(model), data=data, out=out, ssd=given)
+    init(model=str(model), data=data, file=out, ssd=given)
     config = load_config(out)
     assert (config.task or "language") == kind
     assert list(config.budget.ssd) == (given or [out.parent])
@@ -72,15 +72,15 @@ def test_the_file_for_this_machine_trains_as_it_is(
     assert (out.parent / "run-run" / "metrics.jsonl").read_text().count('"loss"') >= 2
     # A second file goes by what was measured for the first, also if it lies elsewhere.
     monkeypatch.setattr("lohan.engine.probes.profile", lambda *a, **k: pytest.fail("measured"))
-    init(model=str(model), data=data, out=tmp_path / "second.toml")
+    init(model=str(model), data=data, file=tmp_path / "second.toml")
     assert load_config(tmp_path / "second.toml").budget.ssd == config.budget.ssd
     with pytest.raises(ConfigError, match="--ssds 2: this machine's drives are named"):
-        init(model=str(model), data=data, out=tmp_path / "third.toml", ssds=2)
+        init(model=str(model), data=data, file=tmp_path / "third.toml", ssds=2)
 
 
 def test_presets_need_no_folder(tmp_path: Path) -> None:
     out = tmp_path / "big.toml"
-    init(model="qwen3-8b", data=rows(tmp_path, 3), out=out, machine="rtx4090", ssds=4)
+    init(model="qwen3-8b", data=rows(tmp_path, 3), file=out, machine="rtx4090", ssds=4)
     made = tomllib.loads(out.read_text())
     assert made["model"] == "MODEL-FOLDER"
     assert len(made["budget"]["ssd"]) == 4
@@ -111,6 +111,6 @@ def test_settings_of_other_trainers(tmp_path: Path, text: str, message: str) -> 
 def test_other_tasks_have_a_file_too(tmp_path: Path) -> None:
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     out = tmp_path / "run.toml"
-    init(model=str(tmp_path / "t5"), data=rows(tmp_path, 3), out=out, machine="rtx4090")
+    init(model=str(tmp_path / "t5"), data=rows(tmp_path, 3), file=out, machine="rtx4090")
     made = load_config(out)
     assert (made.task, made.train.dtype, made.train.batch) == ("text-to-text", "bf16", 8)

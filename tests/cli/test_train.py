@@ -9,7 +9,6 @@ import pytest
 
 from lohan.config import fields_of
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows
-from lohan.util.settings import ALIASES
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 from tests.test_generation import expected, write_model
 
@@ -190,6 +189,5 @@ def test_every_option_is_a_setting(lohan, folder, tmp_path):  # noqa: F811
     known = {info.dotted for info in fields_of()}
     for name in options - {"--config", "--set", "--dry-run", "--help"}:
         key = name.removeprefix("--").replace("-", "_")
-        key = ALIASES.get(key, key)
         section, _, rest = key.partition("_")
         assert any(d.rpartition(".")[2] == key or d == f"{section}.{rest}" for d in known), name

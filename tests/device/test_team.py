@@ -407,7 +407,8 @@ def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
     assert all(e.code for e in ended), ranked.said(ended)
     assert "no space left for kept activations" in ended[1].err
     assert "collective mismatch" not in ended[0].err + ended[1].err
-    assert "rank 1 (process" in ended[0].err
+    # Rank 0 names rank 1 only if that process has ended within a moment.
+    assert "so rank 0 stops too" in ended[0].err
 
 
 def test_a_trainer_that_evaluates_first(forge, tmp_path):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import lohan
 from lohan.errors import ConfigError
-from lohan.hf.arguments import LohanArguments
 from tests.models import attached, batches, small_model
 
 
@@ -31,14 +28,6 @@ def test_fields_are_also_keywords(tmp_path):
     assert plans[0] == plans[1]
 
 
-def test_a_field_with_two_names(tmp_path):
-    data = batches(1, batch=4, seq=8)[0]
-    with attached(small_model("llama"), tmp_path, batch=data, grad_offload="serial") as session:
-        assert session.plan.update_mode == "serial"
-    with pytest.raises(ConfigError, match="two names of one setting"):
-        attached(small_model("llama"), tmp_path, grad_offload="serial", update_mode="naive")
-
-
 def test_a_keyword_replaces_the_field_of_a_policy(tmp_path):
     policy = lohan.OffloadPolicy(micro_batch=2, overlap=False)
     with attached(
@@ -52,12 +41,3 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match="no keyword 'micro_batches'; it takes micro_batch"):
         attached(small_model("llama"), tmp_path, micro_batches=2)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_first_name_of_a_field():
-    """Of the policies and of the Trainer's arguments: given, read and replaced."""
-    for kind in (lohan.OffloadPolicy, LohanArguments):
-        made = kind(grad_offload="naive")
-        assert made == kind(update_mode="naive") and made.grad_offload == "naive"
-        assert replace(made, grad_offload="serial").update_mode == "serial"
-        assert replace(made, update_mode="serial").grad_offload == "serial"

@@ -41,7 +41,8 @@ def make_late(session: lohan.Session, late: str) -> None:
     session.executor.lanes.delay = lane
     device = session.context.device
     assert isinstance(device, EmulatedDevice)
-    device.delay = lambda stream: time.sleep(LATE_S if stream == late else 0)
+    lane_of = {"slices": "h2d"}  # slices come to the device over the same link
+    device.delay = lambda stream: time.sleep(LATE_S if lane_of.get(stream, stream) == late else 0)
 
 
 def outcome(

@@ -77,7 +77,8 @@ def test_the_whole_batch_in_one_slice_where_that_is_faster():
     halves = plan_for_machine(asked_of("qwen3-14b", clip=1.0, micro_batch=32))
     assert made.step_s < halves.step_s and clipped_s(made) < clipped_s(halves)
     without = plan_for_machine(asked_of("qwen3-14b", clip=1.0, tiles="off"))
-    assert without.plan.micro_batch == 32 and not without.plan.tiles
+    # Half of the batch would leave the head slices of 16 tokens, each with sums of its gradients.
+    assert without.plan.micro_batch == 16 and without.plan.head_tokens == 1024
 
 
 def test_tiles_save_no_compute():
@@ -132,7 +133,8 @@ def test_between_commits_updates_wait_without_idle_drives():
 
 def test_a_plan_for_clipped_steps():
     """Where the plan of a run is slower with them than another would be, the run changes it."""
-    made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
+    asked = asked_of("qwen3-32b", clip=1.0)
+    made = plan_for_machine(replace(asked, machine=presets.machine("rtx5090")))
     assert made.changes_plan and len(made.clipped.plan.spilled_gradients) < len(
         made.plan.spilled_gradients
     )

@@ -66,7 +66,7 @@ def test_where_waiting_for_the_norm_costs_more_every_step_is_committed(model):
 def test_drives_that_last_are_not_spared():
     """Then time alone counts: every step, or the next best, where each would cost too much."""
     machine = presets.machine("rtx4090")
-    lasting = tuple(replace(d, endurance_bytes=1e20) for d in machine.drives)
+    lasting = tuple(replace(d, endurance_bytes=1e20, write=1.5e9) for d in machine.drives)
     assert planned(machine=replace(machine, drives=lasting)).plan.commit.steps == 2
     fast = tuple(replace(d, read=1e11, write=1e11) for d in lasting)
     assert planned(machine=replace(machine, drives=fast)).plan.commit == EVERY_STEP

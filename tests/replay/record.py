@@ -71,8 +71,8 @@ def both_by_command(*words: str, ranks: int = 1) -> dict[str, Case]:
 # All cases of a family end with the same bits.
 WEIGHTS: dict[str, dict[str, Case]] = {
     "fp32": {
-        "plain": Case(attach={"overlap": False, "grad_offload": "serial"}),
-        **{mode: Case(attach={"grad_offload": mode})
+        "plain": Case(attach={"overlap": False, "update_mode": "serial"}),
+        **{mode: Case(attach={"update_mode": mode})
            for mode in ("serial", "naive", "optimized", "balanced")},
         "planned": Case(planned=True),
         "emulated device": Case(attach={"device": "emulated"}, device="8MiB"),
@@ -102,10 +102,10 @@ PLANS = (
 SCHEDULES = (
     "--model SMALL --machine rtx3090 --batch 4 --seq 128 --host 30MiB --device-memory 30MiB",
     "--model SMALL --machine rtx3090 --batch 4 --seq 128 --host 30MiB --device-memory 30MiB"
-    " --grad-offload optimized --clip 0",
+    " --update-mode optimized --clip 0",
     "--model SMALL --machine rtx4090 --batch 4 --seq 128 --host 60MiB --gpus 2",
     "--model SMALL --machine DESK --batch 4 --seq 128 --host 30MiB",
-    "--model SMALL --machine DESK --batch 4 --seq 128 --host 40MiB --grad-offload naive --clip 0",
+    "--model SMALL --machine DESK --batch 4 --seq 128 --host 40MiB --update-mode naive --clip 0",
 )
 SMALL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,

@@ -12,14 +12,13 @@ from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
-    BufferState,
     Schedule,
     ScheduleSpec,
-    empty_buffers,
     from_text,
     parse_token,
     to_text,
 )
+from lohan.schedule.buffers import BufferState, empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.phases import (
     Upcoming,
@@ -66,28 +65,27 @@ SPILLED = replace(TWO, chunks=(2, 1), spilled_gradients=frozenset({0}))
 
 def test_forward_reads_ahead():
     made, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    assert to_text(made) == "R0@0(W0.0) R1@1(W1.0) F0@0(R0,U0.0) F1@1(R1,U1.0)"
-    assert buffers.slots.held == (0, 1)
+    assert to_text(made) == "R0@0 R1@1 F0@0(R0) F1@1(R1)"
+    assert buffers.slots == (0, 1)
     made, _ = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
-    assert to_text(made) == "R0@0(W0.0) F0@0(R0,U0.0) R1@0(F0,W1.0) F1@0(R1,U1.0)"
+    assert to_text(made) == "R0@0 F0@0(R0) R1@0(F0) F1@0(R1)"
 
 
 # mode, groups whose update waits, backward, and the forward after it
 MODES = [
-    ("serial", (0, 1), "B1@1(R1) H1(B1) B0@0(R0) H0(B0) E",
-     "S0.0@0(W0.0) U0.0@0,0(H0,E,R0,S0.0) W0.0@0,0(U0.0,C) "
-     "S1.0@1(W1.0) U1.0@1,1(H1,E,R1,S1.0) W1.0@1,1(U1.0,C) C"),
+    ("serial", (0, 1), "B1@1 H1(B1) B0@0 H0(B0) E",
+     "S0.0@0 U0.0@0,0(E,S0.0) W0.0@0,0(U0.0) S1.0@1 U1.0@1,1(S1.0) W1.0@1,1(U1.0) C"),
     ("naive", (),
-     "B1@1(R1) S1.0@0(W1.0) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) "
-     "B0@0(R0,U1.0) S0.0@1(W0.0,W1.0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E C(E)",
-     "F0@0(R0,U0.0) F1@1(R1,U1.0)"),
+     "B1@1 S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0) "
+     "B0@0(U1.0) S0.0@1(W1.0) U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)",
+     "F0@0(U0.0) F1@1"),
     ("optimized", (),
-     "S1.0@0(W1.0) B1@1(R1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) "
-     "S0.0@1(W0.0) B0@0(R0,U1.0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E C(E)",
-     "F0@0(R0,U0.0) F1@1(R1,U1.0)"),
+     "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0) "
+     "S0.0@1 B0@0(U1.0) U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)",
+     "F0@0(U0.0) F1@1"),
     ("balanced", (1,),
-     "S0.0@0(W0.0) B1@1(R1) H1(B1) B0@0(R0) U0.0@0,0(B0,R0,S0.0) W0.0@0,0(U0.0,C) E",
-     "S1.0@1(W1.0) U1.0@1,1(H1,E,R1,S1.0) W1.0@1,1(U1.0,C) C F0@0(R0,U0.0) F1@1(R1,U1.0)"),
+     "S0.0@0 B1@1 H1(B1) B0@0 U0.0@0,0(B0,S0.0) W0.0@0,0(U0.0) E",
+     "S1.0@1 U1.0@1,1(E,S1.0) W1.0@1,1(U1.0) C F0@0(U0.0) F1@1(U1.0)"),
 ]  # fmt: skip
 
 
@@ -104,36 +102,34 @@ def test_modes(mode, deferred, back, after):
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
-    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=((0, 0),), write_through=False)
-    made, _ = updates(spec, empty_buffers(spec), (), after="E", end=True)
-    assert to_text(made) == "E C(E,U0.0)"
+    state = ((0, 0), (0, 1))
+    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state, write_through=False)
+    _, buffers = updates(spec, empty_buffers(spec), (0,))
+    made, _ = updates(spec, buffers, (), end=True)
+    assert to_text(made) == "E C(E,U0.1)"
 
 
 def test_tied_weights_are_updated_after_their_last_use():
     made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
-    assert to_text(made) == (
-        "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
-        "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
-    )
+    assert to_text(made) == ("R0@0 F0@0(R0) R1@0(F0) F1@0(R1) R0@0(F1) F2@0(R0)")
     made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", unreached=(2,))
     assert to_text(made) == (
-        "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
-        "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
-        "W0.0@0,0(U0.0,C) S0.1@0(W0.0,W0.1) U0.1@0,0(B0,R0,S0.1) W0.1@0,0(U0.1,C) "
-        "E U2.0@1,1(E,R2,W2.0) W2.0@1,1(U2.0,C) C(E)"
+        "S1.0@0 B2@0 R1@0(B2) B1@0(R1) U1.0@0,0(B1) W1.0@0,0(U1.0) "
+        "S0.0@0(W1.0) R0@0 B0@0(R0) U0.0@0,0(B0) "
+        "W0.0@0,0(U0.0) S0.1@0(W0.0) U0.1@0,0(S0.1) W0.1@0,0(U0.1) "
+        "E U2.0@1,1(E) W2.0@1,1(U2.0) C"
     )
 
 
 def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
     made, buffers = backward(SPILLED, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    assert to_text(made) == ("B1@1(R1) H1(B1) B0@0(R0) H0(B0) P0.0@0(H0,U0.0) P0.1@1(H0,U0.1) E")
+    assert to_text(made) == "B1@1 H1(B1) B0@0 H0(B0) P0.0@0(H0) P0.1@1 E"
     made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), end_step=True)
     assert to_text(made) == (
-        "G0.0@0(P0.0) S0.0@0(W0.0) U0.0@0,0,0(H0,E,R0,S0.0,G0.0) W0.0@0,0(U0.0,C) "
-        "G0.1@1(P0.1) S0.1@1(W0.1) U0.1@1,0,1(H0,E,R0,S0.1,G0.1) W0.1@1,0(U0.1,C) "
-        "S1.0@0(W0.0,W1.0) U1.0@0,1(H1,E,R1,S1.0) W1.0@0,1(U1.0,C) C F0@0(R0,U0.0,U0.1) "
-        "F1@1(R1,U1.0)"
+        "G0.0@0(P0.0) S0.0@0 U0.0@0,0,0(E,S0.0) W0.0@0,0(U0.0) "
+        "G0.1@1 S0.1@1 U0.1@1,0,1(S0.1) W0.1@1,0(U0.1) "
+        "S1.0@0 U1.0@0,1(S1.0) W1.0@0,1(U1.0) C F0@0(U0.1) F1@1(U1.0)"
     )
 
 
@@ -145,7 +141,7 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), end_step=True)
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
-    assert to_text(buffers.behind) == "W0.0@2,2(U0.0,C) C"
+    assert to_text(buffers.behind) == "W0.0@2,2 C"
     made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
@@ -165,32 +161,45 @@ def test_updates_that_do_not_wait_for_the_norm():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized", speculate=True)
     assert to_text(made) == (
-        "S1.0@0(W1.0) B1@1(R1) H1(B1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) S0.0@1(W0.0) B0@0(R0) "
-        "H0(B0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E(H0)"
+        "S1.0@0 B1@1 H1(B1) U1.0@0,1(S1.0) W1.0@0,1(U1.0) S0.0@1 B0@0 "
+        "H0(B0) U0.0@1,0(S0.0) W0.0@1,0(U0.0) E(H0)"
     )
     made, _ = forward(TWO, buffers, (0, 1), end_step=True)
-    assert to_text(made) == "C F0@0(R0,U0.0) F1@1(R1,U1.0)"
+    assert to_text(made) == "C(E) F0@0(U0.0) F1@1"
 
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
     cached = replace(TWO, host_cached_weights=(1,), host_cached_state=((1, 0),))
     for two_generations, wanted in (
-        (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
-        (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
+        (True, "U1.0@2,2(B1) W1.0@2,2(U1.0) C(E)"),
+        (False, "U1.0@2,2(B1) C(E,U1.0)"),
     ):
         spec = replace(cached, write_through=two_generations)
         made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
-        assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
+        assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
 
 
 def test_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = one_backward(TWO, buffers, 1)
-    assert to_text(made) == "B1@1(R1)"
-    made, buffers = updates(TWO, buffers, (1,), after="B1")
-    assert to_text(made) == "S1.0@0(W1.0) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C)"
-    made, _ = updates(TWO, buffers, (0,), after="E", end=True)
-    assert to_text(made) == "E S0.0@1(W0.0) U0.0@1,0(E,R0,S0.0) W0.0@1,0(U0.0,C) C(E)"
+    assert to_text(made) == "B1@1"
+    made, buffers = updates(TWO, buffers, (1,))
+    assert to_text(made) == "S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0)"
+    made, _ = updates(TWO, buffers, (0,), end=True)
+    assert to_text(made) == "E S0.0@1 U0.0@1,0(E,S0.0) W0.0@1,0(U0.0) C"
+
+
+@pytest.mark.parametrize(("head_alone", "waits"), [(False, [(), ("D2",)]), (True, [("D2",), ()])])
+def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
+    """Only those of the first group; the others have `device_grads` rooms in any case."""
+    spec = replace(
+        TWO, sites=((0,), (1,), (2,)), chunks=(1, 1, 1), slots=3, grads=3, device_slots=3,
+        head_alone=head_alone,
+    )  # fmt: skip
+    _, buffers = forward(spec, empty_buffers(spec), (0, 1, 2))
+    made, _ = backward(spec, buffers, (2, 1, 0), update_mode="naive")
+    found = [action.waits for action in made if action.kind == "B"]
+    assert [set(w) & {"D0", "D1", "D2"} for w in found[1:]] == [set(w) for w in waits]
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -213,7 +222,7 @@ def test_tables_do_not_grow():
     for _ in range(4):
         _, buffers = forward(TWO, buffers, (0, 1))
         _, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized")
-        sizes.append(len(str(replace(buffers, ring=replace(buffers.ring, next=0)))))
+        sizes.append(len(buffers.uses.recorded()))
     assert len(set(sizes[1:])) == 1
 
 
@@ -244,18 +253,18 @@ def test_what_is_right_passes():
         # what it waits for
         (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be in flight"),
         (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(B1,R1)"),
-         "U1.0@0,1(B1,R1): overwrites ring 0 while S1.0 may be in flight"),
+         "U1.0@0,1(B1,R1): overwrites state buffer 0 while S1.0 may be in flight"),
         (STEP, TWO, ("U1.0@0,1(B1,", "U1.0@0,1(F1,"), "the gradients of B1 may not be there yet"),
         (STEP, TWO, ("W1.0@0,1(U1.0,C)", "W1.0@0,1(C)"),
-         "W1.0@0,1(C): uses ring 0 while U1.0 may be in flight"),
-        (STEP, TWO, (" C(E)", " C(E) S1.0@1"), "S1.0@1: overwrites ring 1 while W0.0 may be"),
-        (STEP, TWO, (" C(E)", " C(E) S0.0@0"), "uses state of group 0 while W0.0 may be"),
-        (STEP, TWO, (" C(E)", " C(E) R0@1(W1.0)"), "uses weights of group 0 while W0.0 may be"),
+         "W1.0@0,1(C): uses state buffer 0 while U1.0 may be in flight"),
+        (STEP, TWO, (" C(E)", " C(E) S1.0@1"), "overwrites state buffer 1 while W0.0"),
+        (STEP, TWO, (" C(E)", " C(E) S0.0@0"), "uses group on SSD 0 while W0.0 may be"),
+        (STEP, TWO, (" C(E)", " C(E) R0@1(W1.0)"), "uses group on SSD 0 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) R1@0(W1.0,F0)"), "overwrites slot 0 while W0.0 may be"),
-        (STEP, TWO, ("S0.0@1 B0", "S0.0@0(S1.0) B0"), "S0.0@0(S1.0): overwrites ring 0 while"),
-        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites stage 0 while P0.0 may be in flight"),
-        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses stage 0 while G0.0 may be in flight"),
-        (HELD, ONE, ("P0.1@1(H0)", "P0.1@0(H0)"), "P0.1@0(H0): overwrites stage 0 while P0.0"),
+        (STEP, TWO, ("S0.0@1 B0", "S0.0@0(S1.0) B0"), "overwrites state buffer 0 while"),
+        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites staging buffer 0 while P0.0"),
+        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses staging buffer 0 while G0.0 may be in flight"),
+        (HELD, ONE, ("P0.1@1(H0)", "P0.1@0(H0)"), "overwrites staging buffer 0 while P0.0"),
         # what it finds
         (STEP, TWO, ("F1@1(R1)", "F1@0(R1)"), "F1@0(R1): slot 0 holds group 0, not 1"),
         (STEP, TWO, (" S0.0@1", ""), "ring buffer 1 holds None"),
@@ -309,7 +318,7 @@ def test_what_came_before_counts():
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
     _, buffers = backward(TIGHT, buffers, (1, 0), update_mode="optimized")
     made, _ = forward(TIGHT, buffers, (1,))
-    assert to_text(made) == "R1@0(B0,W0.0,W1.0) F1@0(R1,U1.0)"
+    assert to_text(made) == "R1@0(W0.0) F1@0(R1)"
     validate(made, TIGHT, buffers)
     early = tuple(
         action.waiting_for(tuple(w for w in action.waits if w != "W0.0")) for action in made
@@ -449,10 +458,8 @@ class Chain:
             for site, final in zip(step.back, last_use_groups, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
                 if final:
-                    self.add(
-                        updates(self.spec, self.buffers, final, after=f"B{site}", deferred=deferred)
-                    )
-            self.add(updates(self.spec, self.buffers, rest, after="E", deferred=deferred, end=True))
+                    self.add(updates(self.spec, self.buffers, final, deferred=deferred))
+            self.add(updates(self.spec, self.buffers, rest, deferred=deferred, end=True))
         deferred, ends = deferred, bool(deferred) or speculate
         if self.run.mode == "serial":
             self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
@@ -467,8 +474,8 @@ def chain_of(run: Run) -> Schedule:
         chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
     for number, step in enumerate(run.steps):
         chain.step(step, run.steps[number + 1] if number < 2 else None)
-    chain.write_behind()
-    return (*chain.all, *chain.buffers.behind)
+    chain.add(write_behind(run.spec, chain.buffers))
+    return tuple(chain.all)
 
 
 def commit_between_spill_and_fetch() -> Run:

@@ -16,6 +16,13 @@ it. There every Python process has these devices, from the import of torch on.
 
     SOFTCUDA_DEVICES, SOFTCUDA_MIB         how many devices, and the memory of each (2, 1024)
     SOFTCUDA_COPY_US, _WORK_US, _SEED      how late streams are
+    SOFTCUDA_CAPABILITY                    of the devices (8.9)
+    SOFTCUDA_QUEUE                         launches that a stream holds (1024)
+    SOFTCUDA_NCCL_MIB                      memory of a device that a communicator takes (0)
+    SOFTCUDA_ORDER=1                       report unordered accesses to memory (order.hpp); a
+                                           process that has found some exits with an error
+    SOFTCUDA_GUARD=1                       pages of copies in flight cannot be touched (guard.hpp)
+    SOFTCUDA_POISON=1                      fill memory with NaN when it is released
     SOFTCUDA_LOG                           says which kernels were asked for and do not run
 """
 
@@ -87,6 +94,17 @@ class Wait:
 
     def __str__(self) -> str:
         return f"{self.what}: {' < '.join(map(str, self.stack[:6]))}"
+
+
+@contextmanager
+def unordered() -> Iterator[None]:
+    """Run code that omits a wait on purpose: neither the detector nor the page guard objects."""
+    extension().set_guard(False)
+    try:
+        yield
+    finally:
+        extension().take_races()
+        extension().set_guard(True)
 
 
 @contextmanager

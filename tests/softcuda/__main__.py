@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.softcuda.environment import COMPILING, set_up
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("device", "training", "commands")
+FILES = ("device", "order", "training", "commands")
 FETCH_S, TESTS_S = 8 * 60, 12 * 60  # in CI, where `make test` has taken most of the time
 INTERRUPTED = 2  # pytest's
 
@@ -47,7 +47,7 @@ def main(place: Path, version: str, *more: str) -> int:
 
 def _run(command: list[str], within_s: float | None) -> int:
     """With -x, what is stopped in the end has not failed."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SOFTCUDA_ORDER": "1"}
     child = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:
         return child.wait(within_s)

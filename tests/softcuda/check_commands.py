@@ -17,7 +17,7 @@ from lohan.tools.gpu_checks import CHECKS, run_here
 from lohan.tools.self_test import compared
 from tests.diffusion_folders import CONFIGS, save_latents, save_pipeline
 from tests.interrupts import send_while_held
-from tests.softcuda import extension
+from tests.softcuda import extension, unordered
 from tests.test_cli import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
 from tests.test_generation import write_model
 
@@ -139,8 +139,9 @@ def test_the_checks_of_a_card_as_a_command(lohan, tmp_path):  # noqa: F811 - a f
 
 def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
     monkeypatch.setattr(AcceleratorDevice, "wait", lambda self, event: None)
-    cuda.set_delays(10_000, 0, 0)
-    found = run_here("saved-activations", "cuda", tmp_path)
+    cuda.set_delays(100_000, 0, 0)  # Longer than the two slices that the host is ahead.
+    with unordered():
+        found = run_here("saved-activations", "cuda", tmp_path)
     assert found["state"] == "wrong" and "activations saved, and recomputed" in found["error"]
 
 
@@ -188,16 +189,27 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
     assert len({file.read_bytes() for file in files}) == 1
 
 
+LATE_AND_POISONED = {
+    "SOFTCUDA_POISON": "1", "SOFTCUDA_COPY_US": "2000", "SOFTCUDA_WORK_US": "200",
+    "SOFTCUDA_SEED": "1",
+}  # fmt: skip
+
+
 def test_two_ranks_on_two_devices(model, data, tmp_path):  # noqa: F811 - fixtures
-    """NCCL sums in the order of the ranks here, as they do on the CPU."""
+    """Two ranks on the device have the losses and norms of two ranks on the CPU.
+
+    NCCL sums in the order of the ranks here, as they do on the CPU. Both processes run under the
+    order detector, with poisoned memory and random delays.
+    """
     found = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--gpus", 2, "--device", device, "--dtype", "fp32", "--micro-batch", 1]
-        ended = run(*arguments(model, data, out, *more))
+        ended = run(*arguments(model, data, out, *more, "--steps", 4), **LATE_AND_POISONED)
         assert ended.code == 0, ended
-        found[device] = losses(out)
-    assert found["cuda"] == found["cpu"] and len(found["cpu"]) == 2
+        found[device] = losses(out), [row["grad_norm"] for row in rows(out) if "loss" in row]
+    assert found["cuda"][0] == found["cpu"][0] and len(found["cpu"][0]) == 4
+    assert found["cuda"][1] == pytest.approx(found["cpu"][1], rel=1e-6)
 
 
 def test_a_build_without_a_device_says_so(model, data, tmp_path):  # noqa: F811 - fixtures

@@ -3,7 +3,13 @@ that they begin nothing; nothing here depends on time."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lohan.device.accelerator import forget_error
+from lohan.device.out_of_memory import is_out_of_memory
 from lohan.util.units import MiB
 from tests.softcuda import extension, waits
 
@@ -98,6 +105,7 @@ def test_streams_do_not_wait_for_each_other_by_themselves(waited):
         if not waited:
             other.synchronize()
     assert torch.equal(here, torch.full((COUNT,), 2.0)) == waited
+    assert bool(cuda.take_races()) == (not waited)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -115,6 +123,7 @@ def test_released_memory_is_the_next_owners_at_once(told):
     finally:
         cuda.set_poison(False)
     assert torch.equal(here, torch.ones(COUNT)) == told
+    assert bool(cuda.take_races()) == (not told)
 
 
 def test_the_host_cannot_read_what_is_there():
@@ -181,6 +190,112 @@ def test_events_that_block_do_not_spin():
         event.record()
         event.synchronize()
         assert cuda.counts()["spins"] == before + spins
+
+
+def test_a_full_queue_blocks_the_launches_of_all_threads():
+    """As a real driver does: a copy of another thread on another stream waits for the queue."""
+    there, other = ones(), torch.cuda.Stream()
+    copied = threading.Event()
+
+    def copy() -> None:
+        with torch.cuda.stream(other):
+            ones() + 1
+        copied.set()
+
+    def fill() -> None:
+        for _ in range(12):
+            there.add_(1)
+
+    threads = [threading.Thread(target=target) for target in (fill, copy)]
+    cuda.set_queue(8)
+    try:
+        with held(torch.cuda.current_stream()):
+            threads[0].start()
+            while cuda.queued(torch.cuda.current_stream().cuda_stream) < 8:
+                time.sleep(0.001)
+            threads[1].start()
+            assert not copied.wait(0.1)
+    finally:
+        cuda.set_queue(1024)
+        for thread in threads:
+            thread.join()
+    assert copied.is_set() and there[0].item() == 13
+
+
+def test_memory_is_pinned_by_whole_pages():
+    memory = np.zeros(4 * 4096, dtype=np.uint8)
+    start, runtime = memory.ctypes.data + -memory.ctypes.data % 4096, torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(start, 100, 0)) == 0
+    assert int(runtime.cudaHostRegister(start + 2048, 100, 0)) != 0
+    forget_error()
+    assert int(runtime.cudaHostUnregister(start)) == 0
+
+
+def test_a_handle_of_a_library_takes_memory_outside_the_allocator():
+    matrix, free = torch.ones(8, 8, device="cuda"), torch.cuda.mem_get_info()[0]
+    failed: list[str] = []
+
+    def multiply() -> None:
+        try:
+            matrix @ matrix
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    cuda.set_handle(2 * free)
+    try:
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    finally:
+        cuda.set_handle(0)
+    assert "CUBLAS_STATUS_ALLOC_FAILED" in failed[0]
+    assert is_out_of_memory(RuntimeError(failed[0]))
+
+
+TOUCHES = """
+import sys, torch, lohan_softcuda as cuda
+stream, host = torch.cuda.current_stream(), torch.zeros(1 << 20, dtype=torch.uint8).pin_memory()
+there = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+cuda.hold(stream.cuda_stream, True)
+to_host = sys.argv[1] == "to the host"
+host.copy_(there, non_blocking=True) if to_host else there.copy_(host, non_blocking=True)
+if sys.argv[2] == "early":
+    host[1 << 19] = 3
+cuda.hold(stream.cuda_stream, False)
+torch.cuda.synchronize()
+host[1 << 19] = 3
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "in time"])
+@pytest.mark.parametrize("way", ["to the host", "to the device"])
+def test_the_host_cannot_touch_what_a_copy_in_flight_uses(way, when):
+    done = subprocess.run(
+        [sys.executable, "-c", TOUCHES, way, when], capture_output=True, text=True,
+        env={**os.environ, "SOFTCUDA_GUARD": "1"},
+    )  # fmt: skip
+    assert done.returncode == (-signal.SIGSEGV if when == "early" else 0), done
+
+
+CAPABILITY = (
+    "import torch; from lohan.device.accelerator import AcceleratorDevice as D;"
+    "q = torch.zeros(1, 2, 16, 8, dtype=torch.float16, device='cuda', requires_grad=True);"
+    "out = torch.nn.functional.scaled_dot_product_attention(q, q, q);"
+    "print(torch.cuda.get_device_capability(), D().default_dtype, out.grad_fn.name())"
+)
+
+
+@pytest.mark.parametrize(
+    ("capability", "says"),
+    [("7.5", r"\(7, 5\) fp16 .*Efficient"), ("12.0", r"\(12, 0\) bf16 .*Flash")],
+)
+def test_attention_is_chosen_by_capability(capability, says):
+    done = subprocess.run(
+        [sys.executable, "-c", CAPABILITY], capture_output=True, text=True,
+        env={**os.environ, "SOFTCUDA_CAPABILITY": capability},
+    )  # fmt: skip
+    assert re.search(says, done.stdout), done
 
 
 def heads(device: str, dtype: torch.dtype, *, shared: int = 1) -> list[torch.Tensor]:

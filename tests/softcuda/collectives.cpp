@@ -2,12 +2,15 @@
 // taken in the order of the ranks. What is not needed here is refused by the generated names.
 #include "runtime.hpp"
 
+#include <cuda_runtime_api.h>
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -15,7 +18,7 @@
 namespace {
 
 constexpr size_t kSlot = size_t{1} << 20;
-enum Result { kSuccess = 0, kSystem = 2, kInvalid = 4, kRemote = 6 };
+enum Result { kSuccess = 0, kCuda = 1, kSystem = 2, kInvalid = 4, kRemote = 6 };
 
 struct Id {
   char name[128];
@@ -84,8 +87,11 @@ void add(int type, char* into, const char* from, size_t count) {
   }
 }
 
-// In the stream's order.
-int enqueue(void* stream, std::function<void()> work) {
+// In the stream's order. `reads` and `writes`: bytes at those addresses.
+int enqueue(void* stream, const char* name, softcuda::Range reads, softcuda::Range writes,
+            std::function<void()> work) {
+  const softcuda::Range ranges[] = {reads, writes};
+  softcuda_access(stream, ranges, 2, name);
   const auto run = [](void* data) {
     std::unique_ptr<std::function<void()>>(static_cast<std::function<void()>*>(data))->operator()();
   };
@@ -114,6 +120,7 @@ API int ncclGetVersion(int* version) {
   return kSuccess;
 }
 API const char* ncclGetErrorString(int result) {
+  if (result == kCuda) return "unhandled cuda error: Failed to CUDA calloc, out of memory";
   return result == kSuccess ? "no error" : "software NCCL error";
 }
 API const char* ncclGetLastError(Communicator*) { return ""; }
@@ -123,6 +130,10 @@ API int ncclGetUniqueId(Id* id) {
   return kSuccess;
 }
 API int ncclCommInitRank(Communicator** made, int world, Id id, int rank) {
+  const char* mib = std::getenv("SOFTCUDA_NCCL_MIB");  // that a communicator takes of the device
+  int device = 0;
+  cudaGetDevice(&device);
+  if (mib != nullptr && !softcuda_charge(device, std::strtoull(mib, nullptr, 10) << 20)) return kCuda;
   const size_t size = 4096 + world * kSlot;
   const int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, off_t(size)) != 0) return kSystem;
@@ -164,7 +175,8 @@ API int ncclGroupEnd() { return kSuccess; }
 API int ncclAllGather(const void* piece, void* whole, size_t count, int type, Communicator* with,
                       void* stream) {
   const size_t size = count * width(type);
-  return enqueue(stream, [=, own = here(piece), all = here(whole)] {
+  const softcuda::Range reads{piece, size, false}, writes{whole, size * with->world, true};
+  return enqueue(stream, "an all-gather", reads, writes, [=, own = here(piece), all = here(whole)] {
     exchange(*with, own, size, [&](size_t at, size_t length) {
       for (int rank = 0; rank < with->world; ++rank) {
         std::memmove(all + rank * size + at, with->slot(rank), length);
@@ -176,7 +188,8 @@ API int ncclAllReduce(const void* from, void* into, size_t count, int type, int 
                       Communicator* with, void* stream) {
   if (op != 0) return kInvalid;
   const size_t size = count * width(type);
-  return enqueue(stream, [=, own = here(from), all = here(into)] {
+  const softcuda::Range reads{from, size, false}, writes{into, size, true};
+  return enqueue(stream, "an all-reduce", reads, writes, [=, own = here(from), all = here(into)] {
     exchange(*with, own, size, [&](size_t at, size_t length) {
       std::memcpy(all + at, with->slot(0), length);
       for (int rank = 1; rank < with->world; ++rank) {
@@ -189,7 +202,8 @@ API int ncclReduceScatter(const void* rows, void* row, size_t count, int type, i
                           Communicator* with, void* stream) {
   if (op != 0) return kInvalid;
   const size_t size = count * width(type);
-  return enqueue(stream, [=, own = here(rows), sum = here(row)] {
+  const softcuda::Range reads{rows, size * with->world, false}, writes{row, size, true};
+  return enqueue(stream, "a reduce-scatter", reads, writes, [=, own = here(rows), sum = here(row)] {
     exchange(*with, own, size * with->world, [&](size_t at, size_t length) {
       const size_t first = std::max(at, with->rank * size);
       const size_t last = std::min(at + length, (with->rank + 1) * size);
@@ -204,8 +218,10 @@ API int ncclReduceScatter(const void* rows, void* row, size_t count, int type, i
 }
 API int ncclBroadcast(const void* from, void* into, size_t count, int type, int root,
                       Communicator* with, void* stream) {
-  return enqueue(stream, [=, own = here(from), all = here(into)] {
-    exchange(*with, own, count * width(type), [&](size_t at, size_t length) {
+  const size_t size = count * width(type);
+  const softcuda::Range reads{from, size, false}, writes{into, size, true};
+  return enqueue(stream, "a broadcast", reads, writes, [=, own = here(from), all = here(into)] {
+    exchange(*with, own, size, [&](size_t at, size_t length) {
       std::memcpy(all + at, with->slot(root), length);
     });
   });

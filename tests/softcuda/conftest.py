@@ -17,11 +17,14 @@ def pytest_ignore_collect() -> bool | None:
 
 @pytest.fixture(autouse=True)
 def fresh_devices() -> Iterator[None]:
-    """A gigabyte each, and streams on time; what a test has left in caches goes."""
+    """Check the order of all accesses, then restore memory and delays and empty the caches."""
     import torch
 
     cuda = extension()
+    cuda.set_order(True)
+    cuda.set_guard(True)
     yield
+    races = cuda.take_races()
     cuda.set_delays(0, 0, 0)
     cuda.set_poison(False)
     cuda.set_pinnable(2**62)
@@ -30,3 +33,4 @@ def fresh_devices() -> Iterator[None]:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    assert not races, races

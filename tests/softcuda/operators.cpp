@@ -37,14 +37,32 @@ c10::Device here() { return c10::impl::VirtualGuardImpl(kDevice).getDevice(); }
 
 namespace {
 void* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+// Bytes that the operator which this thread launches next reads and writes.
+thread_local std::vector<softcuda::Range> accessed;
+
+void will_access(const at::Tensor& tensor, bool writes) {
+  if (!tensor.defined() || tensor.numel() == 0) return;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  accessed.push_back({tensor.const_data_ptr(), size_t(last + 1) * tensor.element_size(), writes});
+}
 }  // namespace
+
+void will_write(const at::Tensor& tensor) { will_access(tensor, true); }
+
+void ran_on_host(const char* name) {
+  softcuda_access(stream(), accessed.data(), accessed.size(), name);
+  accessed.clear();
+}
 
 // The caching allocator keeps memory for the order of its stream, so nothing is held here.
 at::Tensor over_memory(const at::Tensor& tensor) {
+  will_access(tensor, false);
   return blob(tensor, softcuda_host_view(tensor.const_data_ptr()), [](void*) {});
 }
 
-void give(std::function<void()> work) {
+void give(const char* name, std::function<void()> work) {
   const auto run = [](void* data) {
     std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(data));
     try {
@@ -55,6 +73,8 @@ void give(std::function<void()> work) {
       softcuda_fail();
     }
   };
+  softcuda_access(stream(), accessed.data(), accessed.size(), name);
+  accessed.clear();
   softcuda_push(stream(), run, new std::function<void()>(std::move(work)));
   // torch looks for an error after every launch, whoever made it.
   if (const auto error = cudaGetLastError(); error != cudaSuccess) {
@@ -173,7 +193,8 @@ std::pair<uint64_t, uint64_t> drawn(double dropout) {
 }
 
 void attend(const Attention& what, const Tensor& out, const Tensor& sums) {
-  fallback::give([=, out = over_memory(out), sums = over_memory(sums)] {
+  for (const auto& result : {out, sums}) fallback::will_write(result);
+  fallback::give("attention", [=, out = over_memory(out), sums = over_memory(sums)] {
     auto [made, totals] = what.forward();
     out.copy_(made);
     if (sums.numel() > 0) {
@@ -202,7 +223,8 @@ flash(const Tensor& query, const Tensor& key, const Tensor& value, double dropou
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 7
   auto random = at::empty({2}, query.options().dtype(at::kUInt64));
   auto unused = at::empty({}, query.options().dtype(at::kUInt64));
-  fallback::give([random = over_memory(random), seed = seed, offset = offset] {
+  fallback::will_write(random);
+  fallback::give("attention", [random = over_memory(random), seed = seed, offset = offset] {
     random.data_ptr<uint64_t>()[0] = seed;
     random.data_ptr<uint64_t>()[1] = offset;
   });
@@ -245,7 +267,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
     what.seed = random.item<int64_t>();
     what.offset = unused.item<int64_t>();
   }
-  fallback::give([=, d_out = over_memory(d_out), out = over_memory(out), sums = over_memory(sums),
+  for (const auto& result : {dq, dk, dv}) fallback::will_write(result);
+  fallback::give("attention's backward", [=, d_out = over_memory(d_out), out = over_memory(out), sums = over_memory(sums),
                   dq = over_memory(dq), dk = over_memory(dk), dv = over_memory(dv)]() mutable {
     if (dropout > 0 && state.defined()) {
       what.seed = state.data_ptr<uint64_t>()[0];
@@ -292,7 +315,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
                        causal, scale, dropout > 0 ? uint64_t(*seed.const_data_ptr<int64_t>()) : 0,
                        dropout > 0 ? uint64_t(*offset.const_data_ptr<int64_t>()) : 0};
   const int64_t length = query.size(2);
-  fallback::give([=, d_out = over_memory(d_out), out = over_memory(out), sums = over_memory(sums),
+  for (const auto& result : {dq, dk, dv}) fallback::will_write(result);
+  fallback::give("attention's backward", [=, d_out = over_memory(d_out), out = over_memory(out), sums = over_memory(sums),
                   dq = over_memory(dq), dk = over_memory(dk), dv = over_memory(dv),
                   d_bias = seen(d_bias)] {
     auto made = what.backward(d_out, out, sums.narrow(2, 0, length), d_bias.has_value());
@@ -315,13 +339,28 @@ Tensor& copy_(Tensor& into, const Tensor& from, bool non_blocking) {
     return at::native::copy_(into, from, non_blocking);
   }
   const c10::OptionalDeviceGuard guard(into.device());
-  fallback::give([into = over_memory(into), from = over_memory(from)] { into.copy_(from); });
+  fallback::will_write(into);
+  fallback::give("aten::copy_", [into = over_memory(into), from = over_memory(from)] {
+    into.copy_(from);
+  });
   return into;
 }
 
 // -- workspaces of libraries ----------------------------------------------------------------------
 
 std::atomic<int64_t> workspace_bytes{0};  // that a thread's cuBLAS takes for every stream
+
+std::atomic<int64_t> handle_bytes{0};  // that cuBLAS takes for the handle of a thread
+
+// Before a thread's first matrix product. A handle lies outside torch's allocator.
+void ensure_handle() {
+  thread_local int64_t charged = 0;
+  const int64_t wanted = handle_bytes;
+  if (charged >= wanted) return;
+  TORCH_CHECK(softcuda_charge(fallback::here().index(), size_t(wanted - charged)),
+              "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`");
+  charged = wanted;
+}
 
 // Before a matrix product. torch keeps such workspaces for as long as the process lives.
 void ensure_workspace() {
@@ -335,6 +374,7 @@ void ensure_workspace() {
 }
 
 void product(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  ensure_handle();
   ensure_workspace();
   fallback::fallback(op, stack);
 }
@@ -393,15 +433,23 @@ int64_t replace() {
 
 // -- released memory, and waits -------------------------------------------------------------------
 
-std::atomic<bool> poisons{false};
+std::atomic<bool> poisons{std::getenv("SOFTCUDA_POISON") != nullptr};
 
-// What is released is its next owner's at once, in the order of the stream that asked for it.
+// What is released is its next owner's at once, in the order of the stream that asked for it: both
+// ends of a block's life count as writes to it.
 void watch_memory() {
+  static bool attached = false;
+  if (std::exchange(attached, true)) return;
   namespace allocator = c10::cuda::CUDACachingAllocator;
   allocator::attachAllocatorTraceTracker([](const allocator::TraceEntry& entry) {
     const bool ends = entry.action_ == allocator::TraceEntry::FREE_COMPLETED;
-    if (!poisons || !(ends || entry.action_ == allocator::TraceEntry::ALLOC)) return;
-    softcuda_overwrite(entry.stream_, reinterpret_cast<void*>(entry.addr_), entry.size_);
+    if (!(ends || entry.action_ == allocator::TraceEntry::ALLOC)) return;
+    auto* memory = reinterpret_cast<void*>(entry.addr_);
+    const softcuda::Range range{memory, entry.size_, true};
+    // The default stream has no address, and the current device may be another one.
+    void* stream = entry.stream_ ? entry.stream_ : softcuda_default_stream(entry.device_);
+    softcuda_access(stream, &range, 1, ends ? "the release of memory" : "an allocation");
+    if (poisons) softcuda_overwrite(stream, memory, entry.size_);
   });
 }
 
@@ -420,7 +468,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("watch_memory", &watch_memory);
   m.def("set_poison", [](bool on) { poisons = on; });
   m.def("set_workspace", [](int64_t bytes) { workspace_bytes = bytes; });
+  m.def("set_handle", [](int64_t bytes) { handle_bytes = bytes; });
+  m.def("discharge", &softcuda_discharge);
+  m.def("set_guard", &softcuda_set_guard);
+  m.def("set_queue", &softcuda_set_queue);
+  m.def("queued", [](uintptr_t stream) { return softcuda_queued(reinterpret_cast<void*>(stream)); });
   m.def("set_delays", &softcuda_set_delays);
+  m.def("set_order", &softcuda_set_order);
+  m.def("take_races", [] {
+    std::map<std::string, int64_t> found;
+    const auto report = [](const char* text, int64_t count, void* data) {
+      (*static_cast<decltype(found)*>(data))[text] = count;
+    };
+    softcuda_take_races(report, &found);
+    return found;
+  });
   m.def("set_memory", &softcuda_set_memory);
   m.def("set_pinnable", &softcuda_set_pinnable);
   m.def("peak", &softcuda_peak);

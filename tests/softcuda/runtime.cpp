@@ -4,6 +4,8 @@
 //
 // A device address cannot be read by the host: its pages have no rights, and what is "there" lies
 // at the same distance in a second mapping.
+#include "guard.hpp"
+#include "order.hpp"
 #include "runtime.hpp"
 
 #include <cuda_runtime_api.h>
@@ -55,7 +57,23 @@ struct Lateness {
   std::atomic<unsigned> seed{unsigned(from_environment("SOFTCUDA_SEED", 0))};
 } late;
 
+softcuda::OrderDetector& order() {  // never destroyed: threads outlive main
+  static auto* made = new softcuda::OrderDetector(from_environment("SOFTCUDA_ORDER", 0) != 0);
+  return *made;
+}
+
+softcuda::PageGuard& guard() {
+  static auto* made = new softcuda::PageGuard(from_environment("SOFTCUDA_GUARD", 0) != 0);
+  return *made;
+}
+
 // -- streams --------------------------------------------------------------------------------------
+
+std::atomic<size_t> most_queued{from_environment("SOFTCUDA_QUEUE", 1024)};  // launches of a stream
+std::mutex& launches() {
+  static auto* made = new std::mutex;
+  return *made;
+}
 
 class Stream {
  public:
@@ -64,8 +82,11 @@ class Stream {
     std::thread(&Stream::loop, this).detach();
   }
 
+  // A full queue blocks the launch, and with it launches of all threads on all streams.
   uint64_t push(Work work) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard launching(launches());
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return queue_.size() < most_queued; });
     queue_.push_back(std::move(work));
     changed_.notify_all();
     return ++pushed_;
@@ -73,6 +94,10 @@ class Stream {
   uint64_t end() {
     std::lock_guard lock(mutex_);
     return pushed_;
+  }
+  size_t queued() {
+    std::lock_guard lock(mutex_);
+    return queue_.size();
   }
   bool passed(uint64_t position) {
     std::lock_guard lock(mutex_);
@@ -100,7 +125,15 @@ class Stream {
     if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
   }
 
+  // The host waits for all that was launched so far.
+  void wait_by_host() {
+    const auto clock = order().recorded(timeline);
+    join(end());
+    order().host_waits(clock);
+  }
+
   const int device, number, priority;
+  softcuda::OrderDetector::Timeline timeline;
 
  private:
   void loop() {
@@ -240,7 +273,7 @@ class Card {
   }
   Stream* first_stream() { return streams_.front(); }
   void settle() {
-    for (auto* stream : streams()) stream->join(stream->end());
+    for (auto* stream : streams()) stream->wait_by_host();
   }
 
   const int index;
@@ -290,9 +323,11 @@ class Pinned {
     int device;  // that it is pinned for; kAll
   };
   static constexpr int kAll = -1;
+  // Whole pages are pinned: registrations that share a page overlap.
   cudaError_t add(void* address, size_t size, bool allocated, int device) {
     std::lock_guard lock(mutex_);
-    auto* start = static_cast<char*>(address);
+    auto* start = page_of(address);
+    size = page_of(static_cast<char*>(address) + size + kHostPage - 1) - start;
     auto after = pieces_.upper_bound(start);
     const bool behind = after != pieces_.end() && after->first < start + size;
     if (behind || (after != pieces_.begin() && start < end_of(std::prev(after)))) {
@@ -305,7 +340,7 @@ class Pinned {
   }
   bool remove(void* address, bool allocated) {
     std::lock_guard lock(mutex_);
-    auto found = pieces_.find(static_cast<char*>(address));
+    auto found = pieces_.find(page_of(address));
     if (found == pieces_.end() || found->second.allocated != allocated) return false;
     total_ -= found->second.size;
     pieces_.erase(found);
@@ -326,6 +361,10 @@ class Pinned {
   }
 
  private:
+  static constexpr uintptr_t kHostPage = 4096;
+  static char* page_of(void* address) {
+    return reinterpret_cast<char*>(uintptr_t(address) & ~(kHostPage - 1));
+  }
   static char* end_of(std::map<char*, Piece>::iterator piece) {
     return piece->first + piece->second.size;
   }
@@ -360,17 +399,27 @@ cudaError_t copy(void* into, const void* from, size_t size, cudaMemcpyKind kind,
   }
   if (out && !in && !pinned().has(into, stream->device)) blocks = true;  // to pageable memory
   const bool link = in != out;
+  const softcuda::Range ranges[] = {{into, size, true}, {from, staged ? 0 : size, false}};
+  order().access(stream->timeline, ranges, 2,
+                 !link ? "a copy within the device" : in ? "a copy to the device" : "a copy to the host");
+  const auto clock = order().recorded(stream->timeline);
+  const void* on_host = in ? from : into;  // pinned, if it is guarded
+  const bool guarded = link && !staged && !blocks && guard().enabled();
+  if (guarded) guard().protect(on_host, size, !in);
   const auto position = stream->push([=] {
     if (link) {
-      if (late.copies_us > 0) std::memset(target, 0xFF, size);  // what is on its way is not there
+      const bool poisons = late.copies_us > 0 && !(guarded && !in);
+      if (poisons) std::memset(target, 0xFF, size);  // what is on its way is not there
       stream->linger(late.copies_us);
     }
-    std::memmove(target, source, size);
+    const auto move = [&] { std::memmove(target, source, size); };
+    guarded ? guard().run(on_host, size, !in, move) : move();
     (void)staged;
   });
   if (blocks) {
     host_waits(in ? "copy to the device" : "copy to pageable memory");
     stream->join(position);
+    order().host_waits(clock);
   }
   return outcome();
 }
@@ -381,6 +430,7 @@ struct Mark {
   Stream* stream;
   uint64_t position;
   std::atomic<double> at_ms{0};
+  softcuda::Clock clock;  // what the event comes after
 };
 struct Event {
   std::shared_ptr<Mark> get() {
@@ -414,11 +464,19 @@ API void softcuda_push(void* stream, void (*run)(void*), void* data) {
 API void softcuda_join(void* stream, bool counts) {
   auto* own = stream_of(static_cast<cudaStream_t>(stream));
   if (counts) host_waits("operator that the host reads");
-  own->join(own->end());
+  own->wait_by_host();
 }
+API void* softcuda_default_stream(int device) { return cards()[device]->first_stream(); }
 API void softcuda_overwrite(void* stream, void* address, size_t size) {
   void* target = visible(address);
   stream_of(static_cast<cudaStream_t>(stream))->push([=] { std::memset(target, 0xFF, size); });
+}
+API void softcuda_access(void* stream, const softcuda::Range* ranges, size_t count, const char* name) {
+  order().access(stream_of(static_cast<cudaStream_t>(stream))->timeline, ranges, count, name);
+}
+API void softcuda_set_order(bool enabled) { order().enable(enabled); }
+API void softcuda_take_races(void (*report)(const char* text, int64_t count, void* data), void* data) {
+  for (const auto& [text, count] : order().take_reports()) report(text.c_str(), count, data);
 }
 API void softcuda_fail() { fatal = cudaErrorLaunchFailure; }
 API void softcuda_set_delays(int copies_us, int work_us, unsigned seed) {
@@ -426,6 +484,13 @@ API void softcuda_set_delays(int copies_us, int work_us, unsigned seed) {
   late.work_us = work_us;
   late.seed = seed;
 }
+API size_t softcuda_queued(void* stream) {
+  return stream_of(static_cast<cudaStream_t>(stream))->queued();
+}
+API void softcuda_set_guard(bool enabled) { guard().enable(enabled); }
+API void softcuda_set_queue(size_t launches) { most_queued = launches; }
+API bool softcuda_charge(int device, size_t bytes) { return cards()[device]->charge(bytes); }
+API void softcuda_discharge(int device, size_t bytes) { cards()[device]->discharge(bytes); }
 API void softcuda_set_memory(int device, size_t bytes) { cards()[device]->set_total(bytes); }
 API size_t softcuda_peak(int device) { return cards()[device]->most(); }
 API void softcuda_set_pinnable(size_t bytes) { pinned().set_limit(bytes); }
@@ -459,8 +524,10 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int device) {  // of
   std::snprintf(of->name, sizeof of->name, "software CUDA %d", device);
   size_t unused;
   cards()[device]->info(&unused, &of->totalGlobalMem);
-  of->major = 8;
-  of->minor = 9;
+  const char* capability = std::getenv("SOFTCUDA_CAPABILITY");
+  std::sscanf(capability ? capability : "8.9", "%d.%d", &of->major, &of->minor);
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  of->uuid.bytes[0] = char(1 + device + (visible ? std::atoi(visible) : 0));
   of->multiProcessorCount = 4;
   of->warpSize = 32;
   of->maxThreadsPerBlock = of->maxThreadsDim[0] = of->maxThreadsDim[1] = 1024;
@@ -514,7 +581,8 @@ API cudaError_t cudaDeviceGetPCIBusId(char* into, int size, int device) {
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceSynchronize() {
-  host_waits("cudaDeviceSynchronize");
+  ++counted.spins;
+  host_waits("cudaDeviceSynchronize, spinning");
   card().settle();
   return outcome();
 }
@@ -636,6 +704,8 @@ API cudaError_t cudaMemcpy2DAsync(void* into, size_t into_row, const void* from,
 }
 API cudaError_t cudaMemsetAsync(void* address, int value, size_t size, cudaStream_t stream) {
   void* target = visible(address);
+  const softcuda::Range range{address, size, true};
+  order().access(stream_of(stream)->timeline, &range, 1, "memset");
   stream_of(stream)->push([=] { std::memset(target, value, size); });
   return outcome();
 }
@@ -662,12 +732,15 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 API cudaError_t cudaStreamQuery(cudaStream_t stream) {
   auto* own = stream_of(stream);
-  return own->passed(own->end()) ? outcome() : said(cudaErrorNotReady);
+  const auto clock = order().recorded(own->timeline);
+  if (!own->passed(own->end())) return said(cudaErrorNotReady);
+  order().host_waits(clock);
+  return outcome();
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  host_waits("cudaStreamSynchronize");
-  auto* own = stream_of(stream);
-  own->join(own->end());
+  ++counted.spins;
+  host_waits("cudaStreamSynchronize, spinning");
+  stream_of(stream)->wait_by_host();
   return outcome();
 }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
@@ -711,6 +784,7 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) {
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   auto mark = std::make_shared<Mark>();
   mark->stream = stream_of(stream);
+  mark->clock = order().recorded(mark->stream->timeline);
   mark->position = mark->stream->push([mark] { mark->at_ms = clock_ms(); });
   std::lock_guard lock(event_of(event)->mutex);
   event_of(event)->mark = std::move(mark);
@@ -721,18 +795,25 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto mark = event_of(event)->get();
-  return !mark || mark->stream->passed(mark->position) ? outcome() : said(cudaErrorNotReady);
+  if (!mark) return outcome();
+  if (!mark->stream->passed(mark->position)) return said(cudaErrorNotReady);
+  order().host_waits(mark->clock);
+  return outcome();
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const bool blocking = (event_of(event)->flags & cudaEventBlockingSync) != 0;
   if (!blocking) ++counted.spins;
   host_waits(blocking ? "event" : "event, spinning");
-  if (const auto mark = event_of(event)->get()) mark->stream->join(mark->position);
+  if (const auto mark = event_of(event)->get()) {
+    mark->stream->join(mark->position);
+    order().host_waits(mark->clock);
+  }
   return outcome();
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   const auto mark = event_of(event)->get();
   if (mark && mark->stream != stream_of(stream)) {
+    order().stream_waits(stream_of(stream)->timeline, mark->clock);
     stream_of(stream)->push([mark] { mark->stream->join(mark->position); });
   }
   return outcome();

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+RACES_FOUND = 86  # exit code of a process in which memory was accessed without an order
+
+
+def _fail_on_races(operators: Any) -> None:
+    """End the process with an error if the order detector has reports that no test has read."""
+    if races := operators.take_races():
+        for text, count in races.items():
+            print(f"software CUDA: {text}, {count} times", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(RACES_FOUND)
 
 
 class _Then(Loader):
@@ -24,6 +38,8 @@ class _Then(Loader):
         import lohan_softcuda
 
         lohan_softcuda.replace()
+        module.cuda._lazy_call(lohan_softcuda.watch_memory)
+        atexit.register(_fail_on_races, lohan_softcuda)
         module.backends.cudnn.enabled = False  # its convolutions have no stand-in of their own
         module.backends.cuda.enable_cudnn_sdp(False)
 

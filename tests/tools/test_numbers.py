@@ -19,13 +19,19 @@ from lohan.tools.report import (
 
 
 def test_lanes_are_busy_for_seconds():
-    rows = [{"busy": {"gpu": share, "ssd": 0.25}, "step_s": 4.0} for share in (0.25, 0.5, 1.0)]
+    rows = [{"busy": {"compute": share, "ssd": 0.25}, "step_s": 4.0} for share in (0.25, 0.5, 1.0)]
     story: Any = SimpleNamespace(steady=rows)
     assert measured_lanes(story) == {"compute": 2.0, "ssd": 1.0}
 
 
-def test_the_difference_is_that_of_what_was_measured():
-    assert [_ratio(2.0, 3.0), _ratio(2.0, 1.0), _ratio(None, 1.0)] == ["+50 %", "-50 %", "-"]
+def test_difference_is_relative_to_the_prediction():
+    assert _ratio(2.0, 3.0, 4.0) == "+50 %"
+    assert _ratio(2.0, 1.0, 4.0) == "-50 %"
+    assert _ratio(None, 1.0, 4.0) == "-"
+
+
+def test_difference_of_a_negligible_time_is_not_shown():
+    assert _ratio(1e-6, 4e-4, 4.0) == "-"
 
 
 def test_points_of_a_curve_are_means():

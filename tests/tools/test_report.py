@@ -190,7 +190,7 @@ def test_advice_comes_from_the_planner(report, run):
     compute it is the other way round."""
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     found = {}
-    for slow in ("ssd", "gpu"):
+    for slow in ("ssd", "compute"):
         for row in journal:
             if row["event"] == "measured":
                 profile = row["profile"]
@@ -204,7 +204,7 @@ def test_advice_comes_from_the_planner(report, run):
     gain = re.search(r"a second drive\s*(?:would give )?(\d\.\d+)x", found["ssd"])
     assert gain and float(gain[1]) > 1.8
     assert re.search(r"--host (450|600|1200)KiB", found["ssd"])
-    assert "second drive" not in found["gpu"]
+    assert "second drive" not in found["compute"]
 
 
 def test_a_run_from_before_the_journal(report, run):

@@ -123,6 +123,6 @@ def test_options_that_do_not_fit(lohan, tmp_path):  # noqa: F811
 
 
 def test_every_check_says_what_it_is_about():
-    assert len(gpu_checks.CHECKS) == 15
+    assert len(gpu_checks.CHECKS) == 17
     assert all(check.about and check.deadline_s <= 1800 for check in gpu_checks.CHECKS.values())
     assert Checked("links", "ok").lines(5, "") == ["ok        links"]

@@ -146,11 +146,6 @@ def test_rounded_moments_have_nothing_to_be_compared_with(verify):
     refused(ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32")
 
 
-def test_rounded_sums_have_nothing_to_be_compared_with(verify):
-    ended, _ = verify("--set", "train.grad_dtype=bf16")
-    refused(ended, "--grad-dtype bf16 rounds sums", "--set train.grad_dtype=fp32")
-
-
 def test_a_model_without_weights(verify, inputs, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     (empty / "config.json").write_bytes((inputs / "model" / "config.json").read_bytes())
@@ -258,15 +253,6 @@ def test_clipping_lost(verify, monkeypatch):
     assert ended.code == 1 and not made["pass"]
 
 
-def test_clipping_by_block(verify, monkeypatch):
-    """Another algorithm, which both sides follow; one that clips by the norm of all differs."""
-    more = ("--clip", 0.01, "--clip-by", "block")
-    assert verify(*more)[0].code == 0
-    attach_with(monkeypatch, clip_by=lambda value: "global")
-    ended, made = verify(*more)
-    assert ended.code == 1 and not made["pass"]
-
-
 def test_decay_lost(verify, monkeypatch, inputs, tmp_path):
     config = tmp_path / "decay.toml"
     config.write_text("[train]\nweight_decay = 0.5\n")
@@ -274,6 +260,19 @@ def test_decay_lost(verify, monkeypatch, inputs, tmp_path):
     attach_with(monkeypatch, optimizer=lambda adamw: replace(adamw, weight_decay=0.0))
     ended, _ = verify("--config", config)
     assert ended.code == 1
+
+
+def test_parameter_groups(verify, monkeypatch, tmp_path):
+    """Both sides have the groups of the settings; a run that ignores them differs."""
+    config = tmp_path / "groups.toml"
+    config.write_text(
+        "[train]\nweight_decay = 0.1\n"
+        '[[train.param_groups]]\nparams = "layers.1"\nlr = 1e-3\nbetas = [0.5, 0.9]\n'
+        '[[train.param_groups]]\nparams = ["norm", "embed_tokens"]\nweight_decay = 0.5\n'
+    )
+    assert verify("--config", config)[0].code == 0
+    attach_with(monkeypatch, param_groups=lambda groups: ())
+    assert verify("--config", config)[0].code == 1
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

@@ -163,7 +163,7 @@ def test_a_reference_of_another_start_is_not_taken_up(model: Path, tmp_path: Pat
     assert np.array_equal(np.load(begun / "data" / made.name), values)
     for damaged in (b"", made.read_bytes()[:-4], b"PK"):
         made.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"reference-.*cannot be read: .*restore it"):
+        with pytest.raises(DataError, match=r"reference-.*: damaged: .*restore it"):
             resume(RunFolder(tmp_path / "wanted"), Display(), steps=2)
 
 

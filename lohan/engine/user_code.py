@@ -1,0 +1,258 @@
+"""Where user code meets an attached model: parameters that it reads, freezes, replaces or hooks.
+
+A loop of one's own, a callback or a Trainer subclass may do to the model's parameters whatever
+PyTorch allows. What LoHan can honour is honoured in the next step: a parameter that is frozen stays
+as it is, gradient hooks run over complete gradients, values are streamed where they are read, and
+a loss may depend on them. The rest is refused by name: parameters that were added or unfrozen have
+no optimizer state, and a torch optimizer would update nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lohan.capture.placeholders import AttachedParameter, OffloadedParameter
+from lohan.errors import BudgetError, ConfigError, LohanError, ModelError
+from lohan.model.layout import FlatGroup
+from lohan.model.state import FLOAT
+from lohan.util.system import host_memory_bytes
+from lohan.util.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from lohan.engine.executor import Executor
+
+TensorKey = tuple[str, int]  # key of a group, index of a tensor in it
+READ_WARNING_BYTES = 64 * MiB  # a parameter that is read outside its block and is larger is named
+
+
+class WatchedParameters:
+    """The parameters of an attached model, by group and index, as user code may have changed them.
+
+    `frozen` are those that take no gradient now, although they have optimizer state.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Mapping[str, FlatGroup],
+        parameters: Mapping[TensorKey, AttachedParameter],
+    ) -> None:  # fmt: skip
+        self._model, self._groups, self.parameters = model, groups, dict(parameters)
+        self._ids = {id(parameter) for parameter in parameters.values()}
+        self.frozen: frozenset[TensorKey] = frozenset()
+
+    def check(self) -> None:
+        """Take over what has changed since the last step, or refuse it by name."""
+        if {id(parameter) for parameter in self._model.parameters()} != self._ids:
+            self._refuse_replaced()
+        frozen = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, parameter in self.parameters.items():
+                trainable = self._groups[key[0]].tensors[key[1]].trainable
+                if trainable and not parameter.requires_grad:
+                    frozen.append(key)
+                elif parameter.requires_grad and not trainable:
+                    raise ModelError(
+                        f"{parameter.label[0]} was frozen when the model was attached, and takes "
+                        "gradients now, but it has no optimizer state; attach the model again (of "
+                        "a Trainer: make a new one over the same model), which starts with new "
+                        "moments, or attach it with the parameter unfrozen and freeze it after"
+                    )
+        self.frozen = frozenset(frozen)
+
+    def _refuse_replaced(self) -> None:
+        named = dict(self._model.named_parameters())
+        added = [name for name, parameter in named.items() if id(parameter) not in self._ids]
+        if added:
+            raise ModelError(
+                f"{added[0]} was added or replaced after the model was attached, so it would not "
+                "be trained or saved; change the model first, then attach it (of a Trainer: make a "
+                "new one over the changed model), or write values with load_state_dict"
+            )
+        there = {id(parameter) for parameter in named.values()}
+        gone = next(p for p in self.parameters.values() if id(p) not in there)
+        raise ModelError(
+            f"{gone.label[0]} was removed from the model after it was attached; change the model "
+            "first, then attach it"
+        )
+
+    def hooked(self) -> dict[TensorKey, OffloadedParameter]:
+        """Return the parameters whose gradient hooks LoHan runs; autograd runs those of the others,
+        which are in memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                key: parameter
+                for key, parameter in self.parameters.items()
+                if isinstance(parameter, OffloadedParameter)
+                and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+            }
+
+
+def has_gradient_hooks(model: nn.Module) -> bool:
+    """Return whether user code has registered gradient hooks of a model's parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(
+            parameter._backward_hooks
+            or any(
+                not str(getattr(hook, "__module__", "")).startswith("lohan.engine.")
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+            )
+            for parameter in model.parameters()
+        )
+
+
+def run_gradient_hooks(
+    parameter: OffloadedParameter, grad: torch.Tensor
+) -> torch.Tensor | None:  # fmt: skip
+    """Run a parameter's hooks over its complete gradient of one backward, in the order of PyTorch,
+    and return the gradient that is left."""
+    shape = grad.shape
+    with torch._C.DisableTorchFunctionSubclass():
+        before = list((parameter._backward_hooks or {}).values())
+        after = list((parameter._post_accumulate_grad_hooks or {}).values())
+    kept: torch.Tensor | None = grad
+    with torch.no_grad():
+        for hook in before:
+            changed = hook(grad)
+            kept = grad = grad if changed is None else changed
+        if after:
+            parameter.grad = kept
+            try:
+                for hook in after:
+                    hook(parameter)
+                kept = parameter.grad
+            finally:
+                parameter.grad = None
+    if kept is not None and (kept.shape != shape or not kept.is_floating_point()):
+        raise ModelError(
+            f"a gradient hook of {parameter.label[0]} returned a tensor of shape "
+            f"{list(kept.shape)} and {kept.dtype}, the gradient is {list(shape)}; "
+            "return one like it, or None"
+        )
+    return None if kept is None else kept.detach().contiguous()
+
+
+# -- Values that are read outside the call of a block ----------------------------------------------
+
+
+def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tensor:
+    """Stream the current values of a parameter, in the type and on the device of its block."""
+    name = parameter.label[0]
+    if executor.process_group.several:
+        raise ModelError(
+            f"parameter {name} is read outside the call of its block, but its values are spread "
+            f"over {executor.process_group.world} ranks; read what save_pretrained has written"
+        )
+    if executor.in_backward or executor.sites_with_weights:
+        where = "during backward" if executor.in_backward else "inside another block"
+        raise ModelError(
+            f"parameter {name} is read {where}, when its values cannot be streamed; read it before "
+            "or after, or keep its module in memory with "
+            f"attach(resident=[{name.rpartition('.')[0]!r}])"
+        )
+    size = parameter.numel() * parameter.itemsize
+    if size >= READ_WARNING_BYTES:
+        warnings.warn(
+            f"parameter {name} is read outside the call of its block: {format_bytes(size)} are "
+            "streamed from the store each time", stacklevel=5,
+        )  # fmt: skip
+    return executor.read_weight(parameter.stored_as)
+
+
+class WeightRead(torch.autograd.Function):
+    """Values that were read outside the call of their block: the gradient that they get in
+    backward is added to that of the block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, stored: Any, stored_as: str, label: str,
+        values: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.stored, ctx.stored_as, ctx.label = stored, stored_as, label
+        session = stored.running_session
+        ctx.step = None if session is None else session.step
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        session = ctx.stored.running_session
+        if session is None:
+            raise LohanError(
+                f"the loss depends on {ctx.label}, whose session is closed, so its gradient would "
+                "be lost; attach the model again to train it"
+            )
+        wanted = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        session.executor.add_gradient(
+            ctx.stored_as, ctx.label, grad, step=ctx.step, wanted=wanted
+        )  # fmt: skip
+        return None, None, None, None, None
+
+
+# -- Gradients without a step, and torch's own optimizers ------------------------------------------
+
+
+class KeptGradients:
+    """Adds gradients to the `.grad` of their parameters, as PyTorch does, and updates nothing."""
+
+    def __init__(self, watched: WatchedParameters, groups: tuple[FlatGroup, ...]) -> None:
+        self._groups, self._parameters = groups, watched.parameters
+        needed = sum(group.numel for group in groups if not group.frozen) * FLOAT
+        free = host_memory_bytes()
+        if needed > free:
+            raise BudgetError(
+                f"backward outside training keeps all gradients in memory: they take "
+                f"{format_bytes(needed)}, {format_bytes(free)} are free; train with train() or "
+                "attach, which keep those of a few blocks at a time"
+            )
+
+    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
+        for index, grad in grads.items():
+            parameter = self._parameters[self._groups[number].key, index]
+            grad = grad.to(parameter.device, parameter.dtype)
+            before = parameter.grad
+            parameter.grad = grad.clone() if before is None else before.add_(grad)
+
+
+class UnwantedGradients:
+    """Drops the gradients of parameters: backward was asked for those of other tensors."""
+
+    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None: ...
+
+
+_checking: list[Any] = []  # the hook, once it is registered
+
+
+def watch_optimizers() -> None:
+    """Refuse the steps of torch optimizers over attached parameters, which would change nothing."""
+    if not _checking:
+        _checking.append(register_optimizer_step_pre_hook(_check_optimizer))
+
+
+def _check_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = _attached_name(parameter)
+            if name is not None:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step() would not update {name}: its values are "
+                    "in LoHan's store, and LoHan updates them inside backward; leave the optimizer "
+                    "out, and give its settings to attach(optimizer=lohan.AdamW(...), clip=...) or "
+                    "to the arguments of a Trainer. To train with torch.optim, load what "
+                    "save_pretrained has written"
+                )
+
+
+def _attached_name(parameter: Any) -> str | None:
+    """Return the name of a parameter that is in a store, or whose values were moved to one."""
+    if isinstance(parameter, AttachedParameter):
+        return parameter.label[0]
+    stored = getattr(parameter, "moved_to", None)
+    if stored is None or any(parameter is own for own in stored.model.parameters()):
+        return None
+    return f"a parameter of {type(stored.model).__name__}"

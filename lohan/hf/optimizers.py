@@ -1,0 +1,232 @@
+"""The torch optimizer of a Trainer: its class, its parameter groups, and what they say each step.
+
+A Trainer has a torch optimizer, made by transformers, by the script or by an overridden method.
+Its step never computes anything: updates run inside backward, by LoHan's kernels. But its groups
+are the ones that count. They are read in every step, so what schedulers and callbacks write to
+them is honoured from the next step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from lohan.errors import ConfigError
+from lohan.hf.arguments import OPTIM, optimizer_kwargs, optimizer_name
+from lohan.optim import OPTIMIZERS, Optimizer
+from lohan.param_groups import (
+    GroupValues,
+    Members,
+    changed_members,
+    group_fields,
+    groups_to_json,
+    members_by_group,
+)
+from lohan.util.units import counted
+
+logger = logging.get_logger(__name__)
+
+
+class LionGroups(torch.optim.Optimizer):
+    """The parameter groups of Lion, which torch does not have. It has no step of its own."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: the step has happened in backward."""
+
+
+# Classes of torch that LoHan has kernels for, by the name of its own optimizer. Subclasses may
+# compute something else, so they are not accepted.
+CLASSES: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd", LionGroups: "lion",
+}  # fmt: skip
+# Keys of a group that change an update, with the only value that LoHan's kernels have.
+FIXED = {"amsgrad": False, "maximize": False, "dampening": 0, "decoupled_weight_decay": True}
+# Keys that say how torch computes, and those that schedulers of torch add for themselves.
+WITHOUT_EFFECT = frozenset((
+    "params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr",
+    "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",
+))  # fmt: skip
+
+
+def class_and_kwargs(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the optimizer that `args.optim` names, as get_optimizer_cls_and_kwargs does."""
+    name = optimizer_name(args)
+    kind = next(kind for kind, known in CLASSES.items() if known == name)
+    return kind, {"lr": args.learning_rate, **optimizer_kwargs(args, name)}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the torch optimizer inside the wrapper that accelerate puts around it."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def check_class(kind: Any) -> None:
+    """Refuse an optimizer that LoHan has no kernel for."""
+    if kind in CLASSES:
+        return
+    name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+    raise ConfigError(
+        f"a {name} cannot be used with lohan.hf: updates run inside backward, by LoHan's own "
+        "kernels, which are torch.optim.AdamW, torch.optim.SGD and Lion; pass or return one of the "
+        "first two, with any parameter groups, or choose one with "
+        f"TrainingArguments(optim=...): {', '.join(OPTIM)}"
+    )
+
+
+class TorchGroups:
+    """The parameter groups of a Trainer's optimizer, as updates read them."""
+
+    def __init__(self, moments: str) -> None:
+        self._moments = moments
+        self._torch: Any = None  # the optimizer whose groups these are
+        self._index: dict[str, int] = {}  # by parameter, under each of its names: its group
+        self._keys: list[frozenset[str]] = []  # by group: what it had when it was taken over
+        self._members: Sequence[Members] = ()
+        self.optimizer: Optimizer = OPTIMIZERS["adamw"](moments=moments)
+
+    def take_over(self, optimizer: Any, model: nn.Module) -> None:
+        """Use the groups of this optimizer from now on. It forgets its parameters: with them it
+        would hold the weights of the whole model in memory."""
+        given = unwrapped(optimizer)
+        if given is self._torch:
+            return
+        check_class(type(given))
+        names: dict[int, list[str]] = {}
+        trained: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            if parameter.requires_grad:
+                trained.setdefault(id(parameter), name)
+        for number, group in enumerate(given.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ConfigError(
+                        f"optimizer.param_groups[{number}] has a parameter of shape "
+                        f"{list(parameter.shape)} that is not in {type(model).__name__}; LoHan "
+                        "updates the parameters of the model: make it one of them"
+                    )
+                trained.pop(id(parameter), None)
+        self._index = {
+            name: number
+            for number, group in enumerate(given.param_groups)
+            for parameter in group["params"]
+            for name in names[id(parameter)]
+        }
+        if trained:
+            # torch would leave them as they are; a learning rate of 0 does the same.
+            for key in trained:
+                self._index |= dict.fromkeys(names[key], len(given.param_groups))
+            logger.warning(
+                f"{counted(len(trained), 'parameter')} of {type(model).__name__} are in no group "
+                f"of the optimizer and do not learn, first {next(iter(trained.values()))}; set "
+                "requires_grad to False to save their optimizer state"
+            )
+        first_names = {known[0]: self._index[known[0]] for known in names.values()
+                       if known[0] in self._index}  # fmt: skip
+        self._members = members_by_group(len(given.param_groups) + 1, first_names)
+        self._keys = [frozenset(group) for group in given.param_groups]
+        for group in given.param_groups:
+            group["params"] = [_shape_of(parameter) for parameter in group["params"]]
+        given.state.clear()
+        self._torch = given
+        self.optimizer = self.at(0).optimizers[0]
+
+    def at(self, step: int) -> GroupValues:
+        """Read the groups as they are now."""
+        groups = self._torch.param_groups
+        if len(groups) != len(self._keys):
+            raise ConfigError(
+                f"the optimizer has {counted(len(groups), 'parameter group')}, and had "
+                f"{len(self._keys)} when training began; add them before train()"
+            )
+        kind = OPTIMIZERS[CLASSES[type(self._torch)]]
+        optimizers: list[Optimizer] = []
+        rates: list[float] = []
+        for number, group in enumerate(groups):
+            self._check_keys(number, group, kind)
+            values = {key: _plain(group[key]) for key in group_fields(kind)}
+            rate = values.pop("lr")
+            try:
+                own = kind(lr=_constant(rate), moments=self._moments, **values)
+                rates.append(own.lr_at(step))
+            except ConfigError as error:
+                raise ConfigError(f"optimizer.param_groups[{number}]: {error}") from None
+            optimizers.append(own)
+        unlisted = kind(moments=self._moments, weight_decay=0.0)
+        return GroupValues((*optimizers, unlisted), (*rates, 0.0), self._index)
+
+    def _check_keys(self, number: int, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
+        label, known = f"optimizer.param_groups[{number}]", group_fields(kind)
+        for key in group:
+            if key in FIXED and group[key] != FIXED[key]:
+                raise ConfigError(
+                    f"{label}: {key} is {group[key]!r}, and LoHan's kernels have {FIXED[key]!r}; "
+                    f"leave it out, or use one of the optimizers of TrainingArguments(optim=...)"
+                )
+            if key not in self._keys[number] and key not in WITHOUT_EFFECT | {*known, *FIXED}:
+                raise ConfigError(
+                    f"{label}: {key!r} was added during training and has no effect on a "
+                    f"{kind.__name__}; it reads {', '.join(known)}"
+                )
+
+    def to_json(self, values: GroupValues) -> list[dict[str, Any]]:
+        """Return what the manifest of a step records of its groups."""
+        return groups_to_json(values, self._members)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def saved(self) -> list[dict[str, Any]]:
+        """Return the groups as a checkpoint keeps them, with what callbacks have written."""
+        return self.to_json(self.at(0))
+
+    def restore(self, recorded: Any) -> None:
+        """Set the groups as a checkpoint, or the last committed step, has them, but for learning
+        rates, which the scheduler sets. Refuses groups of other parameters, as torch does."""
+        if not isinstance(recorded, list):
+            return
+        if changed := changed_members(recorded, self.saved()):
+            raise ConfigError(
+                f"resume_from_checkpoint: {changed}; resume with the optimizer and the trainable "
+                "parameters that the training began with"
+            )
+        filled = [number for number, own in enumerate(self._members) if own.count]
+        for number, values in zip(filled, recorded, strict=True):
+            if number < len(self._torch.param_groups):
+                group = self._torch.param_groups[number]
+                fields = set(group_fields(self.optimizer)) - {"lr"}
+                group |= {key: _tuple(values[key]) for key in fields & values.keys()}
+
+
+def _constant(rate: Any) -> Callable[[int], float]:
+    """Return a schedule of one rate: unlike a number, it may be negative, as in torch."""
+    return lambda step: rate
+
+
+def _shape_of(parameter: torch.Tensor) -> nn.Parameter:
+    """Return a stand-in without values or gradients, for which torch's step does nothing."""
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers that torch may keep in tensors as numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,160 @@
+"""Training steps that a Trainer subclass runs itself, with `accelerator.backward`.
+
+Trainer asks its `training_step` for a forward and a backward, then its optimizer for a step.
+LoHan's own training_step does both at once. One that a subclass has written may call
+`accelerator.backward` instead: the model is attached before it runs, its backward is the step, and
+the batches of one optimizer step are added up. Whatever a subclass does, an optimizer step that has
+not changed the weights exactly once is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
+
+from lohan.engine.session import Session
+from lohan.errors import ModelError
+
+LIBRARIES = ("transformers", "trl", "lohan")  # whose methods are known
+
+
+class _Dropped(Exception):
+    """Ends a sum of gradients that no optimizer step takes."""
+
+
+class UserSteps:
+    """The steps of one Trainer, as its loop counts them and as the session does."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+        self.in_own_step = False  # inside the training_step of LoHan
+        self.in_fp32 = False  # losses are computed in fp32 already, for all of the training
+        self._precision = ExitStack()
+        self._sums: AbstractContextManager[None] | None = None  # over the batches of a step
+        self._checks = True
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose steps are checked
+        self._stepped = False  # backward was a step since the last optimizer step
+        self._last_step: int | None = None  # of the session, after the last optimizer step
+
+    @property
+    def overridden(self) -> bool:
+        """Whether training_step is not one of LoHan's or of a library."""
+        method = self._trainer().training_step  # type: ignore[union-attr]
+        return str(getattr(method, "__module__", "")).partition(".")[0] not in LIBRARIES
+
+    def prepare(self, batches: Sequence[Any]) -> None:
+        """Attach the model before a training_step that calls it without LoHan's own."""
+        trainer: Any = self._trainer()
+        if not batches or not self.overridden:
+            return
+        if trainer.session is None or trainer.session.closed:
+            joined = trainer._joined_batch(batches) if len(batches) > 1 else None
+            trainer.attach(batches[0] if joined is None else joined)
+        if not self.in_fp32:
+            self._precision.enter_context(trainer._in_fp32(trainer.model))
+            self.in_fp32 = True
+
+    def watch(self, optimizer: Any) -> None:
+        """Check every step of the Trainer's optimizer, whose own step does nothing."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: self.check_step())
+
+    def attached(self, session: Session) -> None:
+        """Count optimizer steps from the step that a session begins with."""
+        self._last_step, self._stepped = session.step, False
+
+    @contextmanager
+    def own_step(self, session: Session) -> Iterator[None]:
+        """Run LoHan's own training_step, in which every backward is expected."""
+        before = session.updates_in_backward
+        session.updates_in_backward = self.in_own_step = True
+        try:
+            yield
+        finally:
+            self.in_own_step = False
+            if not session.closed:
+                session.updates_in_backward = before
+
+    def wrapped(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return accelerator.backward with the batches of an optimizer step added up."""
+
+        def wrapped(loss: Any, **kwargs: Any) -> None:
+            trainer: Any = self._trainer()
+            session = trainer.session
+            if self.in_own_step or session is None or session.closed or not trainer.is_in_train:
+                backward(loss, **kwargs)
+                return
+            if self._stepped:
+                raise ModelError(
+                    f"{type(trainer).__name__}.training_step called backward again after the "
+                    "step: LoHan updates the weights in backward, so both gradients cannot be "
+                    "added; add the losses and call backward once, or call both inside `with "
+                    "self.session.accumulate():`"
+                )
+            self._run(backward, loss, kwargs, session, last=trainer.accelerator.sync_gradients)
+
+        return wrapped
+
+    def _run(
+        self, backward: Callable[..., Any], loss: Any, kwargs: Any, session: Session, *, last: bool
+    ) -> None:  # fmt: skip
+        user_sums = self._sums is None and session.accumulates
+        if self._sums is None and not last and not user_sums:
+            self._sums = session.accumulate()
+            self._sums.__enter__()
+        try:
+            backward(loss, **kwargs)
+        except BaseException:
+            sums, self._sums = self._sums, None
+            if sums is not None:
+                sums.__exit__(*sys.exc_info())
+            raise
+        if last and not user_sums:
+            self._stepped, sums = True, self._sums
+            self._sums = None
+            if sums is not None:
+                sums.__exit__(None, None, None)
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Let an optimizer step pass that is none: schedulers want one before their own."""
+        self._checks = False
+        try:
+            yield
+        finally:
+            self._checks = True
+
+    def check_step(self) -> None:
+        """Fail unless the weights were updated once since the last optimizer step."""
+        if not self._checks:
+            return
+        trainer: Any = self._trainer()
+        session, name = trainer.session, type(trainer).__name__
+        steps = 0 if session is None else session.step - (self._last_step or 0)
+        if steps == 0:
+            raise ModelError(
+                f"{name}: no step was taken for this optimizer step, so nothing would be trained; "
+                "an overridden training_step must call self.accelerator.backward(loss) with a loss "
+                "of the model's forward, or super().training_step(...)"
+            )
+        if steps != 1:
+            raise ModelError(
+                f"{name}: {steps} steps were taken for one optimizer step, since every backward is "
+                "a step; call self.accelerator.backward(loss) in training_step instead of "
+                "loss.backward(), or super().training_step(...)"
+            )
+        self.attached(session)
+        trainer._take_place(session)  # as after LoHan's own training_step
+
+    def end(self) -> None:
+        """Drop what an interrupted training has left."""
+        sums, self._sums = self._sums, None
+        if sums is not None:
+            with suppress(_Dropped):
+                sums.__exit__(_Dropped, _Dropped(), None)
+        self._precision.close()
+        self.in_fp32 = False

@@ -1,0 +1,87 @@
+"""Every effect of an operation decides a wait in some recorded schedule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lohan.schedule import phases
+from lohan.schedule.actions import Action, Op, ScheduleSpec
+from lohan.schedule.effects import AFTER, READ, WHOLE, WRITE, Effect, Uses, effects_of
+from tests.replay.happens_before import RECORDED, cases, describe
+
+CASES = list(cases())
+# Effects that other effects imply in every schedule. They are kept because they state the truth
+# about the operation, and protect schedules that do not exist yet.
+IMPLIED = {
+    (Op.READ_WEIGHTS, "group on SSD"),
+    (Op.SPILL_GRADIENTS, "gradients on SSD"),
+    (Op.FETCH_GRADIENTS, "gradients on SSD"),
+}
+
+
+def all_effects() -> set[tuple[Op, str]]:
+    """Return every pair of an operation and a resource in the recorded schedules."""
+    found: set[tuple[Op, str]] = set()
+
+    def record(action: Action, spec: ScheduleSpec) -> list[Effect]:
+        effects = effects_of(action, spec)
+        found.update((action.kind, str(resource[0])) for resource, _, _ in effects)
+        return effects
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "effects_of", record)
+        for _, spec, order in CASES:
+            describe(spec, order)
+    return found
+
+
+@pytest.mark.parametrize(("op", "resource"), sorted(all_effects()))
+def test_a_missing_effect_changes_a_schedule(op, resource, monkeypatch):
+    def without(action: Action, spec: ScheduleSpec) -> list[Effect]:
+        effects = effects_of(action, spec)
+        if action.kind is not op:
+            return effects
+        return [effect for effect in effects if effect[0][0] != resource]
+
+    recorded = json.loads(RECORDED.read_text())
+    monkeypatch.setattr(phases, "effects_of", without)
+    changed = any(describe(spec, order) != recorded[name] for name, spec, order in CASES)
+    assert changed is ((op, resource) not in IMPLIED)
+
+
+def action(token: str) -> Action:
+    return Action(Op(token[0]), int(token[1:]))
+
+
+def test_waits_follow_from_reads_and_writes():
+    uses, slot = Uses(), ("slot", 0)
+    assert uses.waits_of(action("R0"), [(slot, WRITE, WHOLE)]) == ()
+    assert uses.waits_of(action("F0"), [(slot, READ, WHOLE)]) == ("R0",)
+    assert uses.waits_of(action("H0"), [(slot, READ, WHOLE)]) == ("R0",)
+    # A write waits for the readers, who have waited for the write before.
+    assert set(uses.waits_of(action("L0"), [(slot, WRITE, WHOLE)])) == {"F0", "H0"}
+
+
+def test_parts_conflict_with_the_whole_and_with_themselves():
+    uses, slot = Uses(), ("slot", 0)
+    assert uses.waits_of(action("H0"), [(slot, WRITE, 0)]) == ()
+    assert uses.waits_of(action("L1"), [(slot, READ, 1)]) == ()
+    assert uses.waits_of(action("F2"), [(slot, READ, WHOLE)]) == ("H0",)
+    assert set(uses.waits_of(action("R3"), [(slot, WRITE, WHOLE)])) == {"L1", "F2"}
+
+
+def test_a_note_is_ordered_after_writes_but_delays_none():
+    uses, fact = Uses(), ("fact",)
+    assert uses.waits_of(action("F0"), [(fact, WRITE, WHOLE)]) == ()
+    assert uses.waits_of(action("R1"), [(fact, AFTER, WHOLE)]) == ("F0",)
+    assert uses.waits_of(action("H2"), [(fact, WRITE, WHOLE)]) == ("F0",)
+
+
+def test_copies_do_not_share_later_uses():
+    uses, slot = Uses(), ("slot", 0)
+    uses.waits_of(action("R0"), [(slot, WRITE, WHOLE)])
+    copy = uses.copy()
+    uses.waits_of(action("F0"), [(slot, READ, WHOLE)])
+    assert copy.waits_of(action("L0"), [(slot, WRITE, WHOLE)]) == ("R0",)
