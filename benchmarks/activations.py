@@ -122,10 +122,13 @@ def row(name: str, plan: Child, child: Child, *, like: str) -> dict[str, Any]:
 def plans(options: argparse.Namespace, work: Path, tokens: int) -> Child:
     """What every policy would do, by name."""
     spec = {
-        **reference.spec_of(options, work / "model", tokens), **reference.WAY,
-        "host": options.host, "profile": str(work / reference.MACHINE),
-        "policies": list(options.policies), "curve": False,
-    }  # fmt: skip
+        **reference.spec_of(options, work / "model", tokens),
+        **reference.WAY,
+        "host": options.host,
+        "profile": str(work / reference.MACHINE),
+        "policies": list(options.policies),
+        "curve": False,
+    }
     found = run_child("side_plans.py", spec, threads=options.threads, deadline_s=options.deadline)
     return dict(found["policies"])
 

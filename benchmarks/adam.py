@@ -74,9 +74,12 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(BYTES), default=list(BYTES))
     parser.add_argument(
-        "--chunks", nargs="+", type=count, default=[2**18, 2**20, 2**22, 2**24],
+        "--chunks",
+        nargs="+",
+        type=count,
+        default=[2**18, 2**20, 2**22, 2**24],
         help="parameters per call, such as 256Ki 4Mi",
-    )  # fmt: skip
+    )
     parser.add_argument("--parameters", type=count, default=2**25, help="in one pass")
     parser.add_argument(
         "--threads", nargs="+", type=int, default=list(range(1, min(2, cores()) + 1))
@@ -96,9 +99,13 @@ class Worker:
         self._library = library
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [python, str(HERE / "adam_worker.py"), library, str(threads)], env=env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-        )  # fmt: skip
+            [python, str(HERE / "adam_worker.py"), library, str(threads)],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
 
     def prepare(self, mode: str, parameters: int, chunk: int, loop: str | None = None) -> None:
         """New arrays, and passes over them to warm up."""

@@ -24,8 +24,14 @@ def main() -> None:
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    make = {"lohan": lohan_pass, "torch": torch_pass, "deepspeed": deepspeed_pass,
-            "copy": copy_pass, "triad": triad_pass, "in place": in_place_pass}  # fmt: skip
+    make = {
+        "lohan": lohan_pass,
+        "torch": torch_pass,
+        "deepspeed": deepspeed_pass,
+        "copy": copy_pass,
+        "triad": triad_pass,
+        "in place": in_place_pass,
+    }
     run: Pass = lambda: None  # noqa: E731
     for line in sys.stdin:
         request = json.loads(line)
@@ -72,9 +78,14 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
         steps += 1
         for piece in pieces:
             kernel(
-                *piece, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY,
+                *piece,
+                lr=LR,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                eps=EPS,
+                weight_decay=DECAY,
                 step=steps,
-            )  # fmt: skip
+            )
 
     return run
 

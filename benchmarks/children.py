@@ -33,15 +33,25 @@ class Child:
     and its report are waited for so many seconds."""
 
     def __init__(
-        self, script: str, spec: Mapping[str, Any], *, threads: int, deadline_s: float,
-        python: str = sys.executable, extra: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        script: str,
+        spec: Mapping[str, Any],
+        *,
+        threads: int,
+        deadline_s: float,
+        python: str = sys.executable,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
         self._what, self._deadline_s = f"{script} {dict(spec)}", deadline_s
         self._process = subprocess.Popen(
-            [python, str(HERE / script), json.dumps(dict(spec))], text=True, start_new_session=True,
+            [python, str(HERE / script), json.dumps(dict(spec))],
+            text=True,
+            start_new_session=True,
             env={**environment(threads=threads, python=python), **(extra or {})},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=25)
         threading.Thread(target=self._read, daemon=True).start()
@@ -111,10 +121,13 @@ def started(script: str, spec: Mapping[str, Any], **options: Any) -> Iterator[Ch
 def environment(*, threads: int, python: str = sys.executable) -> dict[str, str]:
     """Equal conditions for every child: thread count, and no spinning at OpenMP barriers."""
     settings = {
-        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(python).absolute().parent}:{os.environ.get('PATH', '')}",
-    }  # fmt: skip
+    }
     return {**os.environ, **settings}
 
 
@@ -140,9 +153,11 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, li
 
 
 def take_turns(
-    sides: Mapping[str, tuple[str, Mapping[str, Any]]], rounds: int,
-    between: Callable[[int], object] = lambda number: None, **options: Any,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    sides: Mapping[str, tuple[str, Mapping[str, Any]]],
+    rounds: int,
+    between: Callable[[int], object] = lambda number: None,
+    **options: Any,
+) -> dict[str, dict[str, Any]]:
     """Starts all sides, given by script and settings, and gives each its turn once a round; returns
     their reports. `between` is called before every round and after the last. `options`: those of
     `Child`."""

@@ -77,9 +77,15 @@ def parse() -> argparse.Namespace:
     add_options(parser)
     add_dtype(parser)
     parser.set_defaults(
-        batch_there=64, warmup=14, steps=4, seconds=4.0, hidden=256, layers=40, intermediate=640,
+        batch_there=64,
+        warmup=14,
+        steps=4,
+        seconds=4.0,
+        hidden=256,
+        layers=40,
+        intermediate=640,
         heads=4,
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--models-there", nargs="+", default=MODELS, help="presets whose steps are copied"
     )
@@ -102,10 +108,14 @@ def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
     wished = PlanOptions(dtype="bf16", clip=clip, can_rerun=True, commit=None)
     return plan_for_machine(
         PlanRequest(
-            model=presets.model(large), machine=machine, options=wished, batch=options.batch_there,
-            seq=SEQ, host=machine.host_bytes,
+            model=presets.model(large),
+            machine=machine,
+            options=wished,
+            batch=options.batch_there,
+            seq=SEQ,
+            host=machine.host_bytes,
         )
-    )  # fmt: skip
+    )
 
 
 def ratios_there(default: Any, plain: Any) -> dict[str, float]:
@@ -128,9 +138,12 @@ def proportions(
     flops = sum(site.forward_flops + site.recompute_flops for site in sites)
     flops += sum(site.gradient_flops for site in sites if not site.no_backward)
     rates = slowed(
-        options, there.machine, flops=flops / there.forecast.busy_s["compute"], step_s=there.step_s,
+        options,
+        there.machine,
+        flops=flops / there.forecast.busy_s["compute"],
+        step_s=there.step_s,
         smaller=smaller,
-    )  # fmt: skip
+    )
     others = sum(e.bytes for e in plan.ledger if e.tier == "host" and e.owner in (INPUTS, KEPT))
     room = (plan.tier_bytes("host") - others) * options.share * smaller
     inputs = (options.layers + 1) * options.tokens * options.hidden * 4
@@ -141,11 +154,16 @@ def run_side(
     options: argparse.Namespace, work: Path, rates: dict[str, float], name: str, settings: Child
 ) -> Child:
     spec = {
-        **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
-        **settings, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
-        "profile": str(work / reference.MACHINE), "activations": options.activations,
+        **reference.spec_of(options, work / "model", options.tokens),
+        **reference.WAY,
+        **settings,
+        "host": options.host,
+        "ssd": str(work / "ssd"),
+        "rates": rates,
+        "profile": str(work / reference.MACHINE),
+        "activations": options.activations,
         "device_memory": options.device_memory * 2**20,
-    }  # fmt: skip
+    }
     return reference.run_side("side_emulated.py", options, spec, name)
 
 

@@ -53,8 +53,23 @@ COSTLY = {"known_batch": 0.75, "host": 0.8, "device_memory": 0.8}
 AXES: dict[str, list[Any]] = {
     "kind": ["session", "ranks", "train"],
     "model": [
-        "llama", "gpt2", "tied", "moe", "t5", "bert", "lstm", "conv", "batchnorm", "experts",
-        "net", "net-tied", "net-shared", "streams", "counting", "centred", "outside",
+        "llama",
+        "gpt2",
+        "tied",
+        "moe",
+        "t5",
+        "bert",
+        "lstm",
+        "conv",
+        "batchnorm",
+        "experts",
+        "net",
+        "net-tied",
+        "net-shared",
+        "streams",
+        "counting",
+        "centred",
+        "outside",
     ],
     "dtype": ["fp32", "bf16", "bf16", "fp16", "fp16"],
     "cast": ["model", "attach"],
@@ -87,11 +102,23 @@ AXES: dict[str, list[Any]] = {
     "pack": [False, True],
     "eval_split": [0.0, 0.2],
     "kill": [0, 5, 12, 20, 30, 45],
-}  # fmt: skip
+}
 EVENTS = [
-    "eval", "inference", "forward", "state_dict", "deepcopy", "flush", "commit", "export", "resume",
-    "replan", "forward_error", "backward_error", "out_of_memory", "oom_guard",
-]  # fmt: skip
+    "eval",
+    "inference",
+    "forward",
+    "state_dict",
+    "deepcopy",
+    "flush",
+    "commit",
+    "export",
+    "resume",
+    "replan",
+    "forward_error",
+    "backward_error",
+    "out_of_memory",
+    "oom_guard",
+]
 ERRORS = {"forward_error", "backward_error", "out_of_memory", "oom_guard"}
 TRAIN_AXES = {"pack", "eval_split", "kill"}  # of `lohan train` alone
 TRAIN_MODELS = ["llama", "gpt2", "tied", "moe"]
@@ -493,9 +520,13 @@ def comparable_with_torch(case: Case, found: Mapping[str, Any]) -> bool:
 
 
 def check_values(
-    case: Case, found: Mapping[str, Any], plain: Mapping[str, Any], wide: Mapping[str, Any] | None,
-    *, ranks: int,
-) -> None:  # fmt: skip
+    case: Case,
+    found: Mapping[str, Any],
+    plain: Mapping[str, Any],
+    wide: Mapping[str, Any] | None,
+    *,
+    ranks: int,
+) -> None:
     """Compare a run with PyTorch's."""
     from benchmarks.differential_models import DTYPES
 
@@ -591,9 +622,7 @@ def simpler_cases(case: Case) -> Iterator[Case]:
             yield {**case, axis: SIMPLEST.get(axis, 1)}
     if case["steps"] > 1:
         last = case["steps"] - 1
-        yield {
-            **case, "steps": last, "events": [e for e in case["events"] if e[0] < last]
-        }  # fmt: skip
+        yield {**case, "steps": last, "events": [e for e in case["events"] if e[0] < last]}
 
 
 # -- tally ----------------------------------------------------------------------------------------
@@ -674,9 +703,13 @@ def show(text: str) -> None:
 
 
 def campaign(
-    numbers: Sequence[int], work: Path, *, minutes: float = 0.0, shrinks: bool = True,
+    numbers: Sequence[int],
+    work: Path,
+    *,
+    minutes: float = 0.0,
+    shrinks: bool = True,
     say: Callable[[str], None] | None = None,
-) -> tuple[Tally, dict[str, list[int]]]:  # fmt: skip
+) -> tuple[Tally, dict[str, list[int]]]:
     """Run cases by number; return the tally, and the numbers of findings by signature."""
     say = say or show
     tally, findings = Tally(), dict[str, list[int]]()
@@ -701,9 +734,15 @@ def campaign(
 
 
 def report(
-    number: int, case: Case, outcome: Outcome, findings: dict[str, list[int]], work: Path, *,
-    shrinks: bool, say: Callable[[str], None],
-) -> None:  # fmt: skip
+    number: int,
+    case: Case,
+    outcome: Outcome,
+    findings: dict[str, list[int]],
+    work: Path,
+    *,
+    shrinks: bool,
+    say: Callable[[str], None],
+) -> None:
     """Print a finding; the first of its signature is shrunk."""
     signature = outcome.signature
     findings.setdefault(signature, []).append(number)

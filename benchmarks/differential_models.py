@@ -183,9 +183,14 @@ def config_of(name: str, dropout: float = 0.0) -> Any:
     import transformers as tf
 
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 32, **SPECIAL,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        **SPECIAL,
+    }
     grouped = {**sizes, "num_key_value_heads": 2, "use_cache": False}
     attention = {"attention_dropout": dropout}
     if name == "llama":
@@ -194,25 +199,46 @@ def config_of(name: str, dropout: float = 0.0) -> Any:
         return tf.Qwen2Config(**grouped, **attention, tie_word_embeddings=True)
     if name == "moe":
         return tf.MixtralConfig(
-            **grouped, **attention, num_local_experts=3, num_experts_per_tok=2,
+            **grouped,
+            **attention,
+            num_local_experts=3,
+            num_experts_per_tok=2,
             tie_word_embeddings=False,
-        )  # fmt: skip
+        )
     if name == "gpt2":
         return tf.GPT2Config(
-            vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=4, n_positions=32, use_cache=False,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **SPECIAL,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            n_embd=16,
+            n_layer=3,
+            n_head=4,
+            n_positions=32,
+            use_cache=False,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            **SPECIAL,
+        )
     if name == "t5":
         return tf.T5Config(
-            vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
-            dropout_rate=dropout, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+            vocab_size=VOCAB,
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=dropout,
+            use_cache=False,
+            decoder_start_token_id=0,
+            pad_token_id=0,
             eos_token_id=2,
-        )  # fmt: skip
+        )
     if name == "bert":
         return tf.BertConfig(
-            **sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+            **sizes,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
             num_labels=CLASSES,
-        )  # fmt: skip
+        )
     raise KeyError(name)
 
 

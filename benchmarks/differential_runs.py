@@ -167,11 +167,14 @@ def plain_run(case: Case, found: Mapping[str, Any], *, wide: bool = False) -> di
                     ema[name].lerp_(masters[name].detach(), 1 - case["ema"])
         publish()
     return {
-        "losses": losses, "norms": norms, "evals": evals,
+        "losses": losses,
+        "norms": norms,
+        "evals": evals,
         "weights": {n: p.detach().double() for n, p in masters.items()},
         "ema": {n: t.double() for n, t in ema.items()},
-        "buffers": {n: b.double() for n, b in model.named_buffers()}, "trained": set(trained),
-    }  # fmt: skip
+        "buffers": {n: b.double() for n, b in model.named_buffers()},
+        "trained": set(trained),
+    }
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -193,9 +196,11 @@ def evaluate(model: nn.Module, batch: Batch, how: str) -> float:
 
 def optimizer_of(case: Case) -> Any:
     shared = {
-        "lr": learning_rate(case), "weight_decay": WEIGHT_DECAY, "moments": case["moments"],
+        "lr": learning_rate(case),
+        "weight_decay": WEIGHT_DECAY,
+        "moments": case["moments"],
         "ema": case["ema"],
-    }  # fmt: skip
+    }
     if case["optimizer"] == "sgd":
         return lohan.SGD(momentum=0.9, **shared)
     kind = lohan.Lion if case["optimizer"] == "lion" else lohan.AdamW
@@ -211,9 +216,13 @@ class SessionRun:
     """
 
     def __init__(
-        self, case: Case, folder: Path, *, reference: Plan | None = None,
+        self,
+        case: Case,
+        folder: Path,
+        *,
+        reference: Plan | None = None,
         group: ProcessGroup = ALONE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.case, self.folder, self.reference, self.group = case, folder, reference, group
         self.family = FAMILIES[case["model"]]
         steps, evaluation = batches(case)
@@ -245,8 +254,9 @@ class SessionRun:
             return
         chosen = dict(self.limits)
         for tier, option, asked in (
-            ("host", "--host", case["host"]), ("device", "--device-memory", case["device_memory"])
-        ):  # fmt: skip
+            ("host", "--host", case["host"]),
+            ("device", "--device-memory", case["device_memory"]),
+        ):
             if asked == "large" or chosen[tier] is None:
                 continue
             advised = self.advised(tier, option)
@@ -288,10 +298,12 @@ class SessionRun:
     ) -> Session:
         case, serial = self.case, self.reference
         options: dict[str, Any] = {
-            "update_mode": case["update_mode"], "activations": case["activations"],
-            "micro_batch": case["micro_batch"], "tiles": case["tiles"],
+            "update_mode": case["update_mode"],
+            "activations": case["activations"],
+            "micro_batch": case["micro_batch"],
+            "tiles": case["tiles"],
             "run_again": case["run_again"],
-        }  # fmt: skip
+        }
         device, commit, known_batch = case["device"], case["commit_every"], case["known_batch"]
         if serial is not None:
             options = {"overlap": False}
@@ -306,13 +318,23 @@ class SessionRun:
             options["batch"] = self.steps[0][0]
         own_memory = device == "emulated"
         budget = lohan.Budget(
-            host=limits["host"], device=limits["device"] if own_memory else None,
-            ssd=[self.folder / name], durability=case["durability"], commit_every=commit,
-        )  # fmt: skip
+            host=limits["host"],
+            device=limits["device"] if own_memory else None,
+            ssd=[self.folder / name],
+            durability=case["durability"],
+            commit_every=commit,
+        )
         return lohan.attach(
-            model, optimizer=optimizer_of(case), budget=budget, clip=case["clip"],
-            device=device, base=case["base"], resume=resume, process_group=self.group, **options,
-        )  # fmt: skip
+            model,
+            optimizer=optimizer_of(case),
+            budget=budget,
+            clip=case["clip"],
+            device=device,
+            base=case["base"],
+            resume=resume,
+            process_group=self.group,
+            **options,
+        )
 
     def open(self, *, resume: bool = False) -> None:
         self.model = build_for(self.case)
@@ -440,9 +462,13 @@ class SessionRun:
         kept = "recompute" if plan.kept else "all"
         options = replace(context.options.fixed_by(plan), activations=kept, world=plan.world)
         other = plan_for_budget(
-            context.shards, options, host_bytes=context.host_bytes, workload=context.workload,
-            profile=context.profile, device_bytes=context.device_bytes,
-        )  # fmt: skip
+            context.shards,
+            options,
+            host_bytes=context.host_bytes,
+            workload=context.workload,
+            profile=context.profile,
+            device_bytes=context.device_bytes,
+        )
         self.session.follow(other)
 
     def event_forward_error(self, number: int) -> None:
@@ -535,13 +561,19 @@ class SessionRun:
     def result(self, first: Plan) -> dict[str, Any]:
         weights = self.weights()
         return {
-            "losses": self.losses, "norms": self.norms, "evals": self.evals,
-            "updated": self.updated, "stored": self.stored(), "weights": weights,
+            "losses": self.losses,
+            "norms": self.norms,
+            "evals": self.evals,
+            "updated": self.updated,
+            "stored": self.stored(),
+            "weights": weights,
             "ema": self.weights(ema=True) if self.case["ema"] else {},
             "progress": repr(self.session.executor.train_state),
             "buffers": {n: b.clone() for n, b in self.model.named_buffers()},
-            "packed": self.packed, "plan": first.to_json(), "numerics": sorted(self.numerics),
-        }  # fmt: skip
+            "packed": self.packed,
+            "plan": first.to_json(),
+            "numerics": sorted(self.numerics),
+        }
 
 
 def build_for(case: Case) -> nn.Module:
@@ -587,12 +619,36 @@ def train_arguments(case: Case, folder: Path, *, serial: bool) -> list[str]:
     """Return the command line of a case; `serial`: one thing after the other, in ample memory."""
     out = folder / ("serial" if serial else "run")
     words: list[object] = [
-        "train", "--model", folder / "model", "--data", folder / "data.jsonl", "--out", out,
-        "--steps", case["steps"], "--batch", case["batch"], "--seq", case["seq"],
-        "--lr", RATES[case["optimizer"]], "--weight-decay", WEIGHT_DECAY,
-        "--optimizer", case["optimizer"], "--moments", case["moments"], "--ema", case["ema"],
-        "--dtype", case["dtype"], "--clip", case["clip"], "--durability", case["durability"],
-    ]  # fmt: skip
+        "train",
+        "--model",
+        folder / "model",
+        "--data",
+        folder / "data.jsonl",
+        "--out",
+        out,
+        "--steps",
+        case["steps"],
+        "--batch",
+        case["batch"],
+        "--seq",
+        case["seq"],
+        "--lr",
+        RATES[case["optimizer"]],
+        "--weight-decay",
+        WEIGHT_DECAY,
+        "--optimizer",
+        case["optimizer"],
+        "--moments",
+        case["moments"],
+        "--ema",
+        case["ema"],
+        "--dtype",
+        case["dtype"],
+        "--clip",
+        case["clip"],
+        "--durability",
+        case["durability"],
+    ]
     if case["lora"]:
         words += ["--lora", case["lora"]]
     if case["base"]:

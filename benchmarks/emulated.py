@@ -61,9 +61,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Of a small model on an emulated device."""
     reference.add_options(parser)
     parser.set_defaults(
-        hidden=384, layers=12, intermediate=1024, vocabulary=2048, heads=6, batch=4, steps=3,
-        warmup=3, threads=1,
-    )  # fmt: skip
+        hidden=384,
+        layers=12,
+        intermediate=1024,
+        vocabulary=2048,
+        heads=6,
+        batch=4,
+        steps=3,
+        warmup=3,
+        threads=1,
+    )
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
     parser.add_argument("--host", default="80MiB", help="main memory")
     parser.add_argument("--device-memory", type=int, default=512, help="MiB of the device")
@@ -73,9 +80,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32",
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
         help="of weights and gradients; bf16, as there, where this CPU multiplies it quickly",
-    )  # fmt: skip
+    )
 
 
 def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
@@ -131,23 +140,34 @@ def measured_text(found: Child) -> str:
 
 def measure(options: argparse.Namespace, work: Path, rates: dict[str, float]) -> Child:
     spec = {
-        "rates": rates, "device_memory": options.device_memory * 2**20, "ssd": str(work),
-        "out": str(work / reference.MACHINE), "tokens": options.tokens,
+        "rates": rates,
+        "device_memory": options.device_memory * 2**20,
+        "ssd": str(work),
+        "out": str(work / reference.MACHINE),
+        "tokens": options.tokens,
         **{name: getattr(options, name) for name in reference.SHAPE},
-    }  # fmt: skip
+    }
     return run_child("side_emulated.py", spec, threads=options.threads, deadline_s=options.deadline)
 
 
 def run_mode(
-    options: argparse.Namespace, work: Path, rates: dict[str, float], mode: str,
+    options: argparse.Namespace,
+    work: Path,
+    rates: dict[str, float],
+    mode: str,
     activations: Any = "recompute",
-) -> Child:  # fmt: skip
+) -> Child:
     spec = {
-        **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
-        "update_mode": mode, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
-        "profile": str(work / reference.MACHINE), "activations": activations,
+        **reference.spec_of(options, work / "model", options.tokens),
+        **reference.WAY,
+        "update_mode": mode,
+        "host": options.host,
+        "ssd": str(work / "ssd"),
+        "rates": rates,
+        "profile": str(work / reference.MACHINE),
+        "activations": activations,
         "device_memory": options.device_memory * 2**20,
-    }  # fmt: skip
+    }
     return reference.run_side("side_emulated.py", options, spec, mode)
 
 

@@ -34,10 +34,12 @@ def main() -> int:
         rows = []
         for host in options.host:
             found = take_turns(
-                sides(options, work, host), options.rounds,
+                sides(options, work, host),
+                options.rounds,
                 lambda number: reference.profile_machine(options, work, profile_name(number)),
-                threads=options.threads, deadline_s=options.deadline,
-            )  # fmt: skip
+                threads=options.threads,
+                deadline_s=options.deadline,
+            )
             for name, child in found.items():
                 reference.show(name, child)
                 rows.append(row(name, child))

@@ -75,10 +75,40 @@ class Tally:
 # -- changes --------------------------------------------------------------------------------------
 
 HOSTILE: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, 10**25, 0.5, -1e9, 1e308, float("nan"), float("inf"),
-    "", "x", "../x", "/", "\x1b[31mred\x07", "\x00", "\ud800", "x" * 5000, "1e999", [], [[]], {},
-    [1, 2, 3], ["a"], {"a": 1}, [None], {"": None}, [[1, [2, [3]]]], "org/kernel",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    10**25,
+    0.5,
+    -1e9,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "../x",
+    "/",
+    "\x1b[31mred\x07",
+    "\x00",
+    "\ud800",
+    "x" * 5000,
+    "1e999",
+    [],
+    [[]],
+    {},
+    [1, 2, 3],
+    ["a"],
+    {"a": 1},
+    [None],
+    {"": None},
+    [[1, [2, [3]]]],
+    "org/kernel",
+]
 INTERESTING = (b"\x00", b"\xff", b"\x7f", b"{", b"[", b'"', b"\\", b"\x1b[2J", b"9" * 30, b"-1")
 
 
@@ -178,12 +208,21 @@ def _safetensors(header: Any, data: bytes = b"") -> bytes:
 
 
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16,
-    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attn_implementation": "eager",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "dtype": "float32",
+}
 HEADER = {
     "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
     "b": {"dtype": "BF16", "shape": [4], "data_offsets": [16, 24]},
@@ -216,47 +255,80 @@ def model_kinds(work: Path) -> list[Kind]:
             load_config(config)
 
     (tokens / "config.json").write_text(json.dumps(CONFIG))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "b", "unk_token": "a",
-                "model_max_length": 32, "chat_template": "{{ messages }}"}  # fmt: skip
-    vocab = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-             "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
-             "decoder": None, "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1},
-                                        "unk_token": "a"}}  # fmt: skip
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "b",
+        "unk_token": "a",
+        "model_max_length": 32,
+        "chat_template": "{{ messages }}",
+    }
+    vocab = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+    }
     (tokens / "tokenizer.json").write_text(json.dumps(vocab))
     return [
-        Kind("safetensors", [weights],
-             file_reader(one / "model.safetensors", partial(read_all, one)),
-             is_json=False),
-        Kind("safetensors header", [json.dumps(HEADER).encode()],
-             file_reader(one / "model.safetensors", partial(read_all, one)), is_json=True,
-             seal=lambda header: _safetensors(header, bytes(24))),
-        Kind("index", [json.dumps(index).encode()],
-             file_reader(many / "model.safetensors.index.json", partial(read_all, many)),
-             is_json=True),
-        Kind("config", [json.dumps(CONFIG).encode()],
-             file_reader(config / "config.json", read_config), is_json=True),
-        Kind("tokenizer settings", [json.dumps(settings).encode()],
-             file_reader(
-                 tokens / "tokenizer_config.json",
-                 partial(load_tokenizer, tokens, needed_by="this benchmark"),
-             ),
-             is_json=True),
-    ]  # fmt: skip
+        Kind(
+            "safetensors",
+            [weights],
+            file_reader(one / "model.safetensors", partial(read_all, one)),
+            is_json=False,
+        ),
+        Kind(
+            "safetensors header",
+            [json.dumps(HEADER).encode()],
+            file_reader(one / "model.safetensors", partial(read_all, one)),
+            is_json=True,
+            seal=lambda header: _safetensors(header, bytes(24)),
+        ),
+        Kind(
+            "index",
+            [json.dumps(index).encode()],
+            file_reader(many / "model.safetensors.index.json", partial(read_all, many)),
+            is_json=True,
+        ),
+        Kind(
+            "config",
+            [json.dumps(CONFIG).encode()],
+            file_reader(config / "config.json", read_config),
+            is_json=True,
+        ),
+        Kind(
+            "tokenizer settings",
+            [json.dumps(settings).encode()],
+            file_reader(
+                tokens / "tokenizer_config.json",
+                partial(load_tokenizer, tokens, needed_by="this benchmark"),
+            ),
+            is_json=True,
+        ),
+    ]
 
 
 PREFERENCES = [
     {"prompt": "a", "chosen": "b", "rejected": "a a"},
-    {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-     "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]},
+    {
+        "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}],
+    },
     {"prompt": "a", "completion": "b", "label": True},
-]  # fmt: skip
+]
 
 
 TASK_ROWS = [
-    {"input": "a", "target": "b"}, {"text": "a b", "label": 1}, {"sentence": "a", "label": "0.5"},
+    {"input": "a", "target": "b"},
+    {"text": "a b", "label": 1},
+    {"sentence": "a", "label": "0.5"},
     {"tokens": ["a", "b"], "tags": [0, "b"]},
     {"question": "a", "context": "a b a", "answers": {"text": ["b"], "answer_start": [2]}},
-]  # fmt: skip
+]
 
 
 def npy(array: Any) -> bytes:
@@ -285,9 +357,11 @@ def tables() -> list[bytes]:
         return out.getvalue()
 
     return [
-        table("input_ids", [[1, 2], [3, 4]]), table("text", [b"a", b"b"]),
-        table("text", [1, 2], pa.timestamp("s")), table("text", [1, 2], pa.decimal128(5, 1)),
-    ]  # fmt: skip
+        table("input_ids", [[1, 2], [3, 4]]),
+        table("text", [b"a", b"b"]),
+        table("text", [1, 2], pa.timestamp("s")),
+        table("text", [1, 2], pa.decimal128(5, 1)),
+    ]
 
 
 def task_rows(work: Path, file: Path) -> None:
@@ -337,9 +411,11 @@ def data_kinds(work: Path) -> list[Kind]:
     note = PngImagePlugin.PngInfo()
     note.add_text("note", "x" * 200, zip=True)
     rows = [
-        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"text": "a b"},
-        {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "completion": "b"},
-    ]  # fmt: skip
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+        {"text": "a b"},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"prompt": "a", "completion": "b"},
+    ]
 
     def examples(file: Path, **how: bool) -> None:
         encoder = Encoder(work / "tokenizer")
@@ -355,21 +431,39 @@ def data_kinds(work: Path) -> list[Kind]:
     return [
         Kind("npy", [npy(np.ones((2, 3), "f4")), npy(np.ones(4, "i8"))], reading("a.npy", _array)),
         Kind("latents", [latents], reading("l.safetensors", _tensors)),
-        Kind("png", [picture("PNG"), picture("PNG", pnginfo=note)],
-             reading("a.png", lambda file: square(file, 8))),
+        Kind(
+            "png",
+            [picture("PNG"), picture("PNG", pnginfo=note)],
+            reading("a.png", lambda file: square(file, 8)),
+        ),
         Kind("jpeg", [picture("JPEG")], reading("a.jpg", lambda file: square(file, 8))),
         Kind("parquet", tables(), reading("t.parquet", examples)),
         Kind("jsonl", lines, reading("t.jsonl", examples), is_json=True),
-        Kind("csv", [b'text\na b\n"a, ""b"""\n', b"prompt,completion\na,b\n"],
-             reading("t.csv", examples)),
+        Kind(
+            "csv",
+            [b'text\na b\n"a, ""b"""\n', b"prompt,completion\na,b\n"],
+            reading("t.csv", examples),
+        ),
         Kind("tsv", [b"text\na b\n", b"prompt\tcompletion\na\tb\n"], reading("t.tsv", examples)),
-        Kind("task rows", [json.dumps(row).encode() for row in TASK_ROWS],
-             reading("k.jsonl", partial(task_rows, work)), is_json=True),
-        Kind("preferences", [json.dumps(row).encode() for row in PREFERENCES],
-             reading("r.jsonl", partial(examples, preferences=True)), is_json=True),
-        Kind("prompts", [json.dumps(["a", {"prompt": "b"}]).encode()],
-             reading("p.json", lambda file: read_prompts([str(file)])), is_json=True),
-    ]  # fmt: skip
+        Kind(
+            "task rows",
+            [json.dumps(row).encode() for row in TASK_ROWS],
+            reading("k.jsonl", partial(task_rows, work)),
+            is_json=True,
+        ),
+        Kind(
+            "preferences",
+            [json.dumps(row).encode() for row in PREFERENCES],
+            reading("r.jsonl", partial(examples, preferences=True)),
+            is_json=True,
+        ),
+        Kind(
+            "prompts",
+            [json.dumps(["a", {"prompt": "b"}]).encode()],
+            reading("p.json", lambda file: read_prompts([str(file)])),
+            is_json=True,
+        ),
+    ]
 
 
 def store_kinds(work: Path) -> list[Kind]:
@@ -388,11 +482,14 @@ def store_kinds(work: Path) -> list[Kind]:
     group = FlatGroup("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
     layout = [{"key": "block0", "numel": 2048, "tensors": [["w", [16, 16], 0, 256, True, True]]}]
     meta = {
-        **TrainState.start("fp32").to_meta(), "mode": "fp32", "chunk_params": 2048,
-        "layout": layout, "kind": {"optimizer": "adamw", "moments": "fp32", "ema": False},
+        **TrainState.start("fp32").to_meta(),
+        "mode": "fp32",
+        "chunk_params": 2048,
+        "layout": layout,
+        "kind": {"optimizer": "adamw", "moments": "fp32", "ema": False},
         "buffers": {"running_mean": ["float32", [2], "AACAPwAAgD8="]},
         "metrics": {"step": 1, "loss": 2.0},
-    }  # fmt: skip
+    }
     place = work / "store"
     parts = regions((group,), state_format=state_format_of("fp32", DEFAULT_KIND), chunk_params=2048)
     with Store.create(place, parts) as store:
@@ -467,10 +564,15 @@ def settings_kinds(work: Path) -> list[Kind]:
 
     profile = presets.machine(presets.machine_names()[0])
     plan = Plan(
-        dtype="fp32", micro_batch=None, chunk_params=2048, head_tokens=8, weight_slots=2,
-        kept=(("inputs", 1), ("mlp", (0, 2))), host_cached_state=(("block0", 0),),
+        dtype="fp32",
+        micro_batch=None,
+        chunk_params=2048,
+        head_tokens=8,
+        weight_slots=2,
+        kept=(("inputs", 1), ("mlp", (0, 2))),
+        host_cached_state=(("block0", 0),),
         ledger=(LedgerEntry("host", "weights", 4096),),
-    )  # fmt: skip
+    )
 
     def reading(name: str, read: Callable[[Path], object]) -> Read:
         return file_reader(work / name, lambda: read(work / name))
@@ -479,9 +581,13 @@ def settings_kinds(work: Path) -> list[Kind]:
         Kind("run settings", [RUN_TOML.encode()], reading("run.toml", load_config)),
         Kind("recipe", [RECIPE.encode()], reading("recipe.yaml", told(refuse_yaml))),
         Kind("profile", [profile.to_toml().encode()], reading("machine.toml", presets.machine)),
-        Kind("plan", [json.dumps({"plan": plan.to_json()}).encode()],
-             reading("plan.json", lambda file: activation_policy_of(str(file))), is_json=True),
-    ]  # fmt: skip
+        Kind(
+            "plan",
+            [json.dumps({"plan": plan.to_json()}).encode()],
+            reading("plan.json", lambda file: activation_policy_of(str(file))),
+            is_json=True,
+        ),
+    ]
 
 
 def told(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -504,12 +610,28 @@ def log_kinds(work: Path) -> list[Kind]:
     run = RunFolder(work / "run")
     run.path.mkdir()
     run.config_file.write_text(RUN_TOML)
-    step = {"step": 1, "loss": 2.0, "lr": 1e-5, "tokens_per_s": 10.0, "step_s": 0.5,
-            "rss_bytes": 10**9, "ssd_read_bytes": 10, "ssd_written_bytes": 10,
-            "busy": {"compute": 0.5}, "binding": "compute", "grad_norm": 1.0}  # fmt: skip
+    step = {
+        "step": 1,
+        "loss": 2.0,
+        "lr": 1e-5,
+        "tokens_per_s": 10.0,
+        "step_s": 0.5,
+        "rss_bytes": 10**9,
+        "ssd_read_bytes": 10,
+        "ssd_written_bytes": 10,
+        "busy": {"compute": 0.5},
+        "binding": "compute",
+        "grad_norm": 1.0,
+    }
     run.metrics_file.write_text(json.dumps(step) + "\n")
-    start = {"event": "start", "step": 0, "total": 3, "shape": {"batch": 2, "seq": 8},
-             "versions": {"lohan": "1"}, "machine": {"node": "n", "memory_bytes": 9}}  # fmt: skip
+    start = {
+        "event": "start",
+        "step": 0,
+        "total": 3,
+        "shape": {"batch": 2, "seq": 8},
+        "versions": {"lohan": "1"},
+        "machine": {"node": "n", "memory_bytes": 9},
+    }
     event = {"name": "E", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0}
     trace = {"traceEvents": [event]}
 
@@ -533,9 +655,13 @@ def log_kinds(work: Path) -> list[Kind]:
     return [
         Kind("metrics", [json.dumps(step).encode()], log(run.metrics_file), is_json=True),
         Kind("journal", [json.dumps(start).encode()], log(run.journal), is_json=True),
-        Kind("trace", [json.dumps(trace).encode()],
-             file_reader(run.trace, lambda: read_traces(run)), is_json=True),
-    ]  # fmt: skip
+        Kind(
+            "trace",
+            [json.dumps(trace).encode()],
+            file_reader(run.trace, lambda: read_traces(run)),
+            is_json=True,
+        ),
+    ]
 
 
 def mark_kinds(work: Path) -> list[Kind]:
@@ -597,17 +723,27 @@ def packed_kinds(work: Path) -> list[Kind]:
         header, data = weights[8 : 8 + length], weights[8 + length :]
         use = partial(read_all, folder)
         return [
-            Kind(f"{method} config", [json.dumps(config).encode()],
-                 restoring(folder / "config.json", use), is_json=True),
-            Kind(f"{method} header", [header], restoring(folder / "model.safetensors", use),
-                 is_json=True, seal=lambda changed: _safetensors(changed, data)),
-        ]  # fmt: skip
+            Kind(
+                f"{method} config",
+                [json.dumps(config).encode()],
+                restoring(folder / "config.json", use),
+                is_json=True,
+            ),
+            Kind(
+                f"{method} header",
+                [header],
+                restoring(folder / "model.safetensors", use),
+                is_json=True,
+                seal=lambda changed: _safetensors(changed, data),
+            ),
+        ]
 
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 16]}
     four_bits = {
-        "w": torch.zeros(64, 1, dtype=torch.uint8), "w.absmax": torch.ones(2),
+        "w": torch.zeros(64, 1, dtype=torch.uint8),
+        "w.absmax": torch.ones(2),
         "w.quant_map": torch.zeros(16),
-    }  # fmt: skip
+    }
     eight_bits = {"v.weight": torch.zeros(4, 4, dtype=torch.int8), "v.SCB": torch.ones(4)}
 
     def held(state: Any) -> dict[str, torch.Tensor]:
@@ -616,25 +752,43 @@ def packed_kinds(work: Path) -> list[Kind]:
 
     made = folder_of("bitsandbytes", held(state))
     made.append(
-        Kind("bitsandbytes state", [json.dumps(state).encode()],
-             restoring(work / "bitsandbytes" / "model.safetensors",
-                       partial(read_all, work / "bitsandbytes")), is_json=True,
-             seal=lambda changed: save(held(changed)))
-    )  # fmt: skip
+        Kind(
+            "bitsandbytes state",
+            [json.dumps(state).encode()],
+            restoring(
+                work / "bitsandbytes" / "model.safetensors",
+                partial(read_all, work / "bitsandbytes"),
+            ),
+            is_json=True,
+            seal=lambda changed: save(held(changed)),
+        )
+    )
     made += folder_of(
         "compressed-tensors",
-        {"w.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
-         "w.weight_scale": torch.ones(4, 2), "w.weight_shape": torch.tensor([4, 32]),
-         "v.weight": torch.zeros(4, 8, dtype=torch.int8), "v.weight_scale": torch.ones(4, 1),
-         "v.weight_zero_point": torch.zeros(4, 1)},
-        format="pack-quantized", config_groups={"group_0": {
-            "weights": {"num_bits": 4, "type": "int", "block_structure": None},
-            "targets": ["Linear"]}},
-    )  # fmt: skip
+        {
+            "w.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
+            "w.weight_scale": torch.ones(4, 2),
+            "w.weight_shape": torch.tensor([4, 32]),
+            "v.weight": torch.zeros(4, 8, dtype=torch.int8),
+            "v.weight_scale": torch.ones(4, 1),
+            "v.weight_zero_point": torch.zeros(4, 1),
+        },
+        format="pack-quantized",
+        config_groups={
+            "group_0": {
+                "weights": {"num_bits": 4, "type": "int", "block_structure": None},
+                "targets": ["Linear"],
+            }
+        },
+    )
     made += folder_of(
-        "fp8", {"w.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn),
-                "w.weight_scale_inv": torch.ones(2, 2)}, weight_block_size=[2, 4],
-    )  # fmt: skip
+        "fp8",
+        {
+            "w.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn),
+            "w.weight_scale_inv": torch.ones(2, 2),
+        },
+        weight_block_size=[2, 4],
+    )
     return [*made, *gguf_kinds(work)]
 
 
@@ -655,9 +809,11 @@ def gguf_kinds(work: Path) -> list[Kind]:
     writer.add_head_count(2)
     writer.add_array("names", ["a", "b"])
     for name, shape, kind in (
-        ("token_embd.weight", (64, 16), types.F16), ("blk.0.attn_q.weight", (16, 16), types.F32),
-        ("blk.0.ffn_down.weight", (16, 32), types.Q8_0), ("output_norm.weight", (16,), types.F32),
-    ):  # fmt: skip
+        ("token_embd.weight", (64, 16), types.F16),
+        ("blk.0.attn_q.weight", (16, 16), types.F32),
+        ("blk.0.ffn_down.weight", (16, 32), types.Q8_0),
+        ("output_norm.weight", (16,), types.F32),
+    ):
         values = gguf.quants.quantize(np.ones(shape, np.float32), kind)
         writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
@@ -711,9 +867,14 @@ def adapter_kinds(work: Path) -> list[Kind]:
     return [
         Kind("adapter config", [said], whole("adapter_config.json", said), is_json=True),
         Kind("adapter weights", [weights], file),
-        Kind("adapter header", [weights[8 : 8 + length]], file, is_json=True,
-             seal=lambda header: _safetensors(header, weights[8 + length :])),
-    ]  # fmt: skip
+        Kind(
+            "adapter header",
+            [weights[8 : 8 + length]],
+            file,
+            is_json=True,
+            seal=lambda header: _safetensors(header, weights[8 + length :]),
+        ),
+    ]
 
 
 def vision_kinds(work: Path) -> list[Kind]:
@@ -733,9 +894,14 @@ def vision_kinds(work: Path) -> list[Kind]:
     rows = [
         {"images": ["v.png"], "messages": [{"role": "user", "content": "<image>a"}, answer]},
         {"messages": [{"role": "user", "content": parts}, answer]},
-        {"image": "v.png", "conversations": [{"from": "human", "value": "<image>a"},
-                                             {"from": "gpt", "value": "b"}]},
-    ]  # fmt: skip
+        {
+            "image": "v.png",
+            "conversations": [
+                {"from": "human", "value": "<image>a"},
+                {"from": "gpt", "value": "b"},
+            ],
+        },
+    ]
 
     def use() -> None:
         made = Conversations(processor, folder, 64)
@@ -808,9 +974,14 @@ def try_one(kind: Kind, data: bytes, tally: Tally, keep: Callable[[str], None]) 
 
 
 def fuzz(
-    work: Path, *, inputs: int, seed: int, only: Sequence[str] = (), findings: Path | None = None,
+    work: Path,
+    *,
+    inputs: int,
+    seed: int,
+    only: Sequence[str] = (),
+    findings: Path | None = None,
     minutes: float = math.inf,
-) -> dict[str, Tally]:  # fmt: skip
+) -> dict[str, Tally]:
     """So many inputs, spread evenly over the kinds, or as many as come within the time."""
     end_s = time.monotonic() + 60 * minutes
     warnings.simplefilter("ignore")
@@ -842,8 +1013,10 @@ def fuzz(
 
 
 def table(tallies: dict[str, Tally]) -> str:
-    lines = [f"{'kind':26} {'inputs':>8} {'accepted':>9} {'refused':>8} {'tracebacks':>11} "
-             f"{'hangs':>6} {'large':>6}"]  # fmt: skip
+    lines = [
+        f"{'kind':26} {'inputs':>8} {'accepted':>9} {'refused':>8} {'tracebacks':>11} "
+        f"{'hangs':>6} {'large':>6}"
+    ]
     for name, t in tallies.items():
         lines.append(
             f"{name:26} {t.inputs:8} {t.accepted:9} {t.refused:8} {t.tracebacks:11} {t.hangs:6} "
@@ -864,8 +1037,14 @@ def main() -> None:
         options.findings.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="lohan-fuzz-"))
     try:
-        tallies = fuzz(work, inputs=options.inputs, seed=options.seed, only=options.kind,
-                       findings=options.findings, minutes=options.minutes)  # fmt: skip
+        tallies = fuzz(
+            work,
+            inputs=options.inputs,
+            seed=options.seed,
+            only=options.kind,
+            findings=options.findings,
+            minutes=options.minutes,
+        )
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(table(tallies))

@@ -90,9 +90,13 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     block = replace(model.blocks[0], parameters=wider * model.blocks[0].parameters)
     model = replace(model, blocks=stacked(block, blocks), name=f"{SHAPE} x {blocks}")
     request = PlanRequest(
-        model=model, machine=presets.machine(MACHINE).with_drives(24), batch=8, seq=1024,
-        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True), host=10**12,
-    )  # fmt: skip
+        model=model,
+        machine=presets.machine(MACHINE).with_drives(24),
+        batch=8,
+        seq=1024,
+        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True),
+        host=10**12,
+    )
     workload = load_of_shape(model, batch=8, seq=1024, dtype="bf16")
     how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
     closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
@@ -103,10 +107,13 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     actions = sum(map(len, made.phases))
     each = 1e3 / blocks
     return {
-        "blocks": blocks, "parameters": f"{model.parameters / 1e9:.1f}B",
-        "closed form": closed_s * each, "schedule and simulation": simulated_s * each,
-        "us per action": 1e6 * simulated_s / actions, "whole plan s": whole_s,
-    }  # fmt: skip
+        "blocks": blocks,
+        "parameters": f"{model.parameters / 1e9:.1f}B",
+        "closed form": closed_s * each,
+        "schedule and simulation": simulated_s * each,
+        "us per action": 1e6 * simulated_s / actions,
+        "whole plan s": whole_s,
+    }
 
 
 def timed(work: Any) -> tuple[float, Any]:
@@ -188,11 +195,15 @@ def run_cost(blocks: int, experts: int, folder: Path) -> dict[str, float]:
     load_s, session = attach(Net(blocks, experts, checkpointed=False), resume=True)
     session.close()
     return {
-        "blocks": blocks, "tensors": blocks * experts,
-        "attach ms": 1e3 * attach_s, "load ms": 1e3 * load_s, "step ms": 1e3 * step_s,
-        "plain step ms": 1e3 * plain_s, "own ms": 1e3 * (step_s - plain_s),
+        "blocks": blocks,
+        "tensors": blocks * experts,
+        "attach ms": 1e3 * attach_s,
+        "load ms": 1e3 * load_s,
+        "step ms": 1e3 * step_s,
+        "plain step ms": 1e3 * plain_s,
+        "own ms": 1e3 * (step_s - plain_s),
         "KiB beyond the plan": max(0, beyond) / 1024,
-    }  # fmt: skip
+    }
 
 
 def plain_step_s(model: nn.Module) -> float:

@@ -243,10 +243,20 @@ def run_fio(file: Path, size: int, arguments: list[str]) -> dict[str, Any]:
     """One job of fio through the engine that works here: io_uring where the kernel allows it."""
     engine = "io_uring" if open_engine("auto").name == "uring" else "libaio"
     ended = subprocess.run(
-        ["fio", "--name=lohan", f"--filename={file}", f"--size={size}", "--direct=1",
-         f"--ioengine={engine}", "--output-format=json", *arguments],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        [
+            "fio",
+            "--name=lohan",
+            f"--filename={file}",
+            f"--size={size}",
+            "--direct=1",
+            f"--ioengine={engine}",
+            "--output-format=json",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     if ended.returncode:
         raise SystemExit(f"fio failed: {ended.stderr or ended.stdout}")
     job: dict[str, Any] = json.loads(ended.stdout[ended.stdout.index("{") :])["jobs"][0]

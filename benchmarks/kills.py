@@ -70,13 +70,11 @@ class Kind:
 KINDS = (
     Kind("plain"),
     Kind("balanced", ("--clip", 0, "--update-mode", "balanced", "--host", "500KiB")),
-    Kind(
-        "replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_REPLAN": "1"}
-    ),
+    Kind("replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_REPLAN": "1"}),
     Kind("in place", in_place=True),
     Kind("interval", ("--commit-every", 3), commit_every=3),
     Kind("ranks", ("--host", "3MiB"), ranks=2),
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -130,9 +128,15 @@ class Series:
     """One run, and every process that worked on it."""
 
     def __init__(
-        self, forge: Forge, inputs: Path, folder: Path, kind: Kind, tally: Tally,
-        draw: random.Random, whole: Whole | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        forge: Forge,
+        inputs: Path,
+        folder: Path,
+        kind: Kind,
+        tally: Tally,
+        draw: random.Random,
+        whole: Whole | None = None,
+    ) -> None:
         self.forge, self.inputs, self.folder, self.kind = forge, inputs, folder, kind
         self.tally, self.draw, self.whole = tally, draw, whole
         self.out = folder / "run"
@@ -160,17 +164,20 @@ class Series:
             file.unlink(missing_ok=True)
         return [
             self.forge.start(
-                *words, kill_at=killed[rank].boundary if rank in killed else None,
-                before="phases:watch", trace=self.folder / f"trace-{rank}" if trace else None,
+                *words,
+                kill_at=killed[rank].boundary if rank in killed else None,
+                before="phases:watch",
+                trace=self.folder / f"trace-{rank}" if trace else None,
                 env={
-                    **self.kind.env, "LOHAN_PHASE": str(self.phase_files[rank]),
+                    **self.kind.env,
+                    "LOHAN_PHASE": str(self.phase_files[rank]),
                     **({"LOHAN_SPANS": str(self.folder / "spans")} if trace else {}),
                     **({"LOHAN_KILL": killed[rank].timer} if rank in killed else {}),
                     **(ranked.environment(rank, world, port) if world > 1 else {}),
                 },
             )
             for rank in range(world)
-        ]  # fmt: skip
+        ]
 
     def ended(self, words: list[object], *, kill: bool, world: int, share: float) -> list[Ended]:
         """The processes of one command, of which one or all are killed, or none."""

@@ -59,21 +59,41 @@ LIMITS = {"recompute": 1.5, "all": 2.0}
 Parts = dict[str, list[tuple[Any, str]]]
 # What belongs to which part of a call; what is inside another part is counted there.
 PARTS: Parts = {
-    "arguments": [(SavedCall, "__init__"), (SavedCall, "inputs"), (SavedCall, "arguments"),
-                  (WrappedSite, "check_values"), (WrappedSite, "_check_hidden"),
-                  (wrapping, "wrap_mappings"), (wrapping, "write_back_mappings")],
-    "schedule": [(ActionScheduler, name)
-                 for name in ("begin_forward", "begin_backward", "end", "end_backward")],
-    "weights": [(BlockRunner, "_views"),
-                (GradientCollector, "leaves"), (GradientCollector, "finish"),
-                (GradientCollector, "fetch_aside")],
+    "arguments": [
+        (SavedCall, "__init__"),
+        (SavedCall, "inputs"),
+        (SavedCall, "arguments"),
+        (WrappedSite, "check_values"),
+        (WrappedSite, "_check_hidden"),
+        (wrapping, "wrap_mappings"),
+        (wrapping, "write_back_mappings"),
+    ],
+    "schedule": [
+        (ActionScheduler, name)
+        for name in ("begin_forward", "begin_backward", "end", "end_backward")
+    ],
+    "weights": [
+        (BlockRunner, "_views"),
+        (GradientCollector, "leaves"),
+        (GradientCollector, "finish"),
+        (GradientCollector, "fetch_aside"),
+    ],
     "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],
-    "offload": [(DeviceActivationOffload, name) for name in (
-        "save_inputs", "save_slice", "load_inputs", "load_slice", "release_slice", "release")],
+    "offload": [
+        (DeviceActivationOffload, name)
+        for name in (
+            "save_inputs",
+            "save_slice",
+            "load_inputs",
+            "load_slice",
+            "release_slice",
+            "release",
+        )
+    ],
     "save plan": [(SavePlans, "of")],
     "block": [(CallContext, "run")],
     "autograd": [(torch.autograd, "backward")],
-}  # fmt: skip
+}
 
 
 def main() -> int:
@@ -120,20 +140,31 @@ def measured(
     least = {name: min(found) for name, found in taken.items()}
     checkpoint_us = least["checkpoint"]
     return {
-        "activations": kept, "slices": slices, "checkpoint": round(checkpoint_us),
-        "floor": round(least["floor"]), "selective": round(least.get("selective", 0)) or "",
-        "lohan": round(total), "ratio": round(total / checkpoint_us, 2), "limit": LIMITS[kept],
+        "activations": kept,
+        "slices": slices,
+        "checkpoint": round(checkpoint_us),
+        "floor": round(least["floor"]),
+        "selective": round(least.get("selective", 0)) or "",
+        "lohan": round(total),
+        "ratio": round(total / checkpoint_us, 2),
+        "limit": LIMITS[kept],
         "own": round(total - least["floor"]),
         **{name: round(parts.get(name, 0.0)) for name in ("other", *PARTS)},
-    }  # fmt: skip
+    }
 
 
 def model_of() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     return AutoModelForCausalLM.from_config(config).train()
 
 
@@ -193,9 +224,15 @@ def torch_sides(kept: str, slices: int, device: str) -> dict[str, Callable[[], f
 
 
 def launched_us(
-    place: Path, kept: str, slices: int, steps: int, device: str, between: Callable[[], None],
-    *, parts: Parts | None = None,
-) -> dict[str, float]:  # fmt: skip
+    place: Path,
+    kept: str,
+    slices: int,
+    steps: int,
+    device: str,
+    between: Callable[[], None],
+    *,
+    parts: Parts | None = None,
+) -> dict[str, float]:
     """Of one block and slice, by part, and the total of a step."""
     place.mkdir()
     ids = torch.randint(0, 64, (ROWS, TOKENS))
@@ -206,11 +243,16 @@ def launched_us(
     with (
         clock.measuring(),
         lohan.attach(
-            model_of(), optimizer=lohan.AdamW(lr=1e-3), batch=batch, activations=kept,
+            model_of(),
+            optimizer=lohan.AdamW(lr=1e-3),
+            batch=batch,
+            activations=kept,
             budget=lohan.Budget(host="64MiB", ssd=[place], durability="checkpoint"),
-            device=own, micro_batch=ROWS // slices, update_mode="optimized",
+            device=own,
+            micro_batch=ROWS // slices,
+            update_mode="optimized",
         ) as session,
-    ):  # fmt: skip
+    ):
         for _ in range(steps):
             clock.taken.clear()
             session.model(**batch).loss.backward()

@@ -101,11 +101,26 @@ def bench(options: argparse.Namespace, work: Path) -> int:
     if options.verify:
         return verify(options, work)
     arguments = [
-        "train", "--model", str(work / "model"), "--data", str(work / "data.jsonl"),
-        "--host", options.host, "--steps", str(options.steps), "--batch", str(options.batch),
-        "--seq", str(options.seq), "--dtype", options.dtype, "--no-export",
-        "--lora", str(options.lora), *(["--base", options.base] if options.base else []),
-    ]  # fmt: skip
+        "train",
+        "--model",
+        str(work / "model"),
+        "--data",
+        str(work / "data.jsonl"),
+        "--host",
+        options.host,
+        "--steps",
+        str(options.steps),
+        "--batch",
+        str(options.batch),
+        "--seq",
+        str(options.seq),
+        "--dtype",
+        options.dtype,
+        "--no-export",
+        "--lora",
+        str(options.lora),
+        *(["--base", options.base] if options.base else []),
+    ]
     print("command       lohan", " ".join(arguments), "--out", work / "run", flush=True)
     good = report("no cgroup", run(arguments, work), limit)
     if not options.no_cgroup:
@@ -116,12 +131,27 @@ def bench(options: argparse.Namespace, work: Path) -> int:
 def verify(options: argparse.Namespace, work: Path) -> int:
     """`lohan verify` with the same settings: the reference needs the model in memory."""
     arguments = [
-        "verify", "--model", str(work / "model"), "--data", str(work / "data.jsonl"),
-        "--host", options.host, "--ssd", str(work), "--steps", str(options.steps),
-        "--batch", str(options.batch), "--seq", str(options.seq), "--dtype", options.dtype,
-        "--set", f"train.lora={options.lora}",
+        "verify",
+        "--model",
+        str(work / "model"),
+        "--data",
+        str(work / "data.jsonl"),
+        "--host",
+        options.host,
+        "--ssd",
+        str(work),
+        "--steps",
+        str(options.steps),
+        "--batch",
+        str(options.batch),
+        "--seq",
+        str(options.seq),
+        "--dtype",
+        options.dtype,
+        "--set",
+        f"train.lora={options.lora}",
         *(["--set", f"train.base={options.base!r}"] if options.base else []),
-    ]  # fmt: skip
+    ]
     print("command       lohan", " ".join(arguments), flush=True)
     return subprocess.run([sys.executable, "-m", "lohan", *arguments], check=False).returncode
 
@@ -149,11 +179,16 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
     from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
-        hidden_size=options.hidden, intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads, vocab_size=options.vocabulary,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        vocab_size=options.vocabulary,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     start = time.monotonic()
     write_random_checkpoint(work / "model", config, dtype=dtype_of(STATE_FORMATS["bf16"]))
     rows = [

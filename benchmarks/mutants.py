@@ -37,8 +37,15 @@ LIMIT_S = 300.0  # for the tests of a mutant
 WHOLE_LIMIT_S = 3600.0  # for the default suite
 NATIVE = (".cpp", ".hpp")
 LEFT_OUT = (
-    ".git", ".venv", "build", "dist", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis",
-)  # fmt: skip
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "__pycache__",
+    ".*_cache",
+    "*.egg-info",
+    ".hypothesis",
+)
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line")
 NO_TESTS = 5  # exit code of pytest
 
@@ -149,8 +156,15 @@ class Copy:
     def build(self) -> str:
         """Builds the core from csrc/ as it is in the copy; what went wrong, if anything did."""
         options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
-        configure = ["cmake", "-S", str(self.root / "csrc"), "-B", str(self._build), *options,
-                     f"-DPython_EXECUTABLE={sys.executable}"]  # fmt: skip
+        configure = [
+            "cmake",
+            "-S",
+            str(self.root / "csrc"),
+            "-B",
+            str(self._build),
+            *options,
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ]
         commands = [["cmake", "--build", str(self._build)]]
         for command in commands if self._built else [configure, *commands]:
             try:
@@ -173,9 +187,13 @@ class Copy:
         """The first test that fails, or "" if none does; and the exit code of pytest."""
         with TemporaryFile("w+") as out:
             child = subprocess.Popen(
-                [sys.executable, *PYTEST, *more, *tests], cwd=self.root, env=self._env, stdout=out,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *PYTEST, *more, *tests],
+                cwd=self.root,
+                env=self._env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code = child.wait(limit_s)
             except subprocess.TimeoutExpired:

@@ -47,12 +47,18 @@ def write_model(
     from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
-        hidden_size=options.hidden, intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads,
-        num_key_value_heads=options.heads, vocab_size=options.vocabulary,
-        max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads,
+        vocab_size=options.vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     write_random_checkpoint(folder, config, dtype=torch_dtype)
     os.sync()  # what is still on its way to the drive would slow the first side down
@@ -68,9 +74,13 @@ def spec_of(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, 
     if tokens % batch:
         raise SystemExit(f"--tokens {tokens} is not a multiple of --batch {batch}")
     return {
-        "model": str(model), "vocabulary": options.vocabulary, "batch": batch,
-        "seq": tokens // batch, "steps": options.steps, "warmup": options.warmup,
-    }  # fmt: skip
+        "model": str(model),
+        "vocabulary": options.vocabulary,
+        "batch": batch,
+        "seq": tokens // batch,
+        "steps": options.steps,
+        "warmup": options.warmup,
+    }
 
 
 def batches(spec: dict[str, Any]) -> list[Any]:
@@ -87,9 +97,12 @@ def batches(spec: dict[str, Any]) -> list[Any]:
 
 
 def time_steps(
-    spec: dict[str, Any], step: Callable[[Any], float], *,
-    begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:  # fmt: skip
+    spec: dict[str, Any],
+    step: Callable[[Any], float],
+    *,
+    begin: Callable[[], None] = lambda: None,
+    end: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Seconds of every step, from the end of one to the end of the next, and losses. With
     `turns` it waits for each of them, which begins with steps that are not measured. `begin` and
     `end`: around the measured steps of a turn; at its end nothing may be in flight."""
@@ -111,9 +124,12 @@ def time_steps(
     if "turns" in spec:
         await_turn()
     return {
-        "losses": losses, "step_s": seconds, "early_s": early, "turns": spec.get("turns", 1),
+        "losses": losses,
+        "step_s": seconds,
+        "early_s": early,
+        "turns": spec.get("turns", 1),
         "peak_bytes": peak_bytes(),
-    }  # fmt: skip
+    }
 
 
 def turn_of(options: argparse.Namespace, tokens: int) -> argparse.Namespace:
@@ -160,18 +176,24 @@ def profile_machine(options: argparse.Namespace, work: Path, name: str = MACHINE
     """Measures the machine in a child, into a file in `work`."""
     note("profiling the machine")
     run_child(
-        "side_profile.py", {"ssd": str(work), "out": str(work / name)},
-        threads=options.threads, deadline_s=options.deadline,
-    )  # fmt: skip
+        "side_profile.py",
+        {"ssd": str(work), "out": str(work / name)},
+        threads=options.threads,
+        deadline_s=options.deadline,
+    )
 
 
 def lohan_spec(
     options: argparse.Namespace, work: Path, tokens: int, *, host: str, activations: Any
 ) -> dict[str, Any]:
     return {
-        **spec_of(options, work / "model", tokens), **WAY, "host": host,
-        "ssd": str(work / "ssd"), "profile": str(work / MACHINE), "activations": activations,
-    }  # fmt: skip
+        **spec_of(options, work / "model", tokens),
+        **WAY,
+        "host": host,
+        "ssd": str(work / "ssd"),
+        "profile": str(work / MACHINE),
+        "activations": activations,
+    }
 
 
 def run_side(

@@ -53,59 +53,128 @@ class Wait:
 
 
 WAITS = [
-    Wait("engine/lanes.py", "a lane waits for what its action names",
-         "while not (self._dropped(job) or self._closed or other.done.wait(0.2)):", "while False:"),
-    Wait("engine/lanes.py", "the caller waits for what its block needs",
-         "        self._await(job.waits, job.action)\n        self._current",
-         "        self._current"),
-    Wait("engine/lanes.py", "compute is done when its event has come",
-         "        event.synchronize()\n        if begun.stamp", "        if begun.stamp"),
-    Wait("engine/actions.py", "a transfer is done when the drive says so",
-         "        self._wait(action, tickets)\n        if action.kind == Op.END_STEP:",
-         "        if action.kind == Op.END_STEP:"),
-    Wait("engine/buffers.py", "weights are loaded when their copy has ended",
-         "[(self._own_shard(slot, shard.numel()), shard)]).synchronize()",
-         "[(self._own_shard(slot, shard.numel()), shard)])"),
-    Wait("engine/gradients.py", "gradients stay on the device until their copy has ended",
-         "        made.wait()\n", ""),
-    Wait("engine/gradients.py", "gradients are sent when backward has made them",
-         "self._device.copy(\"d2h\", pairs, after=self._device.mark())",
-         "self._device.copy(\"d2h\", pairs)"),
-    Wait("engine/gradients.py", "gradients are here when their copy has ended",
-         "            self.event.synchronize()\n", ""),
-    Wait("engine/gradients.py", "the sum of their squares is read when it has come with them",
-         "        self.wait()\n        return float(self._squares)\n",
-         "        return float(self._squares)\n"),
-    Wait("engine/gradients.py", "gradients that were set aside come back when they have left",
-         "self._device.copy(\"h2d\", pairs, after=aside.event)",
-         "self._device.copy(\"h2d\", pairs)"),
-    Wait("engine/gradients.py", "sums go on when what was set aside is back",
-         "self._device.wait(self._device.copy(\"h2d\", pairs, after=aside.event))",
-         "self._device.copy(\"h2d\", pairs, after=aside.event)"),
-    Wait("engine/offload.py", "a slice leaves when compute has packed it",
-         "self._device.copy(\"d2h\", pairs, after=self._device.mark())",
-         "self._device.copy(\"d2h\", pairs)"),
-    Wait("engine/offload.py", "a slice is packed when the one before it in its buffer has left",
-         "            self._device.wait(own.copies[buffer])\n", "            pass\n"),
-    Wait("engine/offload.py", "activations have left when their last copy has ended",
-         "        own.last.synchronize()\n", ""),
-    Wait("engine/offload.py", "activations are back when their copy has ended",
-         "self._device.copy(\"h2d\", pairs).synchronize()",
-         "self._device.copy(\"h2d\", pairs)"),
-    Wait("engine/offload.py", "a slice is recomputed when its results are back",
-         "            self._device.wait(own.copies[number % BUFFERS])\n",
-         "            pass\n"),
-    Wait("engine/offload.py", "a slice comes back when compute is done with its buffer",
-         "            after=self._device.mark(),\n", ""),
-    Wait("device/accelerator.py", "a stream waits for the event that it is given",
-         "            stream.wait_event(after)\n", "            pass\n"),
-    Wait("device/accelerator.py", "memory is used again when a lane has read it",
-         "            self.wait(record_event(self._streams[lane]))\n            return\n"
-         "        for tensor in tensors:",
-         "            return\n        for tensor in ():"),
-    Wait("device/accelerator.py", "a new slot is free when compute is done with what was there",
-         "            stream.wait_event(given)\n", "            pass\n"),
-]  # fmt: skip
+    Wait(
+        "engine/lanes.py",
+        "a lane waits for what its action names",
+        "while not (self._dropped(job) or self._closed or other.done.wait(0.2)):",
+        "while False:",
+    ),
+    Wait(
+        "engine/lanes.py",
+        "the caller waits for what its block needs",
+        "        self._await(job.waits, job.action)\n        self._current",
+        "        self._current",
+    ),
+    Wait(
+        "engine/lanes.py",
+        "compute is done when its event has come",
+        "        event.synchronize()\n        if begun.stamp",
+        "        if begun.stamp",
+    ),
+    Wait(
+        "engine/actions.py",
+        "a transfer is done when the drive says so",
+        "        self._wait(action, tickets)\n        if action.kind == Op.END_STEP:",
+        "        if action.kind == Op.END_STEP:",
+    ),
+    Wait(
+        "engine/buffers.py",
+        "weights are loaded when their copy has ended",
+        "[(self._own_shard(slot, shard.numel()), shard)]).synchronize()",
+        "[(self._own_shard(slot, shard.numel()), shard)])",
+    ),
+    Wait(
+        "engine/gradients.py",
+        "gradients stay on the device until their copy has ended",
+        "        made.wait()\n",
+        "",
+    ),
+    Wait(
+        "engine/gradients.py",
+        "gradients are sent when backward has made them",
+        'self._device.copy("d2h", pairs, after=self._device.mark())',
+        'self._device.copy("d2h", pairs)',
+    ),
+    Wait(
+        "engine/gradients.py",
+        "gradients are here when their copy has ended",
+        "            self.event.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "engine/gradients.py",
+        "the sum of their squares is read when it has come with them",
+        "        self.wait()\n        return float(self._squares)\n",
+        "        return float(self._squares)\n",
+    ),
+    Wait(
+        "engine/gradients.py",
+        "gradients that were set aside come back when they have left",
+        'self._device.copy("h2d", pairs, after=aside.event)',
+        'self._device.copy("h2d", pairs)',
+    ),
+    Wait(
+        "engine/gradients.py",
+        "sums go on when what was set aside is back",
+        'self._device.wait(self._device.copy("h2d", pairs, after=aside.event))',
+        'self._device.copy("h2d", pairs, after=aside.event)',
+    ),
+    Wait(
+        "engine/offload.py",
+        "a slice leaves when compute has packed it",
+        'self._device.copy("d2h", pairs, after=self._device.mark())',
+        'self._device.copy("d2h", pairs)',
+    ),
+    Wait(
+        "engine/offload.py",
+        "a slice is packed when the one before it in its buffer has left",
+        "            self._device.wait(own.copies[buffer])\n",
+        "            pass\n",
+    ),
+    Wait(
+        "engine/offload.py",
+        "activations have left when their last copy has ended",
+        "        own.last.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "engine/offload.py",
+        "activations are back when their copy has ended",
+        'self._device.copy("h2d", pairs).synchronize()',
+        'self._device.copy("h2d", pairs)',
+    ),
+    Wait(
+        "engine/offload.py",
+        "a slice is recomputed when its results are back",
+        "            self._device.wait(own.copies[number % BUFFERS])\n",
+        "            pass\n",
+    ),
+    Wait(
+        "engine/offload.py",
+        "a slice comes back when compute is done with its buffer",
+        "            after=self._device.mark(),\n",
+        "",
+    ),
+    Wait(
+        "device/accelerator.py",
+        "a stream waits for the event that it is given",
+        "            stream.wait_event(after)\n",
+        "            pass\n",
+    ),
+    Wait(
+        "device/accelerator.py",
+        "memory is used again when a lane has read it",
+        "            self.wait(record_event(self._streams[lane]))\n            return\n"
+        "        for tensor in tensors:",
+        "            return\n        for tensor in ():",
+    ),
+    Wait(
+        "device/accelerator.py",
+        "a new slot is free when compute is done with what was there",
+        "            stream.wait_event(given)\n",
+        "            pass\n",
+    ),
+]
 
 
 def make_importable(place: Path, python: Path) -> None:
@@ -209,8 +278,21 @@ def noticed_on_cuda(place: Path, python: Path, wait: Wait) -> str:
 
 def _run_on_cuda(place: Path, python: Path, tests: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
-    command = [str(python), "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider",
-               "-m", "gpu", CUDA_TESTS, "-k", tests]  # fmt: skip
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        CUDA_TESTS,
+        "-k",
+        tests,
+    ]
     done = subprocess.run(
         command, cwd=place, env=env, capture_output=True, text=True, timeout=PATIENCE_S
     )

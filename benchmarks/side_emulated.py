@@ -110,26 +110,43 @@ def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
     from lohan.util.units import MiB
 
     sizes = Sizes(
-        hidden=spec["hidden"], inner=spec["intermediate"], heads=spec["heads"],
-        vocabulary=spec["vocabulary"], copies=2, chunk_params=2**18,
-    )  # fmt: skip
+        hidden=spec["hidden"],
+        inner=spec["intermediate"],
+        heads=spec["heads"],
+        vocabulary=spec["vocabulary"],
+        copies=2,
+        chunk_params=2**18,
+    )
     effort = Effort(
-        sizes=sizes, tokens=(spec["tokens"],), head_tokens=spec["tokens"], link_bytes=8 * MiB,
-        drive_seconds=0.5, drive_bytes=64 * MiB, chunk_bytes=4 * MiB,
-    )  # fmt: skip
+        sizes=sizes,
+        tokens=(spec["tokens"],),
+        head_tokens=spec["tokens"],
+        link_bytes=8 * MiB,
+        drive_seconds=0.5,
+        drive_bytes=64 * MiB,
+        chunk_bytes=4 * MiB,
+    )
     found = profile([Path(spec["ssd"])], effort=effort, device=device)
     device.close()
     (real,) = found.drives
     drive = Drive(
-        name="paced", read=rates["read"], write=rates["write"], bytes=real.bytes,
+        name="paced",
+        read=rates["read"],
+        write=rates["write"],
+        bytes=real.bytes,
         endurance_bytes=rates["endurance"],
-    )  # fmt: skip
+    )
     machine = replace(found, name="emulated", drives=(drive,), adam=rates["adam"], ssd_limit=0.0)
     Path(spec["out"]).write_text(machine.to_toml())
     return {
-        "flops": found.compute[0][1], "backward_flops": found.backward[0][1], "h2d": found.h2d,
-        "d2h": found.d2h, "drive_read": real.read, "drive_write": real.write, "adam": found.adam,
-    }  # fmt: skip
+        "flops": found.compute[0][1],
+        "backward_flops": found.backward[0][1],
+        "h2d": found.h2d,
+        "d2h": found.d2h,
+        "drive_read": real.read,
+        "drive_write": real.write,
+        "adam": found.adam,
+    }
 
 
 if __name__ == "__main__":

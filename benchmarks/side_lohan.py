@@ -103,11 +103,15 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     if context.profile is not None:
         result["forecasts"] = forecasts(spec, context, plan)
     return {
-        **result, "peak_bytes": peak_bytes(), **done.report(len(result["step_s"])),
-        "speculated": counts["speculated"], "rolled_back": counts["rolled_back"],
+        **result,
+        "peak_bytes": peak_bytes(),
+        **done.report(len(result["step_s"])),
+        "speculated": counts["speculated"],
+        "rolled_back": counts["rolled_back"],
         "clipped": counts["clipped"],
-        "plans": plans, "changes": changes,
-    }  # fmt: skip
+        "plans": plans,
+        "changes": changes,
+    }
 
 
 def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
@@ -123,20 +127,30 @@ def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
     example = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
     Path(spec["ssd"]).mkdir(parents=True)
     optimizer = lohan.AdamW(
-        lr=reference.LR, betas=reference.BETAS, eps=reference.EPS,
+        lr=reference.LR,
+        betas=reference.BETAS,
+        eps=reference.EPS,
         weight_decay=reference.WEIGHT_DECAY,
-    )  # fmt: skip
+    )
     wish = spec.get("activations", "holistic")
     budget = lohan.Budget(
-        host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"],
+        host=spec["host"],
+        ssd=[spec["ssd"]],
+        durability=spec["durability"],
         commit_every=spec.get("commit_every", AUTO),
-    )  # fmt: skip
+    )
     return lohan.attach(
-        model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
-        update_mode=spec["update_mode"], clip=spec["clip"], run_again=True,
+        model,
+        optimizer=optimizer,
+        budget=budget,
+        batch={"input_ids": example},
+        update_mode=spec["update_mode"],
+        clip=spec["clip"],
+        run_again=True,
         activations=wish if isinstance(wish, str) else checked(wish, Kept, "kept"),
-        profile=Profile.read(Path(spec["profile"])) if "profile" in spec else None, **options,
-    )  # fmt: skip
+        profile=Profile.read(Path(spec["profile"])) if "profile" in spec else None,
+        **options,
+    )
 
 
 def forecasts(spec: dict[str, Any], context: Any, plan: Any) -> list[dict[str, Any]]:
@@ -153,14 +167,19 @@ def forecasts(spec: dict[str, Any], context: Any, plan: Any) -> list[dict[str, A
 
 def described(plan: Any) -> dict[str, Any]:
     return {
-        "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
-        "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
-        "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
+        "micro_batch": plan.micro_batch,
+        "chunk_params": plan.chunk_params,
+        "weight_slots": plan.weight_slots,
+        "window": plan.window,
+        "ring": plan.ring,
+        "grad_groups": plan.grad_groups,
+        "deferred": len(plan.deferred),
         "spilled": len(plan.spilled_gradients),
         "host_cached_weights": len(plan.host_cached_weights),
-        "host_cached_state": len(plan.host_cached_state), "kept": plan.kept_counts,
+        "host_cached_state": len(plan.host_cached_state),
+        "kept": plan.kept_counts,
         "commit": [plan.commit.steps, plan.commit.seconds],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -35,9 +35,12 @@ def main() -> None:
 
     def plan_of(wish: str | Kept) -> Plan:
         options = PlanOptions(
-            dtype="fp32", update_mode=spec["update_mode"], clip=spec["clip"],
-            durability=spec["durability"], activations=wish,
-        )  # fmt: skip
+            dtype="fp32",
+            update_mode=spec["update_mode"],
+            clip=spec["clip"],
+            durability=spec["durability"],
+            activations=wish,
+        )
         host = parse_bytes(spec["host"], name="host")
         return plan_for_budget(blocks, options, host_bytes=host, workload=workload, profile=machine)
 
@@ -52,10 +55,15 @@ def main() -> None:
         memory = MemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
-            "kept": plan.kept, "moved_out": len(plan.spilled_sites), "swapped_bytes": kept,
-            "ssd_bytes": sum(plan.spilled_site_bytes), "forecast_s": made.step_s,
-            "busy_s": made.busy_s, "binding": made.binding, "same": repr(plan),
-        }  # fmt: skip
+            "kept": plan.kept,
+            "moved_out": len(plan.spilled_sites),
+            "swapped_bytes": kept,
+            "ssd_bytes": sum(plan.spilled_site_bytes),
+            "forecast_s": made.step_s,
+            "busy_s": made.busy_s,
+            "binding": made.binding,
+            "same": repr(plan),
+        }
 
     found = {name: row(name) for name in spec["policies"]}
     curve = []

@@ -20,9 +20,13 @@ def main() -> None:
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=reference.LR, betas=reference.BETAS, eps=reference.EPS,
-        weight_decay=reference.WEIGHT_DECAY, fused=True,
-    )  # fmt: skip
+        model.parameters(),
+        lr=reference.LR,
+        betas=reference.BETAS,
+        eps=reference.EPS,
+        weight_decay=reference.WEIGHT_DECAY,
+        fused=True,
+    )
 
     def step(ids: torch.Tensor) -> float:
         loss = model(input_ids=ids, labels=ids).loss

@@ -22,9 +22,13 @@ LIVE_PARAMS, GROUP_PARAMS, STATE_BUFFERS = 40_000_000, 20_000_000, 12
 def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     os.environ.update(
-        DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec["port"]), RANK="0",
-        WORLD_SIZE="1", LOCAL_RANK="0",
-    )  # fmt: skip
+        DS_ACCELERATOR="cpu",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(spec["port"]),
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+    )
     import deepspeed
     import torch
     from safetensors import safe_open
@@ -69,7 +73,9 @@ def settings_of(spec: dict[str, Any], *, largest: int) -> dict[str, Any]:
         "optimizer": {
             "type": "AdamW",
             "params": {
-                "lr": reference.LR, "betas": list(reference.BETAS), "eps": reference.EPS,
+                "lr": reference.LR,
+                "betas": list(reference.BETAS),
+                "eps": reference.EPS,
                 "weight_decay": reference.WEIGHT_DECAY,
             },
         },
@@ -81,19 +87,22 @@ def settings_of(spec: dict[str, Any], *, largest: int) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": LIVE_PARAMS,
             "sub_group_size": GROUP_PARAMS,
-            "offload_param": {
-                **nvme, "buffer_count": PARAM_BUFFERS, "buffer_size": buffer_params
-            },
+            "offload_param": {**nvme, "buffer_count": PARAM_BUFFERS, "buffer_size": buffer_params},
             "offload_optimizer": {
-                **nvme, "buffer_count": STATE_BUFFERS, "pipeline_read": pipelined,
+                **nvme,
+                "buffer_count": STATE_BUFFERS,
+                "pipeline_read": pipelined,
                 "pipeline_write": pipelined,
             },
         },
         "aio": {
-            "block_size": 2**20, "queue_depth": 8, "thread_count": 1, "single_submit": False,
+            "block_size": 2**20,
+            "queue_depth": 8,
+            "thread_count": 1,
+            "single_submit": False,
             "overlap_events": True,
         },
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

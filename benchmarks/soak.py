@@ -133,10 +133,18 @@ class MallInfo(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-            "fordblks", "keepcost",
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
         )
-    ]  # fmt: skip
+    ]
 
 
 def held() -> dict[str, int]:
@@ -224,11 +232,16 @@ def main() -> int:
         values = [sample[name] for sample in settled]
         grows = growing(name, values)
         grown = grown or grows
-        rows.append({
-            "after the first third": name, "least": min(values), "most": max(values),
-            "per cycle": round(slope(values), 3), "limit": LIMITS[name],
-            "": "GROWS" if grows else "flat",
-        })  # fmt: skip
+        rows.append(
+            {
+                "after the first third": name,
+                "least": min(values),
+                "most": max(values),
+                "per cycle": round(slope(values), 3),
+                "limit": LIMITS[name],
+                "": "GROWS" if grows else "flat",
+            }
+        )
     report.table(f"{len(samples)} cycles, {wrong} wrong", rows)
     report.close()
     return int(grown or bool(wrong))

@@ -78,11 +78,18 @@ def sides_of(
     for host, mode, durability in product(options.host, options.update_mode, options.durability):
         name = f"LoHan {host}, {mode}"
         name += f", {durability}" if options.durability != ["step"] else ""
-        sides[name] = "side_lohan.py", {
-            **spec, "host": host, "update_mode": mode, "durability": durability,
-            "profile": str(work / reference.MACHINE), "activations": options.activations,
-            "ssd": str(stores / str(len(sides))),
-        }  # fmt: skip
+        sides[name] = (
+            "side_lohan.py",
+            {
+                **spec,
+                "host": host,
+                "update_mode": mode,
+                "durability": durability,
+                "profile": str(work / reference.MACHINE),
+                "activations": options.activations,
+                "ssd": str(stores / str(len(sides))),
+            },
+        )
     return sides
 
 

@@ -61,10 +61,14 @@ def parse() -> argparse.Namespace:
 def levels(options: argparse.Namespace, work: Path) -> list[Child]:
     """Every level of activations that may be kept, with its forecast."""
     spec = {
-        **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
-        "update_mode": "optimized", "host": options.host, "policies": [], "curve": True,
+        **reference.spec_of(options, work / "model", options.tokens),
+        **reference.WAY,
+        "update_mode": "optimized",
+        "host": options.host,
+        "policies": [],
+        "curve": True,
         "profile": str(work / reference.MACHINE),
-    }  # fmt: skip
+    }
     limits = {"threads": options.threads, "deadline_s": options.deadline}
     return list(run_child("side_plans.py", spec, **limits)["curve"])
 
@@ -112,8 +116,10 @@ def draw(path: Path, known: list[Child], rows: list[dict[str, Any]], title: str)
     axes.plot(
         [point["swapped_bytes"] / 2**20 for point in known],
         [point["forecast_s"] / known[0]["forecast_s"] for point in known],
-        "-", color="0.6", label="predicted",
-    )  # fmt: skip
+        "-",
+        color="0.6",
+        label="predicted",
+    )
     swapped = [row["swapped MiB"] for row in rows]
     axes.plot(swapped, [row["step / first"] for row in rows], "o", label="measured")
     axes.set(

@@ -133,10 +133,15 @@ def lohan(
 ) -> Child:
     ssd = work / "ssd"
     own = {
-        **spec, "ssd": str(ssd), "host": setting.host, "durability": setting.durability,
-        "update_mode": "balanced", "clip": clip, "activations": "holistic",
+        **spec,
+        "ssd": str(ssd),
+        "host": setting.host,
+        "durability": setting.durability,
+        "update_mode": "balanced",
+        "clip": clip,
+        "activations": "holistic",
         "profile": str(work / reference.MACHINE),
-    }  # fmt: skip
+    }
     try:
         child = run_child(
             "side_lohan.py", own, threads=options.threads, deadline_s=options.deadline
@@ -148,9 +153,14 @@ def lohan(
 
 
 def zero_infinity(
-    name: str, spec: Child, options: argparse.Namespace, work: Path, pipeline: int,
-    *, deadline_s: float | None = None,
-) -> Child:  # fmt: skip
+    name: str,
+    spec: Child,
+    options: argparse.Namespace,
+    work: Path,
+    pipeline: int,
+    *,
+    deadline_s: float | None = None,
+) -> Child:
     ssd = work / "peer"
     ssd.mkdir()
     with socket.socket() as free:
@@ -160,9 +170,11 @@ def zero_infinity(
         child = run_child(
             "side_zero_infinity.py",
             {**spec, "ssd": str(ssd), "pipeline": pipeline, "port": port, "clip": options.clip[0]},
-            threads=options.threads, deadline_s=deadline_s or options.deadline,
-            python=options.peer_python, extra={"DS_ACCELERATOR": "cpu", "PYTHONPATH": ""},
-        )  # fmt: skip
+            threads=options.threads,
+            deadline_s=deadline_s or options.deadline,
+            python=options.peer_python,
+            extra={"DS_ACCELERATOR": "cpu", "PYTHONPATH": ""},
+        )
     finally:
         shutil.rmtree(ssd, ignore_errors=True)
     reference.show(name, child)

@@ -17,9 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
-    "tests/test_native_adamw.py", "tests/test_native_updates.py", "tests/test_native_crc.py",
+    "tests/test_native_adamw.py",
+    "tests/test_native_updates.py",
+    "tests/test_native_crc.py",
     "tests/store/test_io_engine.py",
-]  # fmt: skip
+]
 
 # Found by every interpreter that the tests start, and ahead of an editable install.
 SITECUSTOMIZE = """
@@ -45,13 +47,17 @@ class Build:
 
 BUILDS = {
     "address": Build(
-        "address,undefined", "libasan.so",
+        "address,undefined",
+        "libasan.so",
         # Python keeps memory until it ends on purpose; leaks of ours show in the tests instead.
-        {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
-         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"},
+        {
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        },
     ),
     "thread": Build(
-        "thread", "libtsan.so",
+        "thread",
+        "libtsan.so",
         # Only the core is built with it: what torch and numpy do with their own threads and locks
         # is not seen whole and would be taken for races.
         # A test forks and goes on with threads of its own.
@@ -59,15 +65,18 @@ BUILDS = {
         # Its shadow memory has fixed addresses, which a random layout may have taken.
         ("setarch", "-R"),
     ),
-}  # fmt: skip
+}
 
 
 def build(name: str, sanitizers: str) -> Path:
     folder = ROOT / "build" / f"sanitize-{name}"
     options = [
-        "-G", "Ninja", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DLOHAN_SANITIZE={sanitizers}",
+        "-G",
+        "Ninja",
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+        f"-DLOHAN_SANITIZE={sanitizers}",
         f"-DPython_EXECUTABLE={sys.executable}",
-    ]  # fmt: skip
+    ]
     subprocess.run(["cmake", "-S", ROOT / "csrc", "-B", folder, *options], check=True)
     subprocess.run(["cmake", "--build", folder], check=True)
     return next(folder.glob("_core*.so"))
@@ -86,11 +95,15 @@ def run(name: str, arguments: list[str]) -> int:
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(extension=str(extension)))
     paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | made.options | {
-        # With the sanitizer what throws exceptions.
-        "LD_PRELOAD": f"{runtime_library(made.library)} {runtime_library('libstdc++.so')}",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }  # fmt: skip
+    env = (
+        os.environ
+        | made.options
+        | {
+            # With the sanitizer what throws exceptions.
+            "LD_PRELOAD": f"{runtime_library(made.library)} {runtime_library('libstdc++.so')}",
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+    )
     command = [*made.launcher, sys.executable, "-B", "-m", "pytest", "-q", *arguments]
     print(f"{made.sanitizers}: {' '.join(command)}", flush=True)
     return subprocess.run(command, cwd=ROOT, env=env).returncode

@@ -18,9 +18,12 @@ from pathlib import Path
 Span = tuple[str, str, float, float]  # lane, kind, start and end in seconds
 
 LANES = {
-    "ssd": "drives", "h2d": "link to the device", "compute": "compute",
-    "d2h": "link to main memory", "optimizer": "optimizer",
-}  # fmt: skip
+    "ssd": "drives",
+    "h2d": "link to the device",
+    "compute": "compute",
+    "d2h": "link to main memory",
+    "optimizer": "optimizer",
+}
 KINDS = {  # tokens of schedules, docs/design.md; what they are; colour
     "F": ("forward", "#4c8bf5"),
     "B": ("backward", "#1f4fa8"),
@@ -93,11 +96,12 @@ def svg(spans: list[Span], title: str) -> str:
     for row, (lane, meaning) in enumerate(LANES.items()):
         own, top = [span for span in step if span[0] == lane], TOP + row * ROW
         parts += [
-            text(10, top + 11, lane, weight="bold"), text(10, top + 24, meaning, fill="#666"),
+            text(10, top + 11, lane, weight="bold"),
+            text(10, top + 24, meaning, fill="#666"),
             f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{BAR}" fill="#f0f0f0"/>',
             *bars(joined(own, 0.3 / scale), top, scale),
             text(LEFT + WIDTH + 8, top + 16, f"{busy_s(own) / (stop - start):.0%}"),
-        ]  # fmt: skip
+        ]
     bottom = TOP + len(LANES) * ROW
     return "\n".join([*parts, *axis(stop - start, bottom), *legend(bottom + 54), "</svg>"]) + "\n"
 

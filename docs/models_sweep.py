@@ -114,20 +114,32 @@ def wanted_of(
 
 # Compared with the same in memory by tests/test_architectures.py, with inputs of their own.
 BY_TESTS = (
-    "BertForSequenceClassification", "DiTTransformer2DModel", "FluxTransformer2DModel",
-    "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "SD3Transformer2DModel",
-    "T5ForConditionalGeneration", "ViTForImageClassification",
-)  # fmt: skip
+    "BertForSequenceClassification",
+    "DiTTransformer2DModel",
+    "FluxTransformer2DModel",
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "SD3Transformer2DModel",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+)
 TRAINED = {
-    "exact": "exact", "nothing kept": "exact, nothing kept", "refused": "refused",
-    "wrong": "wrong", "error": "error",
-}  # fmt: skip
+    "exact": "exact",
+    "nothing kept": "exact, nothing kept",
+    "refused": "refused",
+    "wrong": "wrong",
+    "error": "error",
+}
 TITLES = {
-    "causal": "Causal language models", "text to text": "Text to text",
-    "masked": "Masked language models", "sequence": "Sequence classification",
-    "token": "Token classification", "question": "Question answering",
-    "image": "Image classification", "image-text": "Images and text to text",
-}  # fmt: skip
+    "causal": "Causal language models",
+    "text to text": "Text to text",
+    "masked": "Masked language models",
+    "sequence": "Sequence classification",
+    "token": "Token classification",
+    "question": "Question answering",
+    "image": "Image classification",
+    "image-text": "Images and text to text",
+}
 HEAD = """\
 # Models
 
@@ -205,10 +217,14 @@ def page_of(rows: dict[str, Row]) -> str:
         if missing:
             tables.append("Not run: " + ", ".join(f"`{name}`" for name in missing))
     head = HEAD.format(
-        version=transformers.__version__, every=every, ran=ran, exact=exact,
-        share=f"{100 * exact / max(1, ran):.0f}", noise=every_model.NOISE,
+        version=transformers.__version__,
+        every=every,
+        ran=ran,
+        exact=exact,
+        share=f"{100 * exact / max(1, ran):.0f}",
+        noise=every_model.NOISE,
         gradients=sum(row.get("gradients", False) for row in rows.values()),
-    )  # fmt: skip
+    )
     return "\n\n".join([head.strip(), _table(counts), *tables]) + "\n"
 
 

@@ -137,17 +137,22 @@ def choose(options: argparse.Namespace, console: Console) -> Job:
 def real_job(folder: Path, *, steps: int) -> Job:
     data = EXAMPLES / "data"
     return Job(
-        "SmolLM2-135M-Instruct learns the style of a captain's log", folder,
-        relative(data / "captains_log.jsonl"), data / "prompts.txt",
+        "SmolLM2-135M-Instruct learns the style of a captain's log",
+        folder,
+        relative(data / "captains_log.jsonl"),
+        data / "prompts.txt",
         {"steps": steps, "batch": 4, "lr": 1.5e-4, "warmup": 4},
-    )  # fmt: skip
+    )
 
 
 def random_job(folder: Path, text: Path, prompts: Path, *, steps: int) -> Job:
     return Job(
-        "A random Llama reads Python's standard library", folder, text, prompts,
+        "A random Llama reads Python's standard library",
+        folder,
+        text,
+        prompts,
         {"steps": steps, "batch": 8, "seq": 128, "lr": 1e-3, "warmup": 4},
-    )  # fmt: skip
+    )
 
 
 def random_model(cache: Path) -> tuple[Path, Path]:
@@ -188,9 +193,14 @@ def train(command: list[str], run: Path, console: Console, *, total: int) -> Tra
     log = run.parent / "train.log"
     columns = ("step {task.completed}/{task.total}", "{task.fields[detail]}")
     bar = Progress(
-        TextColumn(columns[0]), BarColumn(28), TextColumn(columns[1]), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
+        TextColumn(columns[0]),
+        BarColumn(28),
+        TextColumn(columns[1]),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
     with log.open("w") as output, bar:
         task = bar.add_task("", total=total, detail="loading the model into the store")
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -336,17 +346,25 @@ def sparkline(values: list[float], width: int = WIDTH - 4) -> str:
 
 
 def say(
-    console: Console, text: str, *, head: bool = False, indent: str = "", hang: int = 0,
+    console: Console,
+    text: str,
+    *,
+    head: bool = False,
+    indent: str = "",
+    hang: int = 0,
     style: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """One paragraph, folded to the width; a heading gets a line under it."""
     if head:
         console.rule(f"[bold]{text}[/bold]", align="left", characters="─")
         return
     folded = textwrap.fill(
-        text.rstrip("\n"), console.width, initial_indent=indent,
-        subsequent_indent=" " * (hang or len(indent)), break_on_hyphens=False,
-    )  # fmt: skip
+        text.rstrip("\n"),
+        console.width,
+        initial_indent=indent,
+        subsequent_indent=" " * (hang or len(indent)),
+        break_on_hyphens=False,
+    )
     end = "\n" * text.endswith("\n")
     console.print(folded + end, style=style, markup=False, soft_wrap=True)
 

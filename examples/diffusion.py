@@ -18,9 +18,14 @@ STEPS, SAMPLES, CLASSES = 20, 8, 10
 def main() -> None:
     torch.manual_seed(0)
     model = DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=6,
-        sample_size=16, num_embeds_ada_norm=CLASSES,
-    ).train()  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=6,
+        sample_size=16,
+        num_embeds_ada_norm=CLASSES,
+    ).train()
     latents = torch.randn(SAMPLES, 4, 16, 16)  # those of your images
     classes = torch.arange(SAMPLES) % CLASSES
     example = {"hidden_states": latents, "timestep": classes, "class_labels": classes}

@@ -20,9 +20,14 @@ def make_inputs(folder: Path) -> None:
     """A model as diffusers saves it, and a folder of latents for each class."""
     torch.manual_seed(0)
     DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=4,
-        sample_size=16, num_embeds_ada_norm=2,
-    ).save_pretrained(folder / "model")  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=4,
+        sample_size=16,
+        num_embeds_ada_norm=2,
+    ).save_pretrained(folder / "model")
     for name in ("cats", "dogs"):
         (folder / "latents" / name).mkdir(parents=True)
         for number in range(4):

@@ -30,14 +30,19 @@ def answers(folder: str, prompts: list[str]) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = [as_chat(tokenizer, p) for p in prompts] if tokenizer.chat_template else prompts
     batch = tokenizer(
-        texts, return_tensors="pt", padding=True, add_special_tokens=False,
+        texts,
+        return_tensors="pt",
+        padding=True,
+        add_special_tokens=False,
         return_token_type_ids=False,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         out = model.generate(
-            **batch, max_new_tokens=LONGEST_ANSWER, do_sample=False,
+            **batch,
+            max_new_tokens=LONGEST_ANSWER,
+            do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        )
     return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -314,17 +314,30 @@ class AdamW:
             part = slice(start, start + shape.numel())
             decay = self._settings.weight_decay if len(shape) >= 2 else 0.0  # matrices only
             adamw(
-                weights[part], m[part], v[part], gradient[part], scale=scale, weight_decay=decay,
-                step=self._store.step + 1, settings=self._settings,
-            )  # fmt: skip
+                weights[part],
+                m[part],
+                v[part],
+                gradient[part],
+                scale=scale,
+                weight_decay=decay,
+                step=self._store.step + 1,
+                settings=self._settings,
+            )
             start = part.stop
         self._store.write(block, [weights, m, v])
 
 
 def adamw(
-    p: Array, m: Array, v: Array, g: Array, *, scale: float, weight_decay: float, step: int,
+    p: Array,
+    m: Array,
+    v: Array,
+    g: Array,
+    *,
+    scale: float,
+    weight_decay: float,
+    step: int,
     settings: Settings,
-) -> None:  # fmt: skip
+) -> None:
     """One update in place, in fp32. Numbers that all elements share are made in double precision
     and rounded once; then each operation rounds once, in this order (no fused multiply-add), so
     that every machine gets the same bits. LoHan's native kernel does the same, many at a time."""
@@ -396,9 +409,13 @@ def head_and_loss(
 
 
 def backward(
-    model: Model, store: Store, inputs: list[torch.Tensor], d_hidden: torch.Tensor,
-    head_grads: dict[str, torch.Tensor], optimizer: AdamW,
-) -> None:  # fmt: skip
+    model: Model,
+    store: Store,
+    inputs: list[torch.Tensor],
+    d_hidden: torch.Tensor,
+    head_grads: dict[str, torch.Tensor],
+    optimizer: AdamW,
+) -> None:
     """From the last block to the first: read, recompute, differentiate, hand over to the optimizer.
 
     The gradient of a tied head is not final before the embedding, far below, has added its own.
@@ -431,9 +448,14 @@ def gradient_of(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    folder: Path, batch_of: Callable[[int], torch.Tensor], out: Path, *, steps: int,
-    settings: Settings, report: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:  # fmt: skip
+    folder: Path,
+    batch_of: Callable[[int], torch.Tensor],
+    out: Path,
+    *,
+    steps: int,
+    settings: Settings,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
     """Trains until so many steps are committed, and exports. `batch_of` gives the tokens of a step:
     a function of its number alone, so that a resumed run sees what an uninterrupted one would."""
     model = cut(folder)
@@ -501,9 +523,13 @@ def main(words: Sequence[str] | None = None) -> None:
 
     settings = Settings(lr=given.lr, weight_decay=given.weight_decay, clip=given.clip)
     train(
-        given.model_dir, batch_of, given.out, steps=given.steps, settings=settings,
+        given.model_dir,
+        batch_of,
+        given.out,
+        steps=given.steps,
+        settings=settings,
         report=lambda step, loss: print(f"step {step}: loss {loss:.4f}", flush=True),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

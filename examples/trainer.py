@@ -20,12 +20,20 @@ def main() -> None:
     tokens = torch.randint(3, model.config.vocab_size, (12, 32)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in tokens]  # your dataset
     settings = TrainingArguments(
-        out, max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1,
-        report_to=[], save_strategy="no",
-    )  # fmt: skip
+        out,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+    )
     trainer = Trainer(
-        model=model, args=settings, train_dataset=rows, lohan=LohanArguments(host="1GiB"),
-    )  # fmt: skip
+        model=model,
+        args=settings,
+        train_dataset=rows,
+        lohan=LohanArguments(host="1GiB"),
+    )
     trainer.train()
     trainer.save_model()  # a plain Hugging Face folder: OUT
 

@@ -14,15 +14,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _MODULE_OF = {
-    "AdamW": "optim", "Lion": "optim", "Lora": "optim", "SGD": "optim",
-    "Session": "engine.session", "attach": "engine.attach", "load": "engine.attach",
-    "Budget": "engine.attach", "ModelPolicy": "engine.attach",
-    "OffloadPolicy": "engine.attach", "StorePolicy": "engine.attach",
-}  # fmt: skip
+    "AdamW": "optim",
+    "Lion": "optim",
+    "Lora": "optim",
+    "SGD": "optim",
+    "Session": "engine.session",
+    "attach": "engine.attach",
+    "load": "engine.attach",
+    "Budget": "engine.attach",
+    "ModelPolicy": "engine.attach",
+    "OffloadPolicy": "engine.attach",
+    "StorePolicy": "engine.attach",
+}
 __all__ = [
-    "SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "ModelPolicy", "OffloadPolicy",
-    "Session", "StorePolicy", "attach", "load",
-]  # fmt: skip
+    "SGD",
+    "AdamW",
+    "Budget",
+    "Lion",
+    "LohanError",
+    "Lora",
+    "ModelPolicy",
+    "OffloadPolicy",
+    "Session",
+    "StorePolicy",
+    "attach",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

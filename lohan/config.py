@@ -57,8 +57,15 @@ from lohan.util.units import AUTO
 UPDATE_MODES = ("serial", "naive", "optimized", "balanced")
 
 ACTIVATIONS = (
-    "holistic", "recompute", "inputs", "all", "static", "capuchin", "checkmate", "g10",
-)  # fmt: skip
+    "holistic",
+    "recompute",
+    "inputs",
+    "all",
+    "static",
+    "capuchin",
+    "checkmate",
+    "g10",
+)
 
 
 @kind("|".join(ACTIVATIONS) + "|PLAN.json", str)
@@ -84,9 +91,17 @@ DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
 LOGGERS = ("tensorboard", "wandb")
 TASKS = (
-    "language", "masked", "text-to-text", "classification", "question-answering",
-    "image-classification", "vision-language", "diffusion", "preference", "reward",
-)  # fmt: skip
+    "language",
+    "masked",
+    "text-to-text",
+    "classification",
+    "question-answering",
+    "image-classification",
+    "vision-language",
+    "diffusion",
+    "preference",
+    "reward",
+)
 PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
@@ -279,9 +294,13 @@ class TrainConfig:
         """Return the learning rate of a step, counted from 0, in a run of `total_steps`."""
         total = self.schedule_steps or total_steps
         return lr_at(
-            step, total_steps=total, peak_lr=self.lr, schedule=self.schedule,
-            warmup_steps=self.warmup_steps(total), min_lr_ratio=self.min_lr_ratio,
-        )  # fmt: skip
+            step,
+            total_steps=total,
+            peak_lr=self.lr,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps(total),
+            min_lr_ratio=self.min_lr_ratio,
+        )
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the number of warm-up steps; a share of the steps is rounded up."""
@@ -603,9 +622,14 @@ class Config:
 
 def _collect() -> dict[str, dict[str, FieldInfo]]:
     tables = {
-        "": Config, "train": TrainConfig, "preference": PreferenceConfig, "budget": BudgetConfig,
-        "eval": EvalConfig, "sample": SampleConfig, "output": OutputConfig,
-    }  # fmt: skip
+        "": Config,
+        "train": TrainConfig,
+        "preference": PreferenceConfig,
+        "budget": BudgetConfig,
+        "eval": EvalConfig,
+        "sample": SampleConfig,
+        "output": OutputConfig,
+    }
 
     def info(section: str, f: Any) -> FieldInfo:
         required = f.default is MISSING

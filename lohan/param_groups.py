@@ -207,9 +207,11 @@ def choose(groups: Sequence[ParamGroup], model: Any) -> dict[str, int]:
 
 
 def _check_members(
-    groups: Sequence[ParamGroup], names: Mapping[int, Sequence[str]], parameters: Mapping[int, Any],
+    groups: Sequence[ParamGroup],
+    names: Mapping[int, Sequence[str]],
+    parameters: Mapping[int, Any],
     model: str,
-) -> None:  # fmt: skip
+) -> None:
     """Raise ConfigError if a group has parameters or patterns that do not fit the model.
 
     Every parameter must be in the model, and every pattern must match a trained parameter.

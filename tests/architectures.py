@@ -12,10 +12,17 @@ from torch import nn
 BATCH = 4
 VOCAB = 96
 TEXT = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MOE = {**TEXT, "tie_word_embeddings": False, "output_router_logits": True}
 
 Batch = dict[str, Any]
@@ -53,10 +60,16 @@ def qwen3_moe() -> nn.Module:
 def t5() -> nn.Module:
     return hf.T5ForConditionalGeneration(
         hf.T5Config(
-            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-            dropout_rate=0.0, decoder_start_token_id=0,
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def bert() -> nn.Module:
@@ -69,9 +82,13 @@ def bert() -> nn.Module:
 
 
 VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "image_size": 16, "patch_size": 4,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 
 def vit() -> nn.Module:
@@ -87,24 +104,40 @@ def llava() -> nn.Module:
         hf.LlavaConfig(
             vision_config=hf.CLIPVisionConfig(**VISION),
             text_config=hf.LlamaConfig(**TEXT, tie_word_embeddings=False),
-            image_token_index=3, vision_feature_layer=-2, image_seq_length=16,
+            image_token_index=3,
+            vision_feature_layer=-2,
+            image_seq_length=16,
         )
-    )  # fmt: skip
+    )
 
 
 def qwen_vl() -> nn.Module:
     return hf.Qwen2VLForConditionalGeneration(
         hf.Qwen2VLConfig(
             text_config={
-                **TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2],
-                                            "rope_theta": 1e4},
+                **TEXT,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "mrope_section": [1, 1, 2],
+                    "rope_theta": 1e4,
+                },
                 "tie_word_embeddings": False,
             },
-            vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4,
-                           "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 2},
-            image_token_id=3, vision_start_token_id=4, vision_end_token_id=5, video_token_id=6,
+            vision_config={
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+            },
+            image_token_id=3,
+            vision_start_token_id=4,
+            vision_end_token_id=5,
+            video_token_id=6,
         )
-    )  # fmt: skip
+    )
 
 
 def dit() -> nn.Module:
@@ -112,10 +145,17 @@ def dit() -> nn.Module:
 
     return Denoiser(
         DiTTransformer2DModel(
-            num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8,
-            num_layers=3, sample_size=8, patch_size=2, num_embeds_ada_norm=1000, dropout=0.0,
+            num_attention_heads=4,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=8,
+            num_layers=3,
+            sample_size=8,
+            patch_size=2,
+            num_embeds_ada_norm=1000,
+            dropout=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 def flux() -> nn.Module:
@@ -123,11 +163,18 @@ def flux() -> nn.Module:
 
     return Denoiser(
         FluxTransformer2DModel(
-            patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=8,
-            num_attention_heads=4, joint_attention_dim=16, pooled_projection_dim=12,
-            axes_dims_rope=(2, 2, 4), guidance_embeds=True,
+            patch_size=1,
+            in_channels=4,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=16,
+            pooled_projection_dim=12,
+            axes_dims_rope=(2, 2, 4),
+            guidance_embeds=True,
         )
-    )  # fmt: skip
+    )
 
 
 def sd3() -> nn.Module:
@@ -135,11 +182,19 @@ def sd3() -> nn.Module:
 
     return Denoiser(
         SD3Transformer2DModel(
-            sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8,
-            num_attention_heads=4, joint_attention_dim=16, caption_projection_dim=32,
-            pooled_projection_dim=12, out_channels=4, pos_embed_max_size=8,
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            pooled_projection_dim=12,
+            out_channels=4,
+            pos_embed_max_size=8,
         )
-    )  # fmt: skip
+    )
 
 
 def text_batch(g: torch.Generator) -> Batch:

@@ -17,16 +17,21 @@ from lohan.capture.slicing import find_cut
 
 SEQ = 24
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 61, "use_cache": False,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "use_cache": False,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
     "gpt2": lambda: GPT2Config(  # dropout as it comes: 0.1, in attention too
         n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=SEQ, use_cache=False
     ),
-}  # fmt: skip
+}
 
 
 def call_made(model: nn.Module, block: nn.Module, batch: dict[str, Any]) -> SavedCall:

@@ -22,11 +22,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take longest, most of them for the processes they start. Workers take whole files, in
 # this order and then as collected, so that none of these is left for the end.
 LONG = (
-    "test_readme", "test_no_file_lost", "test_crash", "test_backend", "test_team",
-    "test_many_gpus", "test_activations",
-    "test_overlap", "test_devices", "test_demo", "test_verify", "test_team_loops",
-    "test_architectures", "test_memory", "test_device_memory", "test_evaluation", "test_examples",
-)  # fmt: skip
+    "test_readme",
+    "test_no_file_lost",
+    "test_crash",
+    "test_backend",
+    "test_team",
+    "test_many_gpus",
+    "test_activations",
+    "test_overlap",
+    "test_devices",
+    "test_demo",
+    "test_verify",
+    "test_team_loops",
+    "test_architectures",
+    "test_memory",
+    "test_device_memory",
+    "test_evaluation",
+    "test_examples",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,8 +17,15 @@ JOINT = {"joint_attention_dim": 16, "pooled_projection_dim": 12}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dit": (
         "DiTTransformer2DModel",
-        {**SIZES, "in_channels": 4, "out_channels": 8, "sample_size": 8, "patch_size": 2,
-         "num_embeds_ada_norm": CLASSES, "dropout": 0.0},
+        {
+            **SIZES,
+            "in_channels": 4,
+            "out_channels": 8,
+            "sample_size": 8,
+            "patch_size": 2,
+            "num_embeds_ada_norm": CLASSES,
+            "dropout": 0.0,
+        },
     ),
     "pixels": (
         "DiTTransformer2DModel",
@@ -26,15 +33,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sd3": (
         "SD3Transformer2DModel",
-        {**SIZES, **JOINT, "in_channels": 4, "out_channels": 4, "sample_size": 8, "patch_size": 2,
-         "caption_projection_dim": 32, "pos_embed_max_size": 8},
+        {
+            **SIZES,
+            **JOINT,
+            "in_channels": 4,
+            "out_channels": 4,
+            "sample_size": 8,
+            "patch_size": 2,
+            "caption_projection_dim": 32,
+            "pos_embed_max_size": 8,
+        },
     ),
     "flux": (
         "FluxTransformer2DModel",
-        {**SIZES, **JOINT, "in_channels": 16, "num_single_layers": 2, "axes_dims_rope": [2, 2, 4],
-         "guidance_embeds": True},
+        {
+            **SIZES,
+            **JOINT,
+            "in_channels": 16,
+            "num_single_layers": 2,
+            "axes_dims_rope": [2, 2, 4],
+            "guidance_embeds": True,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def save_pipeline(folder: Path, kind: str, *, vae: bool = False) -> Path:
@@ -63,12 +84,17 @@ def autoencoder() -> nn.Module:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(1)
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2,
-              "up_block_types": ["UpDecoderBlock2D"] * 2}  # fmt: skip
+    blocks = {
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+    }
     return AutoencoderKL(
-        **blocks, block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4,
+        **blocks,
+        block_out_channels=[8, 8],
+        norm_num_groups=4,
+        latent_channels=4,
         scaling_factor=0.5,
-    )  # fmt: skip
+    )
 
 
 def loaded(folder: Path, kind: str) -> nn.Module:

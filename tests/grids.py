@@ -37,7 +37,8 @@ def _covering(grid: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
 def thinned(cases: Iterable[Any], *quick: int) -> list[Any]:
     """All cases, those marked `slow` that are not among the given numbers."""
     return [
-        case if number in quick
+        case
+        if number in quick
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for number, case in enumerate(cases)
-    ]  # fmt: skip
+    ]

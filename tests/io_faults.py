@@ -21,9 +21,17 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "faults" / "interpose.c"
 BUILD = Path(__file__).parents[1] / "build" / "faults"
 CALLS = (
-    "pread", "pwrite", "pwritev", "write", "fsync", "fdatasync", "fallocate", "rename",
-    "renameat2", "io_uring_enter",
-)  # fmt: skip
+    "pread",
+    "pwrite",
+    "pwritev",
+    "write",
+    "fsync",
+    "fdatasync",
+    "fallocate",
+    "rename",
+    "renameat2",
+    "io_uring_enter",
+)
 FATES = {"short": -1, "delay": -2}
 VARIABLE = "LOHAN_FAULT"
 
@@ -78,9 +86,13 @@ def arm() -> None:
     kind = FATES.get(given["kind"]) or getattr(errno, given["kind"])
     armed = ctypes.CDLL(None).lohan_faults_arm
     armed.argtypes = [
-        ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
         ctypes.c_char_p,
-    ]  # fmt: skip
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+    ]
     words = [given[name].encode() for name in ("call", "under", "tally")]
     assert armed(words[0], given["at"], given["every"], kind, words[1], words[2]) == 0
     if given["engine"] != "auto":

@@ -10,13 +10,28 @@ from pathlib import Path
 
 # Variables by which a user's settings, tokens and caches reach LoHan and the libraries it uses.
 USER_PREFIXES = (
-    "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "DIFFUSERS_", "XDG_", "LOHAN_",
-    "WANDB_", "TORCHINDUCTOR_", "TRITON_",
-)  # fmt: skip
+    "HF_",
+    "HUGGINGFACE_",
+    "HUGGING_FACE_",
+    "TRANSFORMERS_",
+    "DIFFUSERS_",
+    "XDG_",
+    "LOHAN_",
+    "WANDB_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+)
 USER_VARIABLES = (
-    "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+    "TORCH_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "MPLCONFIGDIR",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def isolate_from_user() -> Path:

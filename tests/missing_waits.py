@@ -55,8 +55,11 @@ class _Nothing(Passed):
 
 
 CARELESS = [  # how late copies and operators must be, in microseconds, for it to show
-    (NeverWaits, 10_000, 0), (CopiesAtOnce, 0, 500), (SaysDone, 5000, 0), (ComputesAtOnce, 0, 500),
-]  # fmt: skip
+    (NeverWaits, 10_000, 0),
+    (CopiesAtOnce, 0, 500),
+    (SaysDone, 5000, 0),
+    (ComputesAtOnce, 0, 500),
+]
 
 
 def kept_slices(device: AcceleratorDevice | str) -> Result:
@@ -64,9 +67,14 @@ def kept_slices(device: AcceleratorDevice | str) -> Result:
     made = batches(2, batch=4, seq=24)
     with TemporaryDirectory() as place:
         return train(
-            small_model("llama"), made, Path(place), batch=made[0], micro_batch=1,
-            activations="all", device=device,
-        )  # fmt: skip
+            small_model("llama"),
+            made,
+            Path(place),
+            batch=made[0],
+            micro_batch=1,
+            activations="all",
+            device=device,
+        )
 
 
 @functools.cache

@@ -30,10 +30,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False, use_cache=False),
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False, use_cache=False),
     "gpt2": lambda: GPT2Config(
-        n_embd=64, n_layer=3, n_head=4, vocab_size=131, n_positions=128, bos_token_id=1,
-        eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        vocab_size=131,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
     ),
-}  # fmt: skip
+}
 
 
 def small_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -80,10 +89,14 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def plain_run(
-    model: nn.Module, data: list[dict[str, torch.Tensor]], *, lr: Callable[[int], float] = lr,
-    weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95),
+    model: nn.Module,
+    data: list[dict[str, torch.Tensor]],
+    *,
+    lr: Callable[[int], float] = lr,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
     loss_scale: float = 1.0,
-) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """In-memory PyTorch AdamW; 16-bit models get fp32 master weights."""
     model = copy.deepcopy(model)
     wide = copy.deepcopy(model).float()

@@ -32,9 +32,15 @@ class Conditioned(nn.Module):
         self.gate = gate
 
     def forward(
-        self, streams: dict[str, torch.Tensor], mode: str, *, condition: torch.Tensor,
-        table: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, options: Any = None,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, str]:  # fmt: skip
+        self,
+        streams: dict[str, torch.Tensor],
+        mode: str,
+        *,
+        condition: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        weight: torch.Tensor,
+        options: Any = None,
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, str]:
         x, y = streams["x"], streams["y"]
         scale = 1 + self.scale(condition)[:, None]
         x = x + self.gate * torch.tanh(self.one(x * scale) + table[0]) * weight[:, None, None]

@@ -61,9 +61,12 @@ class Net(nn.Module):
             self.blocks[1].linear.weight = self.blocks[0].linear.weight
 
     def forward(
-        self, x: torch.Tensor, target: torch.Tensor, skip: torch.Tensor | None = None,
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        skip: torch.Tensor | None = None,
         still: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         hidden = self.entry(x) + self.shift
         for number, block in enumerate(self.blocks):
             if skip is None or int(skip) != number:
@@ -79,14 +82,25 @@ class Net(nn.Module):
 SIZES = {"use_cache": False, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 LANGUAGE = {  # with the sliced head
     "llama": LlamaConfig(
-        **SIZES, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
+        **SIZES,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
     ),
     "gpt2": GPT2Config(
-        **SIZES, n_embd=32, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        **SIZES,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
         attn_pdrop=0.0,
     ),
-}  # fmt: skip
+}
 
 
 def net(
@@ -99,9 +113,13 @@ def net(
 
 
 def data(
-    steps: int, *, kind: str = "plain", dtype: torch.dtype = torch.float32,
-    skip: dict[int, int] | None = None, still: dict[int, int] | None = None,
-) -> list[dict[str, torch.Tensor]]:  # fmt: skip
+    steps: int,
+    *,
+    kind: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    skip: dict[int, int] | None = None,
+    still: dict[int, int] | None = None,
+) -> list[dict[str, torch.Tensor]]:
     """`skip`: step -> block left out; `still`: step -> block that gets no gradient."""
     if kind in LANGUAGE:
         return batches(steps, batch=4, seq=12, vocab=64)
@@ -152,15 +170,20 @@ class Tuning:
         twice = some([key for key in keys if key in passing], self.twice)
         balanced = plan.update_mode == "balanced" and plan.overlap and not plan.needs_all_gradients
         return replace(
-            plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
-            ring=self.ring, grad_groups=self.grads, host_cached_weights=weights,
+            plan,
+            chunk_params=CHUNK,
+            weight_slots=widest + self.slots,
+            window=self.window,
+            ring=self.ring,
+            grad_groups=self.grads,
+            host_cached_weights=weights,
             host_cached_state=state,
             updated_twice=twice if plan.needs_all_gradients and plan.overlap else (),
             spilled_gradients=some(keys, self.spilled) if plan.needs_all_gradients else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,
-        )  # fmt: skip
+        )
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
@@ -234,11 +257,15 @@ def memory_engine(files: dict[str, bytearray] | None = None) -> IOEngine:
 
 
 def train(
-    model: nn.Module, made: list[dict[str, torch.Tensor]], place: Path, *,
+    model: nn.Module,
+    made: list[dict[str, torch.Tensor]],
+    place: Path,
+    *,
     seed: int | None = None,
     between: Callable[[nn.Module, int], None] = lambda model, step: None,
-    scale: Callable[[int], float] = lambda step: 1.0, **options: Any,
-) -> Result:  # fmt: skip
+    scale: Callable[[int], float] = lambda step: 1.0,
+    **options: Any,
+) -> Result:
     """One run. `seed` delays every lane; `between` is called before each step."""
     options.setdefault("engine", memory_engine())
     losses, norms = [], []

@@ -59,15 +59,22 @@ class Forge:
         """`env`: variables for all of its processes."""
         self._folder, self._runs = folder, 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, **(env or {})},
-        )  # fmt: skip
+        )
         assert self._answer() == READY
 
     def start(
-        self, *args: object, kill_at: Boundary | None = None,
-        trace: Path | None = None, before: str = "", env: Mapping[str, str] | None = None,
-    ) -> Run:  # fmt: skip
+        self,
+        *args: object,
+        kill_at: Boundary | None = None,
+        trace: Path | None = None,
+        before: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> Run:
         """Runs `lohan ARGS`, killed at a boundary. `trace`: a file for the names of those that it
         has crossed. `before`: a function, `module:name`, to call in the process first. `env`:
         variables of its environment."""
@@ -150,9 +157,14 @@ def child(request: dict[str, Any]) -> int:
         os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     boundaries = Boundaries(request["kill_at"])
     for owner, name in (
-        (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"),
-        (Volume, "write"), (Volume, "wait"), (Volume, "sync"),
-    ):  # fmt: skip
+        (os, "fsync"),
+        (os, "replace"),
+        (os, "rename"),
+        (os, "mkdir"),
+        (Volume, "write"),
+        (Volume, "wait"),
+        (Volume, "sync"),
+    ):
         boundaries.watch(owner, name)
     sys.argv = request["argv"]
     os.environ.update(request["env"])

@@ -12,9 +12,13 @@ from tests.processes import Ended, Forge, Run
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def free_port() -> int:

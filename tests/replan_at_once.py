@@ -13,9 +13,15 @@ from lohan.model.plan import Plan
 
 # A machine that a step could have measured.
 MEASURED = Profile(
-    name="fixed", device="cpu", compute=((1.0, 1e10),), backward=((1.0, 1e10),), head_flops=1e10,
-    host_bytes=2**34, adam=1e8, drives=(Drive(name="fixed", read=1e9, write=1e9, mixed=1e9),),
-)  # fmt: skip
+    name="fixed",
+    device="cpu",
+    compute=((1.0, 1e10),),
+    backward=((1.0, 1e10),),
+    head_flops=1e10,
+    host_bytes=2**34,
+    adam=1e8,
+    drives=(Drive(name="fixed", read=1e9, write=1e9, mixed=1e9),),
+)
 
 
 def always() -> None:

@@ -70,9 +70,18 @@ def arguments_of(name: str) -> list[str]:
 def run(name: str) -> dict[str, str]:
     """The row of a slice. What it prints is shown as it comes."""
     command = [
-        sys.executable, "-m", "pytest", "-q", "-m", "slow", "-n", "logical", "--dist", "load",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "slow",
+        "-n",
+        "logical",
+        "--dist",
+        "load",
         *arguments_of(name),
-    ]  # fmt: skip
+    ]
     start, lines = time.monotonic(), []
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True

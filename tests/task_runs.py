@@ -26,13 +26,21 @@ STEPS, BATCH = 3, 3
 
 def settings(model: Path, data: Path, out: Path, **more: Any) -> Any:
     overrides = {
-        "model": model, "data": data, "out": out, "budget.host": "32MiB",
-        "train.steps": STEPS, "train.batch": BATCH, "train.lr": 1e-3, "train.seq": 64,
+        "model": model,
+        "data": data,
+        "out": out,
+        "budget.host": "32MiB",
+        "train.steps": STEPS,
+        "train.batch": BATCH,
+        "train.lr": 1e-3,
+        "train.seq": 64,
         # AdamW with the default eps amplifies the rounding of gradients that are nearly zero.
         "train.eps": 1e-3,
-        "train.schedule": "constant", "train.weight_decay": 0.1, "train.clip": 0.5,
+        "train.schedule": "constant",
+        "train.weight_decay": 0.1,
+        "train.clip": 0.5,
         **{name.replace("__", "."): value for name, value in more.items()},
-    }  # fmt: skip
+    }
     return load_config(None, overrides=overrides)
 
 

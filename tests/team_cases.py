@@ -41,18 +41,29 @@ def trainers(own_loss: bool = False, **changes: Any) -> None:
     for kind in (transformers.Trainer, lohan.hf.Trainer):
         out = place() / kind.__module__.partition(".")[0]
         args = transformers.TrainingArguments(
-            str(out), **{
-                **SETTINGS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-                "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "adam_epsilon": EPS,
-                "save_strategy": "steps", "save_steps": 3, **changes,
+            str(out),
+            **{
+                **SETTINGS,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "max_steps": 3,
+                "eval_strategy": "steps",
+                "eval_steps": 3,
+                "adam_epsilon": EPS,
+                "save_strategy": "steps",
+                "save_steps": 3,
+                **changes,
             },
-        )  # fmt: skip
+        )
         if own_loss:
             kind = with_own_loss(kind)
         trainer = kind(
-            model=small_model("llama"), args=args, train_dataset=examples(24),
-            eval_dataset=examples(19, seed=2), data_collator=collate,
-        )  # fmt: skip
+            model=small_model("llama"),
+            args=args,
+            train_dataset=examples(24),
+            eval_dataset=examples(19, seed=2),
+            data_collator=collate,
+        )
         trainer.train()
         trainer.save_model()
         names = ("loss", "grad_norm", "eval_loss", "learning_rate")
@@ -75,9 +86,12 @@ def trainers_that_evaluate_first() -> None:
         str(place() / "out"), **{**SETTINGS, "per_device_train_batch_size": 2, "max_steps": 2}
     )
     trainer = lohan.hf.Trainer(
-        model=lohan.load(place() / f"model-{rank}"), args=args, train_dataset=examples(24),
-        eval_dataset=examples(8, seed=2), data_collator=collate,
-    )  # fmt: skip
+        model=lohan.load(place() / f"model-{rank}"),
+        args=args,
+        train_dataset=examples(24),
+        eval_dataset=examples(8, seed=2),
+        data_collator=collate,
+    )
     first = trainer.evaluate()["eval_loss"]
     trainer.train()
     what = {"first": first, "loss": trainer.state.log_history[-2]["loss"]}
@@ -115,15 +129,30 @@ def chat_trainers() -> None:
     import lohan.hf
     from tests.test_hf_sft import logged, script
 
-    names = ("loss", "grad_norm", "eval_loss", "num_tokens", "entropy", "mean_token_accuracy",
-             "eval_entropy", "eval_mean_token_accuracy")  # fmt: skip
+    names = (
+        "loss",
+        "grad_norm",
+        "eval_loss",
+        "num_tokens",
+        "entropy",
+        "mean_token_accuracy",
+        "eval_entropy",
+        "eval_mean_token_accuracy",
+    )
     what: dict[str, Any] = {}
     for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer):
         out = place() / kind.__module__.partition(".")[0]
         trainer = script(
-            kind, out, rows="pairs", per_device_train_batch_size=2, max_steps=2, eval_steps=2,
-            save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        )  # fmt: skip
+            kind,
+            out,
+            rows="pairs",
+            per_device_train_batch_size=2,
+            max_steps=2,
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+        )
         trainer.evaluate()
         what[out.name] = {name: logged(trainer, name) for name in names}
     (place() / f"found-{os.environ['RANK']}.json").write_text(json.dumps(what))
@@ -152,10 +181,13 @@ def trainers_with_a_drive() -> None:
                 str(place() / name), **{**SETTINGS, "max_steps": 3, "save_strategy": "no"}
             )
             trainer = lohan.hf.Trainer(
-                model=small_model("llama"), args=args, train_dataset=examples(24),
-                data_collator=collate, callbacks=[Until(last)],
+                model=small_model("llama"),
+                args=args,
+                train_dataset=examples(24),
+                data_collator=collate,
+                callbacks=[Until(last)],
                 lohan=lohan.hf.LohanArguments(ssd=(place() / "drive",)),
-            )  # fmt: skip
+            )
             trainer.train(resume_from_checkpoint=True if number else None)
             trainer.session.close()
             what[f"{name} {number}"] = logged(trainer, "loss")
@@ -192,9 +224,13 @@ def preference_trainers() -> None:
     world, what = int(os.environ.get("WORLD_SIZE", "1")), {}
     for name in ("dpo", "kto", "reward"):
         trainer = script(
-            name, place() / name, ours=True, per_device_train_batch_size=4 // world,
-            train_sampling_strategy="sequential", eval_strategy="no",
-        )  # fmt: skip
+            name,
+            place() / name,
+            ours=True,
+            per_device_train_batch_size=4 // world,
+            train_sampling_strategy="sequential",
+            eval_strategy="no",
+        )
         what[name] = [logged(trainer, "loss"), logged(trainer, "grad_norm")]
     (place() / f"found-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(what))
 

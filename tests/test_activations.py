@@ -36,9 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of five thin blocks, on disk."""
     path = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=300, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     save_model(path, config, seed=7)
     return path
 
@@ -64,11 +70,14 @@ def train(
     ssd.mkdir()
     with (
         lohan.attach(
-            model, optimizer=lohan.AdamW(lr=1e-2), batch={"input_ids": ids},
-            budget=lohan.Budget(host=host, ssd=[ssd]), **options,
+            model,
+            optimizer=lohan.AdamW(lr=1e-2),
+            batch={"input_ids": ids},
+            budget=lohan.Budget(host=host, ssd=[ssd]),
+            **options,
         ) as session,
         warnings.catch_warnings(),
-    ):  # fmt: skip
+    ):
         warnings.simplefilter("error")
         losses = []
         for step in range(STEPS):
@@ -110,9 +119,13 @@ def recomputed(folder, tmp_path_factory):
     @functools.cache
     def run(micro_batch, clip):
         want, plan, moved = train(
-            folder, tmp_path_factory.mktemp("recomputed") / "ssd", activations="recompute",
-            overlap=False, micro_batch=micro_batch, clip=clip,
-        )  # fmt: skip
+            folder,
+            tmp_path_factory.mktemp("recomputed") / "ssd",
+            activations="recompute",
+            overlap=False,
+            micro_batch=micro_batch,
+            clip=clip,
+        )
         assert not plan.kept and not moved
         return want
 
@@ -129,9 +142,15 @@ def test_keeping_and_moving_out_change_nothing(
     want = recomputed(micro_batch, clip)
     host = smaller(folder, micro_batch, clip, overlap) if tight else "64MiB"
     got, plan, moved = train(
-        folder, tmp_path / "ssd", activations="all", overlap=overlap, delays=int(tight),
-        host=host, micro_batch=micro_batch, clip=clip,
-    )  # fmt: skip
+        folder,
+        tmp_path / "ssd",
+        activations="all",
+        overlap=overlap,
+        delays=int(tight),
+        host=host,
+        micro_batch=micro_batch,
+        clip=clip,
+    )
     assert plan.kept
     assert got[0] == want[0]
     if tight:
@@ -142,9 +161,13 @@ def test_keeping_and_moving_out_change_nothing(
 
 
 def smaller(
-    folder: Path, micro_batch: int | None, clip: float, overlap: bool = True,
-    policy: str = "all", seq: int = SEQ,
-) -> str:  # fmt: skip
+    folder: Path,
+    micro_batch: int | None,
+    clip: float,
+    overlap: bool = True,
+    policy: str = "all",
+    seq: int = SEQ,
+) -> str:
     """A budget that holds a part of what a policy keeps."""
     model = lohan.load(folder).train()
     blocks = cut(model)
@@ -163,9 +186,13 @@ def smaller(
 
 # Whatever can be kept is worth it on this machine.
 SLOW = Profile(
-    name="slow", device="cpu", compute=((1.0, 1e6),), host_bytes=2**30, adam=1e12,
+    name="slow",
+    device="cpu",
+    compute=((1.0, 1e6),),
+    host_bytes=2**30,
+    adam=1e12,
     drives=(Drive(name="fast", read=1e11, write=1e11, mixed=1e11),),
-)  # fmt: skip
+)
 RIVALS = ("static", "capuchin", "checkmate", "g10", "holistic")
 
 
@@ -257,9 +284,11 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     for size in sizes:
         try:
             tight = closed_form_plan(
-                blocks, PlanOptions(dtype="fp32", activations="recompute", micro_batch=4),
-                host_bytes=size, workload=workload,
-            )  # fmt: skip
+                blocks,
+                PlanOptions(dtype="fp32", activations="recompute", micro_batch=4),
+                host_bytes=size,
+                workload=workload,
+            )
         except BudgetError:
             break
         if tight.spilled_sites:
@@ -302,10 +331,12 @@ def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
         (tmp_path / name).mkdir()
         losses = []
         with lohan.attach(
-            model, optimizer=lohan.AdamW(lr=1e-2), batch={"input_ids": ids},
+            model,
+            optimizer=lohan.AdamW(lr=1e-2),
+            batch={"input_ids": ids},
             budget=lohan.Budget(ssd=[tmp_path / name], host=options.pop("host", "64MiB")),
             **options,
-        ) as session:  # fmt: skip
+        ) as session:
             for _ in range(STEPS):
                 first = model(input_ids=ids, labels=ids).loss
                 second = model(input_ids=ids.flip(1), labels=ids.flip(1)).loss

@@ -258,9 +258,11 @@ def test_virtual_tokens_over_a_base_that_streams(config, tmp_path):
     optimizer = torch.optim.AdamW(learning, lr=1e-2, weight_decay=0.0)
     expected = losses(plain, data, lambda: (optimizer.step(), optimizer.zero_grad()))
     with lohan.attach(
-        ours, optimizer=lohan.AdamW(lr=1e-2), batch=data[0],
+        ours,
+        optimizer=lohan.AdamW(lr=1e-2),
+        batch=data[0],
         budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
-    ) as session:  # fmt: skip
+    ) as session:
         assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
         session.export(tmp_path / "ours")
         losses(ours, data[:1], int)
@@ -296,9 +298,15 @@ def test_adapters_on_tensors_of_experts(options, tmp_path):
     def experts() -> nn.Module:
         torch.manual_seed(0)
         config = MixtralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, vocab_size=131, use_cache=False,
-        )  # fmt: skip
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=131,
+            use_cache=False,
+        )
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         base = AutoModelForCausalLM.from_config(config)
         return adapted(base, target_modules=["q_proj"], target_parameters=names)
@@ -309,9 +317,12 @@ def test_adapters_on_tensors_of_experts(options, tmp_path):
     expected = losses(plain, data, lambda: (optimizer.step(), optimizer.zero_grad()))
     ours = experts()
     with lohan.attach(
-        ours, optimizer=lohan.AdamW(lr=1e-2), batch=data[0],
-        budget=lohan.Budget(host="64MiB", ssd=[tmp_path]), **options,
-    ):  # fmt: skip
+        ours,
+        optimizer=lohan.AdamW(lr=1e-2),
+        batch=data[0],
+        budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
+        **options,
+    ):
         assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
         with pytest.raises(lohan.LohanError, match="ParamWrapper cannot be merged while"):
             ours.merge_and_unload()

@@ -26,9 +26,11 @@ def bench(name: str, work: Path, *args: str) -> subprocess.CompletedProcess[str]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / name), "--work", str(work), *args],
-        env={**os.environ, "PYTHONPATH": ":".join(paths)}, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(paths)},
+        capture_output=True,
+        text=True,
         timeout=240,
-    )  # fmt: skip
+    )
 
 
 def columns(line: str) -> list[str]:
@@ -38,9 +40,22 @@ def columns(line: str) -> list[str]:
 @pytest.mark.slow
 def test_step_prints_ratios_and_equal_losses(tmp_path: Path) -> None:
     run = bench(
-        "step.py", tmp_path, *TINY, "--batch", "1", "--tokens", "8", "--host", "64MiB",
-        "--rounds", "1", "--steps", "2", "--warmup", "1",
-    )  # fmt: skip
+        "step.py",
+        tmp_path,
+        *TINY,
+        "--batch",
+        "1",
+        "--tokens",
+        "8",
+        "--host",
+        "64MiB",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+    )
     assert run.returncode == 0, run.stderr
     for word in ("machine", "drive", "versions", "command", "model", "settings"):
         assert re.search(rf"^{word} ", run.stdout, flags=re.M), word
@@ -49,8 +64,10 @@ def test_step_prints_ratios_and_equal_losses(tmp_path: Path) -> None:
     assert columns(table[0])[:4] == ["side", "step s", "all steps", "/ checkpointing"]
     sides = [columns(line) for line in table[2:5]]
     assert [side[0] for side in sides] == [
-        "PyTorch in memory, checkpointing", "PyTorch in memory", "LoHan 64MiB, balanced",
-    ]  # fmt: skip
+        "PyTorch in memory, checkpointing",
+        "PyTorch in memory",
+        "LoHan 64MiB, balanced",
+    ]
     assert all(float(side[-1]) < 1e-5 for side in sides), "losses differ"
     lanes = lines[lines.index("8 tokens, lanes") + 1]
     assert "ssd busy" in lanes and "binding" in lanes
@@ -97,9 +114,18 @@ def test_launch_counts_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
     run = bench(
-        "adam.py", tmp_path, "--parameters", "64Ki", "--chunks", "16Ki", "--rounds", "2",
-        "--threads", "1", "--json",
-    )  # fmt: skip
+        "adam.py",
+        tmp_path,
+        "--parameters",
+        "64Ki",
+        "--chunks",
+        "16Ki",
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     tables: dict[str, Any] = json.loads(run.stdout)["tables"]
     rows = tables["1 thread"]
@@ -115,16 +141,27 @@ def test_checksum_prints_core_time(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)["tables"]["core time, ns per parameter"]
     assert [(row["weights"], row["moments"]) for row in rows] == [
-        ("bf16", "fp32"), ("bf16", "int8"), ("fp32", "fp32"),
-    ]  # fmt: skip
+        ("bf16", "fp32"),
+        ("bf16", "int8"),
+        ("fp32", "fp32"),
+    ]
     assert all(row["in one ns"] > 0 and row["apart ns"] > 0 for row in rows)
 
 
 def test_io_prints_rates(tmp_path: Path) -> None:
     run = bench(
-        "io.py", tmp_path, "--size", "8MiB", "--chunks", "1MiB", "--rounds", "1",
-        "--seconds", "0.01", "--json",
-    )  # fmt: skip
+        "io.py",
+        tmp_path,
+        "--size",
+        "8MiB",
+        "--chunks",
+        "1MiB",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.01",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert list(report["tables"]) == ["read", "write", "mixed"]
@@ -140,9 +177,23 @@ def test_activations_predicts_and_measures_every_policy(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     work = tmp_path / "work"
     run = bench(
-        "activations.py", work, *TINY, "--tokens", "32", "--host", "64MiB", "--rounds", "2",
-        "--policies", "static", "checkmate", "g10", "--log", str(tmp_path / "log.jsonl"), "--json",
-    )  # fmt: skip
+        "activations.py",
+        work,
+        *TINY,
+        "--tokens",
+        "32",
+        "--host",
+        "64MiB",
+        "--rounds",
+        "2",
+        "--policies",
+        "static",
+        "checkmate",
+        "g10",
+        "--log",
+        str(tmp_path / "log.jsonl"),
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)["tables"]["32 tokens, 64MiB"]
     assert [row["policy"] for row in rows] == ["static", "checkmate", "g10"]
@@ -157,9 +208,20 @@ def test_activations_predicts_and_measures_every_policy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_forecast_compares_with_profiles_before_and_after(tmp_path: Path) -> None:
     run = bench(
-        "forecast.py", tmp_path, *TINY, "--tokens", "8", "32", "--host", "64MiB", "--rounds", "1",
-        "--steps", "2", "--json",
-    )  # fmt: skip
+        "forecast.py",
+        tmp_path,
+        *TINY,
+        "--tokens",
+        "8",
+        "32",
+        "--host",
+        "64MiB",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("profiling the machine") == 3
     rows = json.loads(run.stdout)["tables"]["predicted and measured"]
@@ -176,10 +238,29 @@ def test_swapped_bytes_draws_a_curve(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     work = tmp_path / "work"
     run = bench(
-        "swapped_bytes.py", work, *TINY, "--batch", "2", "--tokens", "16", "--host", "32MiB",
-        "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
-        "--points", "3", "--plot", str(tmp_path / "curve.png"), "--json",
-    )  # fmt: skip
+        "swapped_bytes.py",
+        work,
+        *TINY,
+        "--batch",
+        "2",
+        "--tokens",
+        "16",
+        "--host",
+        "32MiB",
+        "--device-memory",
+        "64",
+        "--seconds",
+        "0.05",
+        "--steps",
+        "1",
+        "--warmup",
+        "2",
+        "--points",
+        "3",
+        "--plot",
+        str(tmp_path / "curve.png"),
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     (curve,) = json.loads(run.stdout)["tables"].values()
     assert curve[0]["swapped MiB"] < curve[-1]["swapped MiB"] and curve[0]["step / first"] == 1
@@ -191,10 +272,27 @@ def test_swapped_bytes_draws_a_curve(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
     run = bench(
-        "emulated.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--host", "32MiB",
-        "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
-        "--modes", "balanced", "--json",
-    )  # fmt: skip
+        "emulated.py",
+        tmp_path,
+        *TINY,
+        "--batch",
+        "2",
+        "--tokens",
+        "16",
+        "--host",
+        "32MiB",
+        "--device-memory",
+        "64",
+        "--seconds",
+        "0.05",
+        "--steps",
+        "1",
+        "--warmup",
+        "2",
+        "--modes",
+        "balanced",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     (rows,) = report["tables"].values()
@@ -208,10 +306,27 @@ def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_defaults_against_no_clipping(tmp_path: Path) -> None:
     run = bench(
-        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "50",
-        "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
-        "--models-there", "qwen3-14b", "--json",
-    )  # fmt: skip
+        "defaults.py",
+        tmp_path,
+        *TINY,
+        "--batch",
+        "2",
+        "--tokens",
+        "16",
+        "--share",
+        "50",
+        "--device-memory",
+        "64",
+        "--seconds",
+        "0.05",
+        "--steps",
+        "1",
+        "--warmup",
+        "2",
+        "--models-there",
+        "qwen3-14b",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     (rows,) = json.loads(run.stdout)["tables"].values()
     assert [row["settings"] for row in rows] == [
@@ -227,10 +342,25 @@ def test_defaults_against_no_clipping(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_commit_intervals_write_less(tmp_path: Path) -> None:
     run = bench(
-        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "150",
-        "--device-memory", "64", "--seconds", "0.05", "--models-there", "qwen3-8b",
-        "--sides", "commits", "--json",
-    )  # fmt: skip
+        "defaults.py",
+        tmp_path,
+        *TINY,
+        "--batch",
+        "2",
+        "--tokens",
+        "16",
+        "--share",
+        "150",
+        "--device-memory",
+        "64",
+        "--seconds",
+        "0.05",
+        "--models-there",
+        "qwen3-8b",
+        "--sides",
+        "commits",
+        "--json",
+    )
     assert run.returncode == 0, run.stderr
     (rows,) = json.loads(run.stdout)["tables"].values()
     assert rows[2]["settings"] == "--commit-every 4"
@@ -242,9 +372,19 @@ def test_commit_intervals_write_less(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_prints_the_peak(tmp_path: Path) -> None:
     run = bench(
-        "memory.py", tmp_path, *TINY, "--kv-heads", "2", "--host", "64MiB", "--limit", "2GiB",
-        "--seq", "8", "--no-cgroup",
-    )  # fmt: skip
+        "memory.py",
+        tmp_path,
+        *TINY,
+        "--kv-heads",
+        "2",
+        "--host",
+        "64MiB",
+        "--limit",
+        "2GiB",
+        "--seq",
+        "8",
+        "--no-cgroup",
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"peak VmHWM .* ok$", run.stdout, flags=re.M)
     assert list(tmp_path.iterdir()) == []

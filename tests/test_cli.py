@@ -25,10 +25,16 @@ from tests.random_checkpoint import write_random_checkpoint
 from tests.test_no_file_lost import tree
 
 CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +309,10 @@ HOLD += "print('held', flush=True); sys.stdin.read(); s.close()"
 def test_second_process_on_the_same_store(lohan, run, tmp_path):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run / "store")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holder.stdout.readline() == "held\n"
         message = f"{run / 'store'} is in use by process {holder.pid}; wait for it"
@@ -400,9 +408,15 @@ def test_data_that_is_made_again_is_told(lohan, run):
     assert "any more" not in lohan("resume", run, "--steps", 4).out
 
 
-@pytest.mark.parametrize("name, marked", [
-    ("src/main.py", True), ("thesis.tex", False), ("src/main.py", False), ("config.json", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, marked",
+    [
+        ("src/main.py", True),
+        ("thesis.tex", False),
+        ("src/main.py", False),
+        ("config.json", True),
+    ],
+)
 def test_a_model_among_other_files_is_not_overwritten(name, marked, lohan, run, tmp_path):
     """A project that has a config.json, say. What is replaced is an export as it was written, or
     by an earlier version a folder that has nothing but such names."""
@@ -437,8 +451,12 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
         f"`lohan train --config {run / 'run.toml'} --out DIR`",
     )
     before = snapshot(run)
-    for command in (["resume", run], ["resume", run, "--gpus", 1], arguments(model, data, run),
-                    ["export", run, "--out", place / "x"]):  # fmt: skip
+    for command in (
+        ["resume", run],
+        ["resume", run, "--gpus", 1],
+        arguments(model, data, run),
+        ["export", run, "--out", place / "x"],
+    ):
         refused(lohan(*command), *gone)
     assert snapshot(run) == before
     ended = lohan("train", "--config", run / "run.toml", "--out", place / "again")

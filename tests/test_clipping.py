@@ -86,8 +86,12 @@ def test_equals_torch(kind, side, tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning(cached=0.3, spilled=0.5))
     model, rows = net(kind), data(STEPS, kind=kind)
     _, free, unclipped = clipped_run(model, rows, 0.0)
-    limit = {"above": min(free) / 5, "near": sorted(free)[STEPS // 2], "below": max(free) * 5,
-             "off": 0.0}[side]  # fmt: skip
+    limit = {
+        "above": min(free) / 5,
+        "near": sorted(free)[STEPS // 2],
+        "below": max(free) * 5,
+        "off": 0.0,
+    }[side]
     expected_losses, expected_norms, expected = clipped_run(model, rows, limit)
     losses, norms, weights = run(model, rows, tmp_path, limit=limit)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -95,8 +99,11 @@ def test_equals_torch(kind, side, tmp_path, monkeypatch):
     if limit:
         assert norms == pytest.approx(expected_norms, rel=1e-5)
         clipped = [norm > limit for norm in norms]
-        assert {"above": all(clipped), "near": any(clipped) and not all(clipped),
-                "below": not any(clipped)}[side]  # fmt: skip
+        assert {
+            "above": all(clipped),
+            "near": any(clipped) and not all(clipped),
+            "below": not any(clipped),
+        }[side]
     else:
         assert norms == [None] * STEPS
     way = max(float((expected[n] - unclipped[n]).abs().max()) for n in expected)
@@ -133,8 +140,9 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
         seen = []
         original = session.executor.runner.run_optimizer
         session.executor.runner.run_optimizer = lambda action, context: (
-            seen.append(action.kind), original(action, context)
-        )  # fmt: skip
+            seen.append(action.kind),
+            original(action, context),
+        )
         for batch in data(3):
             session.model(**batch).backward()
         session.flush()
@@ -163,9 +171,10 @@ SIZES = [0, 1, 7, 8, 9, 1000, 2**15 - 1, 2**15, 2**15 + 1, 3 * 2**15 + 5]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sum_of_squares_against_exact_arithmetic(dtype, size):
     generator = torch.Generator().manual_seed(size)
-    x = (torch.randn(size, generator=generator) * 10.0 ** torch.randint(
-        -3, 3, (size,), generator=generator
-    )).to(dtype)  # fmt: skip
+    x = (
+        torch.randn(size, generator=generator)
+        * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)
+    ).to(dtype)
     exact = math.fsum(float(v) ** 2 for v in x.double())
     assert _core.sum_squares(x) == pytest.approx(exact, rel=1e-13, abs=0.0)
 
@@ -190,9 +199,13 @@ def test_sum_of_squares_passes_on_inf_and_nan(dtype, at):
 
 
 @pytest.mark.parametrize(
-    "x", [torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.int32),
-          np.zeros(4, dtype=np.uint8)]
-)  # fmt: skip
+    "x",
+    [
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(4, dtype=torch.int32),
+        np.zeros(4, dtype=np.uint8),
+    ],
+)
 def test_sum_of_squares_refuses_other_types(x):
     with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
         _core.sum_squares(x)

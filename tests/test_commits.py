@@ -54,9 +54,15 @@ def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, mon
     limit, expected = case.waiting
     tuned(monkeypatch, tuning)
     found = train(
-        case.model(), case.data(), tmp_path, seed=3, clip=limit, micro_batch=case.micro_batch,
-        scale=case.scales.__getitem__, budget=budget(tmp_path, every),
-    )  # fmt: skip
+        case.model(),
+        case.data(),
+        tmp_path,
+        seed=3,
+        clip=limit,
+        micro_batch=case.micro_batch,
+        scale=case.scales.__getitem__,
+        budget=budget(tmp_path, every),
+    )
     found.check(expected)
 
 
@@ -203,11 +209,16 @@ def test_by_time(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "means"),
     [
-        ("step", EVERY_STEP), ("1", EVERY_STEP), (7, Interval(7)), ("20 steps", Interval(20)),
-        ("90s", Interval(0, 90.0)), ("10min", Interval(0, 600.0)), ("1.5 h", Interval(0, 5400.0)),
+        ("step", EVERY_STEP),
+        ("1", EVERY_STEP),
+        (7, Interval(7)),
+        ("20 steps", Interval(20)),
+        ("90s", Interval(0, 90.0)),
+        ("10min", Interval(0, 600.0)),
+        ("1.5 h", Interval(0, 5400.0)),
         ("auto", None),
     ],
-)  # fmt: skip
+)
 def test_intervals_are_read(text, means):
     assert parse_interval(text, name="x") == means
 
@@ -249,8 +260,16 @@ def test_two_ranks(forge, inputs, tmp_path):
 
 def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
     """What is logged or copied at a step is of that step, whenever the run dies."""
-    more = ("--eval-data", inputs / "data.jsonl", "--eval-every", 3, "--host", "2MiB",
-            "--set", "budget.snapshot_every=4")  # fmt: skip
+    more = (
+        "--eval-data",
+        inputs / "data.jsonl",
+        "--eval-every",
+        3,
+        "--host",
+        "2MiB",
+        "--set",
+        "budget.snapshot_every=4",
+    )
     made = []
     for every in ("step", "100"):
         out = tmp_path / every

@@ -336,10 +336,12 @@ def test_a_rank_has_fewer_rows_than_there_may_be_ranks():
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("[train]\nlearning_rate = 1e-4\n", "lr"), ("learning_rate = 1e-4\n", r"\[train\] lr"),
-        ("[train]\nmax-steps = 3\n", "steps"), ("[train]\noutput_dir = 'x'\n", "out"),
+        ("[train]\nlearning_rate = 1e-4\n", "lr"),
+        ("learning_rate = 1e-4\n", r"\[train\] lr"),
+        ("[train]\nmax-steps = 3\n", "steps"),
+        ("[train]\noutput_dir = 'x'\n", "out"),
     ],
-)  # fmt: skip
+)
 def test_names_of_other_trainers_lead_to_ours(text, key, tmp_path):
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=rf"unknown key; did you mean {key}\?"):

@@ -86,8 +86,12 @@ def test_what_appears_at_the_target_meanwhile_stays(tmp_path):
 
 
 def test_an_unmarked_folder_is_an_export_or_stays(tmp_path):
-    for name in ("config.json", "tokenizer_config.json", "model-00001-of-00002.safetensors",
-                 "model.safetensors.index.json"):  # fmt: skip
+    for name in (
+        "config.json",
+        "tokenizer_config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ):
         (tmp_path / name).touch()
     check_unmarked(tmp_path)
     (tmp_path / "thesis.tex").touch()

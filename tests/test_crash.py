@@ -118,9 +118,12 @@ def test_kill(number, forge, inputs, whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("optimizer", "moments", "number"),
-    [("adamw", "int8", 1), pytest.param("lion", "bf16", 2, marks=pytest.mark.slow),
-     pytest.param("sgd", "int8", 3, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("adamw", "int8", 1),
+        pytest.param("lion", "bf16", 2, marks=pytest.mark.slow),
+        pytest.param("sgd", "int8", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_kill_with_other_optimizers(optimizer, moments, number, forge, inputs, tmp_path):
     more = ("--optimizer", optimizer, "--moments", moments)
     whole = uninterrupted(forge, inputs, tmp_path, *more)
@@ -134,11 +137,15 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "again", "number"),
     [
-        ("300KiB", True, 5), ("2MiB", False, 4),
-        *(pytest.param(host, host == "300KiB", number, marks=SLOW)
-          for host in ("300KiB", "2MiB") for number in range(12)),
+        ("300KiB", True, 5),
+        ("2MiB", False, 4),
+        *(
+            pytest.param(host, host == "300KiB", number, marks=SLOW)
+            for host in ("300KiB", "2MiB")
+            for number in range(12)
+        ),
     ],
-)  # fmt: skip
+)
 def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tmp_path):
     """Steps that did not wait for the norm are run again or, with room for all gradients, updated
     once more; the result is that of one action after the other."""
@@ -234,9 +241,12 @@ def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
     for number in (2, 5):
         out = tmp_path / str(number)
         ended = forge.run(
-            "train", *arguments(inputs, out, *more), kill_at=("commit done", number),
-            before="phases:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")},
-        )  # fmt: skip
+            "train",
+            *arguments(inputs, out, *more),
+            kill_at=("commit done", number),
+            before="phases:watch",
+            env={"LOHAN_PHASE": str(tmp_path / "phase")},
+        )
         assert ended.code == -signal.SIGKILL, ended.err
         log = out / "metrics.jsonl"
         rows = len(log.read_text().splitlines()) if log.exists() else 0
@@ -494,9 +504,14 @@ def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(0.45, marks=pytest.mark.slow), 0.55, 0.62,
-              pytest.param(0.8, marks=pytest.mark.slow)],
-)  # fmt: skip
+    "share",
+    [
+        pytest.param(0.45, marks=pytest.mark.slow),
+        0.55,
+        0.62,
+        pytest.param(0.8, marks=pytest.mark.slow),
+    ],
+)
 def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path):
     """From the third step on; a resumed run begins with its first plan and looks again."""
     given = [*arguments(inputs, tmp_path / "run"), *ANEW]

@@ -45,10 +45,13 @@ def test_the_peak_of_a_device_is_the_planned_one(shape, room, options, tmp_path)
     device.delay = late
     (tmp_path / "ssd").mkdir()
     with lohan.attach(
-        model, optimizer=lohan.AdamW(lr=1e-3), device=device,
+        model,
+        optimizer=lohan.AdamW(lr=1e-3),
+        device=device,
         budget=lohan.Budget(host="160MiB", ssd=[tmp_path / "ssd"]),
-        batch={"input_ids": ids, "attention_mask": mask}, **options,
-    ) as session:  # fmt: skip
+        batch={"input_ids": ids, "attention_mask": mask},
+        **options,
+    ) as session:
         for _ in range(2):
             model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
         planned = session.plan.tier_bytes("device")

@@ -72,7 +72,7 @@ def test_evaluation_between_steps(tmp_path):
         ("plain", (), ((0, 2),), "balanced", 0.0),
         ("plain", (), ((1, 3), (2, 3)), "serial", 0.0),
     ],
-)  # fmt: skip
+)
 def test_a_backward_that_takes_another_way(kind, still, skip, mode, clip, tmp_path):
     case = Case(kind=kind, still=still, skip=skip, clip=clip)
     check(case, tmp_path, replace(TINY, window=2), mode=mode, seed=5, device=emulated())

@@ -64,14 +64,21 @@ def test_case_of_a_number_is_always_the_same():
 def test_difference_to_the_serial_path_is_found():
     torch = pytest.importorskip("torch")
     run = {
-        "losses": [1.0], "norms": [None], "evals": [], "updated": [True], "progress": "1",
-        "stored": {"block": "abc"}, "buffers": {"mean": torch.zeros(2)},
-    }  # fmt: skip
+        "losses": [1.0],
+        "norms": [None],
+        "evals": [],
+        "updated": [True],
+        "progress": "1",
+        "stored": {"block": "abc"},
+        "buffers": {"mean": torch.zeros(2)},
+    }
     differential.check_bits(dict(SIMPLEST), run, run)
     for other in (
-        {"losses": [1.0 + 2**-52]}, {"stored": {"block": "abd"}}, {"updated": [False]},
+        {"losses": [1.0 + 2**-52]},
+        {"stored": {"block": "abd"}},
+        {"updated": [False]},
         {"buffers": {"mean": torch.tensor([0.0, 1e-30])}},
-    ):  # fmt: skip
+    ):
         with pytest.raises(differential.Found):
             differential.check_bits(dict(SIMPLEST), {**run, **other}, run)
 

@@ -12,10 +12,17 @@ from rich.console import Console
 from lohan.util.display import BarDisplay, LineDisplay, clock, describe_step, open_display
 
 ROW: dict[str, Any] = {
-    "step": 3, "loss": 12.34567, "lr": 1e-5, "tokens_per_s": 12345.6, "step_s": 1.234,
-    "rss_bytes": 745 * 2**20, "grad_norm": 123.456, "binding": "compute",
-    "busy": {"compute": 0.987, "ssd": 0.43, "optimizer": 0.12}, "ssd_written_bytes": 3 * 2**30,
-}  # fmt: skip
+    "step": 3,
+    "loss": 12.34567,
+    "lr": 1e-5,
+    "tokens_per_s": 12345.6,
+    "step_s": 1.234,
+    "rss_bytes": 745 * 2**20,
+    "grad_norm": 123.456,
+    "binding": "compute",
+    "busy": {"compute": 0.987, "ssd": 0.43, "optimizer": 0.12},
+    "ssd_written_bytes": 3 * 2**30,
+}
 
 
 def terminal(width: int = 80) -> Console:

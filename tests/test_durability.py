@@ -33,9 +33,12 @@ def opened(model: Path, place: Path, **options: Any) -> tuple[torch.nn.Module, l
     durability = options.pop("durability", "checkpoint")
     module = lohan.load(model).train()
     session = lohan.attach(
-        module, optimizer=lohan.AdamW(lr=1e-2), batch={"input_ids": batch(0).to("meta")},
-        budget=lohan.Budget(host=ROOMY, ssd=[place], durability=durability), **options,
-    )  # fmt: skip
+        module,
+        optimizer=lohan.AdamW(lr=1e-2),
+        batch={"input_ids": batch(0).to("meta")},
+        budget=lohan.Budget(host=ROOMY, ssd=[place], durability=durability),
+        **options,
+    )
     return module, session
 
 

@@ -147,8 +147,24 @@ def test_counts_in_the_plan(tmp_path):
 
 def test_the_command_line(cli, model, data, tmp_path):  # noqa: F811
     out = tmp_path / "run"
-    said = ("--model", model, "--data", data, "--host", "64MiB", "--seq", 16, "--batch", 2,
-            "--steps", 3, "--lr", "1e-2", "--schedule", "constant")  # fmt: skip
+    said = (
+        "--model",
+        model,
+        "--data",
+        data,
+        "--host",
+        "64MiB",
+        "--seq",
+        16,
+        "--batch",
+        2,
+        "--steps",
+        3,
+        "--lr",
+        "1e-2",
+        "--schedule",
+        "constant",
+    )
     ended = cli("train", *said, "--out", out, "--ema", 0.5)
     assert ended.code == 0 and "averaged weights: " in ended.out, ended
     again = cli("export", out, "--ema", "--out", tmp_path / "averaged")

@@ -34,10 +34,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_inputs(folder: Path) -> Path:
     """A tiny Llama with dropout, data to train on, and other data to evaluate on."""
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        attention_dropout=0.2, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attention_dropout=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     write_random_checkpoint(folder / "model", config)
     for name, shift in (("data", 0), ("held", 3)):
         rows = [
@@ -49,11 +56,18 @@ def write_inputs(folder: Path) -> Path:
 
 def given(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
     return {
-        "model": inputs / "model", "data": inputs / "data.jsonl", "out": out,
-        "budget.host": "400KiB", "train.steps": STEPS, "train.batch": 2, "train.micro_batch": 1,
-        "train.seq": 16, "train.lr": 1e-3, "train.activations": "recompute",
+        "model": inputs / "model",
+        "data": inputs / "data.jsonl",
+        "out": out,
+        "budget.host": "400KiB",
+        "train.steps": STEPS,
+        "train.batch": 2,
+        "train.micro_batch": 1,
+        "train.seq": 16,
+        "train.lr": 1e-3,
+        "train.activations": "recompute",
         **{name.replace("__", "."): value for name, value in more.items()},
-    }  # fmt: skip
+    }
 
 
 def run(inputs: Path, out: Path, **more: Any) -> Watch:
@@ -69,7 +83,8 @@ def weights(folder: Path) -> bytes:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"train__clip": 1.0}, marks=pytest.mark.slow), {"train__clip": 0.0},
+        pytest.param({"train__clip": 1.0}, marks=pytest.mark.slow),
+        {"train__clip": 0.0},
         pytest.param({"train__clip": 0.0, "train__overlap": False}, marks=pytest.mark.slow),
         pytest.param(
             {"train__dtype": "bf16", "train__update_mode": "serial"}, marks=pytest.mark.slow
@@ -78,7 +93,7 @@ def weights(folder: Path) -> bytes:
         {"budget__device": "emulated", "budget__device_memory": "1MiB"},
     ],
     ids=["clip", "balanced", "plain", "serial-bf16", "kept", "device"],
-)  # fmt: skip
+)
 def test_a_run_with_evaluation_has_the_bits_of_one_without(settings, inputs, tmp_path):
     run(inputs, tmp_path / "without", **settings)
     run(inputs, tmp_path / "with", eval__data=inputs / "held.jsonl", eval__every=1, **settings)
@@ -118,8 +133,9 @@ def test_rows_of_steps_leave_evaluation_out(inputs, tmp_path):
         for name in ("run", "plain")
     ]
     # What was scheduled ahead is read, then read again: at most the weights once more.
-    parameters = sum(t.numel() for t in AutoModelForCausalLM.from_pretrained(
-        inputs / "model").parameters())  # fmt: skip
+    parameters = sum(
+        t.numel() for t in AutoModelForCausalLM.from_pretrained(inputs / "model").parameters()
+    )
     assert all(a <= b + 4 * parameters + 2**17 for a, b in zip(*read, strict=True))
     assert sum(read[0]) < 2 * sum(read[1])
 
@@ -216,10 +232,17 @@ def test_history() -> None:
 def climbing(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
     """A run whose evaluation gets worse: it learns to answer otherwise than is asked."""
     return given(
-        inputs, out, train__steps=12, train__lr=2e-2, train__schedule="constant",
-        eval__data=inputs / "held.jsonl", eval__every=1, eval__early_stop=3,
-        output__export_best=True, **more,
-    )  # fmt: skip
+        inputs,
+        out,
+        train__steps=12,
+        train__lr=2e-2,
+        train__schedule="constant",
+        eval__data=inputs / "held.jsonl",
+        eval__every=1,
+        eval__early_stop=3,
+        output__export_best=True,
+        **more,
+    )
 
 
 def test_early_stop_and_best_export(inputs, tmp_path):

@@ -28,11 +28,22 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     "key",
     thinned(
-        ["causal/gemma4_text", "causal/lfm2_moe", "causal/mamba2", "masked/ibert",
-         "text to text/marian", "image-text/qwen3_vl", "image-text/llava_next",
-         "image-text/smolvlm"], 0, 1, 3, 6,
+        [
+            "causal/gemma4_text",
+            "causal/lfm2_moe",
+            "causal/mamba2",
+            "masked/ibert",
+            "text to text/marian",
+            "image-text/qwen3_vl",
+            "image-text/llava_next",
+            "image-text/smolvlm",
+        ],
+        0,
+        1,
+        3,
+        6,
     ),
-)  # fmt: skip
+)
 def test_a_few_classes_are_exact(key, tmp_path):
     """Keys and values shared by layers, convolutions and experts, state spaces; buffers made like
     parameters and blocks that decide by values in training; positions that no checkpoint has;

@@ -21,12 +21,18 @@ NANO = {"nano_lohan.py"}  # tested in test_nano.py
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in DEMO | NANO)
 CONFIGS = sorted(path.name for path in EXAMPLES.glob("*.toml"))
 NEEDS = {
-    "diffusion.py": "diffusers", "diffusion_run.py": "diffusers", "trainer.py": "accelerate",
+    "diffusion.py": "diffusers",
+    "diffusion_run.py": "diffusers",
+    "trainer.py": "accelerate",
     "lora.toml": "peft",
-}  # fmt: skip
+}
 SMALL = (
-    "train.batch=2", "train.seq=48", "train.steps=2", "train.max_dropped=1", "budget.host=64MiB",
-)  # fmt: skip
+    "train.batch=2",
+    "train.seq=48",
+    "train.steps=2",
+    "train.max_dropped=1",
+    "budget.host=64MiB",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,9 @@ def test_config_trains(name, lohan, model, tmp_path) -> None:  # noqa: F811
     assert ended.code == 0, ended
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    made = {"full.toml": "best/model.safetensors", "lora.toml": "model/adapter_model.safetensors",
-            "emulated.toml": "trace.json"}  # fmt: skip
+    made = {
+        "full.toml": "best/model.safetensors",
+        "lora.toml": "model/adapter_model.safetensors",
+        "emulated.toml": "trace.json",
+    }
     assert (out / made[name]).is_file()

@@ -103,8 +103,9 @@ def test_no_state_and_no_traffic(tmp_path):
             assert regions[f"w/{group.key}"].fixed is group.frozen
             assert (f"s/{group.key}" in regions) is not group.frozen
         assert [g.key for g in groups if g.frozen and g.key.startswith("model.layers")] == [
-            "model.layers.0/frozen", "model.layers.1/frozen",
-        ]  # fmt: skip
+            "model.layers.0/frozen",
+            "model.layers.1/frozen",
+        ]
         ledger = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "ssd"}
         assert ledger["frozen weights"] == pytest.approx(4 * frozen, rel=0.1)
         assert ledger["weights and state x2"] == pytest.approx(24 * trained, rel=0.1)

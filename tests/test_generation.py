@@ -111,9 +111,15 @@ def test_chosen_answers_depend_on_the_seed_only(tmp_path):
     got = answers(folder, PROMPTS, how)
     assert torch.equal(torch.get_rng_state(), state)
     assert got == expected(
-        folder, PROMPTS, max_new_tokens=10, do_sample=True, temperature=1.5, top_p=0.9, top_k=0,
+        folder,
+        PROMPTS,
+        max_new_tokens=10,
+        do_sample=True,
+        temperature=1.5,
+        top_p=0.9,
+        top_k=0,
         seed=7,
-    )  # fmt: skip
+    )
     assert got != answers(folder, PROMPTS, Sampling(**{**how.__dict__, "seed": 8}))
 
 
@@ -150,9 +156,10 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
         read = session.counters.bytes_read - before
         assert session.counters.bytes_written == 0 or session.step == 0
         moving = [
-            group.numel * 4 for group in session.context.blocks.groups
+            group.numel * 4
+            for group in session.context.blocks.groups
             if not group.resident and group.key not in session.plan.host_cached_weights
-        ]  # fmt: skip
+        ]
     assert widths[0] == 6 and set(widths[1:]) == {1} and len(widths) <= 7
     assert len(widths) * sum(moving) * 0.5 < read <= (len(widths) + 1) * sum(moving)
     assert 0 < pools[0].peak_bytes <= 200 * 2**10
@@ -164,10 +171,16 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):  # noqa: F811
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     given = {
-        "model": folder, "data": data, "out": tmp_path / "run", "budget.host": "8MiB",
-        "train.steps": 3, "train.batch": 3, "train.seq": 16, "train.lr": 1e-2,
+        "model": folder,
+        "data": data,
+        "out": tmp_path / "run",
+        "budget.host": "8MiB",
+        "train.steps": 3,
+        "train.batch": 3,
+        "train.seq": 16,
+        "train.lr": 1e-2,
         "train.dtype": "bf16",
-    }  # fmt: skip
+    }
     train(load_config(None, overrides=given), Watch())
     run, exported = tmp_path / "run", tmp_path / "run" / "model"
     want = expected(exported, PROMPTS, max_new_tokens=9, do_sample=False)

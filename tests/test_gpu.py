@@ -83,11 +83,17 @@ def test_activations_change_no_bit(micro_batch, tmp_path):
     made = batches(3, batch=4, seq=24)
     results = [
         train(
-            small_model("llama"), made, tmp_path / activations, batch=made[0], seed=1,
-            micro_batch=micro_batch, activations=activations, device=there(),
+            small_model("llama"),
+            made,
+            tmp_path / activations,
+            batch=made[0],
+            seed=1,
+            micro_batch=micro_batch,
+            activations=activations,
+            device=there(),
         )
         for activations in ("recompute", "all")
-    ]  # fmt: skip
+    ]
     results[1].check(results[0])
 
 

@@ -67,14 +67,21 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 def script(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
     """The standard causal-LM script; only the Trainer it imports differs."""
-    options = {key: changes.pop(key) for key in ("callbacks", "compute_metrics", "resume")
-               if key in changes}  # fmt: skip
+    options = {
+        key: changes.pop(key)
+        for key in ("callbacks", "compute_metrics", "resume")
+        if key in changes
+    }
     resume = options.pop("resume", None)
     args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 6, **changes})
     trainer = kind(
-        model=model or small_model("llama"), args=args, train_dataset=examples(20),
-        eval_dataset=examples(10, seed=2), data_collator=collate, **options,
-    )  # fmt: skip
+        model=model or small_model("llama"),
+        args=args,
+        train_dataset=examples(20),
+        eval_dataset=examples(10, seed=2),
+        data_collator=collate,
+        **options,
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -101,16 +108,28 @@ def assert_alike(ours: Any, theirs: Any, *, limit: float = 1e-4) -> None:
     [
         pytest.param({"eval_strategy": "steps", "eval_steps": 3}, id="evaluation"),
         pytest.param(
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3,
-             "max_grad_norm": 0.5, "num_train_epochs": 2, "max_steps": -1}, id="accumulation",
+            {
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 3,
+                "max_grad_norm": 0.5,
+                "num_train_epochs": 2,
+                "max_steps": -1,
+            },
+            id="accumulation",
         ),
         pytest.param(
-            {"gradient_checkpointing": True, "lr_scheduler_type": "reduce_lr_on_plateau",
-             "eval_strategy": "steps", "eval_steps": 2}, id="plateau", marks=pytest.mark.slow,
+            {
+                "gradient_checkpointing": True,
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+            },
+            id="plateau",
+            marks=pytest.mark.slow,
         ),
         pytest.param({"label_smoothing_factor": 0.1}, id="smoothing", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_the_same_losses_with_another_import(changes, tmp_path):
     theirs = script(transformers.Trainer, tmp_path / "theirs", **changes)
     ours = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
@@ -249,10 +268,16 @@ def test_metrics_of_predictions(tmp_path):
         return {"hits": float(hits[found.label_ids[:, 1:] != -100].mean())}
 
     runs = [
-        script(kind, tmp_path / kind.__module__, compute_metrics=accuracy, max_steps=3,
-               eval_strategy="steps", eval_steps=3)
+        script(
+            kind,
+            tmp_path / kind.__module__,
+            compute_metrics=accuracy,
+            max_steps=3,
+            eval_strategy="steps",
+            eval_steps=3,
+        )
         for kind in (lohan.hf.Trainer, transformers.Trainer)
-    ]  # fmt: skip
+    ]
     assert logged(runs[0], "eval_hits") == logged(runs[1], "eval_hits")
     assert logged(runs[0], "eval_loss") == pytest.approx(logged(runs[1], "eval_loss"), rel=1e-4)
 
@@ -320,9 +345,11 @@ def test_a_model_without_weights_in_memory(tmp_path, monkeypatch):
     assert trainer.session.host_bytes == 64 * 2**20
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = transformers.Trainer(
-        model=plain, args=TrainingArguments(str(tmp_path / "t"), **{**SETTINGS, "max_steps": 3}),
-        train_dataset=examples(12, vocab=VOCAB), data_collator=collate,
-    )  # fmt: skip
+        model=plain,
+        args=TrainingArguments(str(tmp_path / "t"), **{**SETTINGS, "max_steps": 3}),
+        train_dataset=examples(12, vocab=VOCAB),
+        data_collator=collate,
+    )
     theirs.train()
     assert logged(trainer, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
 
@@ -342,7 +369,7 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
         ({"optim": "sgd", "optim_args": "dampening=0.1"}, "'dampening=0.1' cannot be used"),
         ({"torch_compile": True}, "blocks are compiled on accelerators only"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(changes, message, tmp_path):
     with pytest.raises(lohan.LohanError, match=message):
         script(lohan.hf.Trainer, tmp_path, **changes)
@@ -369,9 +396,12 @@ def test_lion_by_its_names(tmp_path):
     more = lohan.hf.LohanArguments(moments="bf16")
     args = TrainingArguments(str(tmp_path / "bf16"), **SETTINGS, max_steps=1)
     trainer = lohan.hf.Trainer(
-        model=small_model("llama"), args=args, train_dataset=examples(8), data_collator=collate,
+        model=small_model("llama"),
+        args=args,
+        train_dataset=examples(8),
+        data_collator=collate,
         lohan=more,
-    )  # fmt: skip
+    )
     trainer.train()
     assert str(trainer.session.plan.kind) == "adamw with bf16 moments"
 
@@ -407,5 +437,7 @@ def test_the_plan_is_for_the_longest_batch():
     ids = torch.zeros(2, 5, dtype=torch.long)
     made = shapes_for({"input_ids": ids, "attention_mask": ids, "labels": ids}, 9)
     assert {name: tuple(t.shape) for name, t in made.items()} == {
-        "input_ids": (2, 9), "attention_mask": (2, 9), "labels": (2, 9),
-    }  # fmt: skip
+        "input_ids": (2, 9),
+        "attention_mask": (2, 9),
+        "labels": (2, 9),
+    }

@@ -104,16 +104,23 @@ def own_optimizers(kind: type, out: Path, **changes: Any) -> Any:
     model = small_model("llama")
     parts = dict(model.model.layers[2].named_parameters())
     optimizer = torch.optim.SGD(
-        [{"params": parts.values(), "lr": 0.05, "weight_decay": 0.1},
-         {"params": [model.lm_head.weight, model.model.norm.weight], "name": "the head"}],
-        lr=0.02, momentum=0.8, nesterov=True,
-    )  # fmt: skip
+        [
+            {"params": parts.values(), "lr": 0.05, "weight_decay": 0.1},
+            {"params": [model.lm_head.weight, model.model.norm.weight], "name": "the head"},
+        ],
+        lr=0.02,
+        momentum=0.8,
+        nesterov=True,
+    )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=8)
     args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 5, **changes})
     trainer = kind(
-        model=model, args=args, train_dataset=examples(20), data_collator=collate,
+        model=model,
+        args=args,
+        train_dataset=examples(20),
+        data_collator=collate,
         optimizers=(optimizer, scheduler),
-    )  # fmt: skip
+    )
     trainer.train()
     return trainer
 

@@ -65,27 +65,50 @@ def scored() -> Any:
 
 
 def script(
-    name: str, out: Path, *, ours: bool, start: Any = None, peft: Any = None, train: bool = True,
-    resume: Any = None, more: Any = None, stream: bool = False, **changes: Any,
-) -> Any:  # fmt: skip
+    name: str,
+    out: Path,
+    *,
+    ours: bool,
+    start: Any = None,
+    peft: Any = None,
+    train: bool = True,
+    resume: Any = None,
+    more: Any = None,
+    stream: bool = False,
+    **changes: Any,
+) -> Any:
     """The standard script; only the trainer that it imports differs."""
     own, theirs, arguments, rows = kind_of(name)
     settings = {
-        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "learning_rate": 3e-3,
-        "logging_steps": 1, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
-        "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False, "max_length": 32,
-        "disable_tqdm": True, "adam_epsilon": 1e-4, **changes,
-    }  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 3,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "max_length": 32,
+        "disable_tqdm": True,
+        "adam_epsilon": 1e-4,
+        **changes,
+    }
     first = (start or (scored if name == "reward" else model))()
     if not ours and name in ("dpo", "kto") and peft is None:  # theirs would load it from a folder
         more = {"ref_model": (start or model)(), **(more or {})}
     data = datasets.Dataset.from_list(rows)
     trainer = (getattr(lohan.hf, own) if ours else theirs)(
-        model=first, args=arguments(str(out), **settings),
+        model=first,
+        args=arguments(str(out), **settings),
         train_dataset=data.to_iterable_dataset() if stream else data,
-        eval_dataset=data.select(range(5)), processing_class=tokenizer(), peft_config=peft,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer(),
+        peft_config=peft,
         **(more or {}),
-    )  # fmt: skip
+    )
     if train:
         trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -101,14 +124,22 @@ def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 NAMES = {
     "dpo": (
-        "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "entropy",
-        "logps/chosen", "logits/chosen", "logits/rejected", "mean_token_accuracy", "num_tokens",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "entropy",
+        "logps/chosen",
+        "logits/chosen",
+        "logits/rejected",
+        "mean_token_accuracy",
+        "num_tokens",
     ),
     "kto": ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "entropy"),
     "orpo": ("rewards/chosen", "rewards/margins", "rewards/accuracies", "nll_loss"),
     "cpo": ("rewards/chosen", "rewards/margins", "rewards/accuracies", "nll_loss", "logps/chosen"),
     "reward": ("accuracy", "margin", "mean_reward", "min_reward", "max_reward"),
-}  # fmt: skip
+}
 
 
 def same(name: str, tmp_path: Path, **changes: Any) -> Any:
@@ -177,9 +208,11 @@ def test_an_adapter_is_switched_off_for_the_reference(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_resumed_training_keeps_its_reference(name: str, tmp_path: Path) -> None:
     settings: Any = {
-        "eval_strategy": "no", "save_strategy": "steps", "save_steps": 2,
+        "eval_strategy": "no",
+        "save_strategy": "steps",
+        "save_steps": 2,
         "lr_scheduler_type": "constant",
-    }  # fmt: skip
+    }
     whole = script(name, tmp_path / "whole", ours=True, **settings, max_steps=4)
     first = script(name, tmp_path / "parts", ours=True, **settings, max_steps=2)
     first.session.close()
@@ -227,11 +260,14 @@ def test_metrics_of_logits_and_a_reference_of_ones_own(tmp_path: Path) -> None:
 
     runs = [
         script(
-            "dpo", tmp_path / str(ours), ours=ours, max_steps=2,
+            "dpo",
+            tmp_path / str(ours),
+            ours=ours,
+            max_steps=2,
             more={"compute_metrics": mean, "ref_model": other()},
         )
         for ours in (False, True)
-    ]  # fmt: skip
+    ]
     for name in ("loss", "eval_mean", "eval_loss", "rewards/chosen"):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=2e-4), name
 
@@ -296,15 +332,26 @@ def test_a_stream_of_data_with_an_adapter(tmp_path: Path) -> None:
     for ours in (False, True):
         kind = lohan.hf.DPOTrainer if ours else ours_of_trl.TheirDPO
         args = trl.DPOConfig(
-            str(tmp_path / str(ours)), max_steps=2, use_cpu=True, bf16=False, report_to=[],
-            logging_steps=1, per_device_train_batch_size=4, disable_tqdm=True, max_length=32,
-            save_strategy="no", adam_epsilon=1e-4, learning_rate=3e-3,
-        )  # fmt: skip
+            str(tmp_path / str(ours)),
+            max_steps=2,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            logging_steps=1,
+            per_device_train_batch_size=4,
+            disable_tqdm=True,
+            max_length=32,
+            save_strategy="no",
+            adam_epsilon=1e-4,
+            learning_rate=3e-3,
+        )
         trainer = kind(
-            model=model(), args=args, processing_class=tokenizer(),
+            model=model(),
+            args=args,
+            processing_class=tokenizer(),
             train_dataset=datasets.Dataset.from_list(PAIRS).to_iterable_dataset(),
             peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-        )  # fmt: skip
+        )
         trainer.train()
         losses.append(logged(trainer, "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -318,7 +365,8 @@ def test_without_arguments_those_of_the_library_are_checked_too(
     own = partial(trl.DPOConfig, use_cpu=True, bf16=False)  # theirs are for a GPU
     monkeypatch.setattr("trl.trainer.dpo_trainer.DPOConfig", own)
     trainer = lohan.hf.DPOTrainer(
-        model=model(), train_dataset=datasets.Dataset.from_list(PAIRS[:4]),
+        model=model(),
+        train_dataset=datasets.Dataset.from_list(PAIRS[:4]),
         processing_class=tokenizer(),
-    )  # fmt: skip
+    )
     assert trainer.args.gradient_checkpointing is False and trainer.ref_model is None

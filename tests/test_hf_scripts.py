@@ -139,8 +139,13 @@ def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
     found = []
     for kind in BOTH:
         data = Stream(examples(10, seed=2))
-        trainer = made(kind, tmp_path / kind.__module__, eval_dataset=data,
-                       per_device_eval_batch_size=4, max_steps=1)  # fmt: skip
+        trainer = made(
+            kind,
+            tmp_path / kind.__module__,
+            eval_dataset=data,
+            per_device_eval_batch_size=4,
+            max_steps=1,
+        )
         trainer.train()
         found.append(trainer.evaluate()["eval_loss"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
@@ -237,9 +242,12 @@ print("trained", second.state.global_step)
 def test_two_trainers_of_one_model_end_with_the_process(tmp_path):
     """Their finalizers run at its exit: nothing is raised, and both stores are whole."""
     ended = subprocess.run(
-        [sys.executable, "-c", LAST, str(tmp_path)], cwd=Path(__file__).resolve().parents[1],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", LAST, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ended.returncode == 0 and "trained 3" in ended.stdout, ended.stderr
     for sign in ("Traceback", "Exception ignored", "was not closed", "Error"):
         assert sign not in ended.stderr, ended.stderr
@@ -259,9 +267,12 @@ def test_the_training_state_is_never_uploaded(tmp_path, monkeypatch):
     apart = lohan.hf.LohanArguments(ssd=(str(tmp_path / "ssd"),))
     with pytest.raises(lohan.LohanError, match=r"'checkpoint' would upload .* in every checkpoint"):
         made(
-            lohan.hf.Trainer, tmp_path / "b", push_to_hub=True, hub_strategy="checkpoint",
+            lohan.hf.Trainer,
+            tmp_path / "b",
+            push_to_hub=True,
+            hub_strategy="checkpoint",
             lohan=apart,
-        )  # fmt: skip
+        )
     pushed: list[Any] = []
     monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda *a, **k: pushed.append(a))
     made(lohan.hf.Trainer, tmp_path / "b", lohan=apart).push_to_hub()
@@ -320,10 +331,17 @@ def test_a_model_made_by_model_init(tmp_path):
 def test_the_best_model_is_loaded_at_the_end(only_model, tmp_path):
     changes = {
         "save_only_model": only_model,
-        "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
-        "save_strategy": "steps", "save_steps": 1, "max_steps": 4, "learning_rate": 0.3,
-        "save_total_limit": 2, "lr_scheduler_type": "constant", "warmup_steps": 0,
-    }  # fmt: skip
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 4,
+        "learning_rate": 0.3,
+        "save_total_limit": 2,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+    }
     runs = []
     for kind in BOTH:
         model = small_model("llama")
@@ -384,10 +402,12 @@ def classified(place: Path, **settings: Any) -> list[Any]:
         config = CONFIGS["llama"]()
         config.num_labels, config.pad_token_id = 3, 0
         trainer = kind(
-            model=LlamaForSequenceClassification(config), train_dataset=examples(20),
+            model=LlamaForSequenceClassification(config),
+            train_dataset=examples(20),
             args=TrainingArguments(str(place / kind.__module__), **{**SETTINGS, **settings}),
-            eval_dataset=examples(10, seed=2), data_collator=labelled,
-        )  # fmt: skip
+            eval_dataset=examples(10, seed=2),
+            data_collator=labelled,
+        )
         trainer.train()
         runs.append(trainer)
     return runs
@@ -514,9 +534,15 @@ def test_liger_kernels_replace_modules_and_leave_the_head(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
     monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
-    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)  # fmt: skip # noqa: E501
-    changes = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-               "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
+    monkeypatch.setattr(
+        "transformers.training_args.is_liger_kernel_available", lambda: True, raising=False
+    )
+    changes = {
+        "use_liger_kernel": True,
+        "liger_kernel_config": {"rope": True},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     ours = made(lohan.hf.Trainer, tmp_path / "ours", **changes)
     ours.train()
     assert {*calls} == {"norm", "rotary"}

@@ -48,9 +48,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
         chat_template=TEMPLATE,
-    )  # fmt: skip
+    )
 
 
 def sentence(number: int) -> str:
@@ -68,31 +71,55 @@ def data(kind: str) -> Any:
 def model() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=len(WORDS) + 5, max_position_embeddings=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(WORDS) + 5,
+        max_position_embeddings=64,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
 def script(
-    kind: type, out: Path, *, rows: str = "text", peft: Any = None, start: Any = None,
-    metrics: Any = None, resume: Any = None, **changes: Any,
-) -> Any:  # fmt: skip
+    kind: type,
+    out: Path,
+    *,
+    rows: str = "text",
+    peft: Any = None,
+    start: Any = None,
+    metrics: Any = None,
+    resume: Any = None,
+    **changes: Any,
+) -> Any:
     """The standard supervised fine-tuning script; only the trainer it imports differs."""
     settings = {
-        "per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 1,
-        "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "max_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
         **{name: value for name, value in changes.items() if name != "lohan"},
-    }  # fmt: skip
+    }
     own = {"lohan": changes["lohan"]} if "lohan" in changes else {}
     trainer = kind(
-        **own, model=(start or model)(), args=trl.SFTConfig(str(out), **settings),
+        **own,
+        model=(start or model)(),
+        args=trl.SFTConfig(str(out), **settings),
         train_dataset=data(rows),
-        eval_dataset=data(rows).select(range(6)), processing_class=tokenizer(), peft_config=peft,
+        eval_dataset=data(rows).select(range(6)),
+        processing_class=tokenizer(),
+        peft_config=peft,
         compute_metrics=metrics,
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
@@ -155,10 +182,15 @@ def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path
 def experts() -> Any:
     torch.manual_seed(0)
     config = MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, vocab_size=len(WORDS) + 5,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=len(WORDS) + 5,
         router_aux_loss_coef=0.5,
-    )  # fmt: skip
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -181,10 +213,11 @@ def test_metrics_and_a_smoothed_loss(tmp_path):
 
     names = ["loss", "eval_loss", "eval_mean", "entropy", "eval_entropy", "mean_token_accuracy"]
     runs = [
-        script(kind, tmp_path / kind.__module__, metrics=mean, label_smoothing_factor=0.1,
-               max_steps=3)
+        script(
+            kind, tmp_path / kind.__module__, metrics=mean, label_smoothing_factor=0.1, max_steps=3
+        )
         for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
-    ]  # fmt: skip
+    ]
     for name in names:
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
 

@@ -30,15 +30,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(
-    base: Path, out: Path, *, arguments: dict[str, Any] | None = None, model: Any = None,
-    kind: type = lohan.hf.Trainer, **options: Any,
-) -> Any:  # fmt: skip
+    base: Path,
+    out: Path,
+    *,
+    arguments: dict[str, Any] | None = None,
+    model: Any = None,
+    kind: type = lohan.hf.Trainer,
+    **options: Any,
+) -> Any:
     args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 2, **(arguments or {})})
     return kind(
-        model=model or lohan.load(base), args=args, train_dataset=examples(8, vocab=VOCAB),
-        eval_dataset=examples(4, vocab=VOCAB, seed=2), data_collator=collate,
+        model=model or lohan.load(base),
+        args=args,
+        train_dataset=examples(8, vocab=VOCAB),
+        eval_dataset=examples(4, vocab=VOCAB, seed=2),
+        data_collator=collate,
         lohan=lohan.hf.LohanArguments(**{"host": "64MiB", **options}),
-    )  # fmt: skip
+    )
 
 
 def steps(place: Path) -> dict[str, int]:

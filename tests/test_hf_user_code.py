@@ -192,9 +192,11 @@ def test_weights_loaded_after_training_are_evaluated_and_saved(tmp_path):
     trainer = script(lohan.hf.Trainer, tmp_path, max_steps=1)
     other = small_model("llama", seed=3)
     expected = transformers.Trainer(
-        model=other, args=trainer.args, eval_dataset=trainer.eval_dataset,
+        model=other,
+        args=trainer.args,
+        eval_dataset=trainer.eval_dataset,
         data_collator=trainer.data_collator,
-    ).evaluate()["eval_loss"]  # fmt: skip
+    ).evaluate()["eval_loss"]
     trainer.model.load_state_dict(other.state_dict())
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))

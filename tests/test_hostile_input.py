@@ -39,9 +39,14 @@ from lohan.util.files import read_object
 
 DEEP = "[" * 100_000
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16,
-    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
 
 
 # -- the meeting place of ranks -------------------------------------------------------------------

@@ -30,14 +30,25 @@ def test_suite_passes_with_hostile_home(tmp_path: Path) -> None:
     """Collect every test and run the sensitive ones as a user whose home folder is full."""
     home = tmp_path / "home"
     hostile = {
-        "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "HF_HOME": str(home / "hf"),
-        "HF_TOKEN": "no-such-token", "LOHAN_HOST": "1KiB", "LOHAN_SSD": "/nonexistent",
-        "LOHAN_SYNC_TIMEOUT": "never", "WORLD_SIZE": "2", "RANK": "1",
-    }  # fmt: skip
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "HF_HOME": str(home / "hf"),
+        "HF_TOKEN": "no-such-token",
+        "LOHAN_HOST": "1KiB",
+        "LOHAN_SSD": "/nonexistent",
+        "LOHAN_SYNC_TIMEOUT": "never",
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+    }
     measured = Profile(
-        name="other", device="cpu", compute=((1.0, 1e11),), head_flops=1e11, host_bytes=2**34,
-        adam=5e8, drives=(Drive(name="/drive" * 30, read=2e9, write=2e9, mixed=2e9),),
-    )  # fmt: skip
+        name="other",
+        device="cpu",
+        compute=((1.0, 1e11),),
+        head_flops=1e11,
+        host_bytes=2**34,
+        adam=5e8,
+        drives=(Drive(name="/drive" * 30, read=2e9, write=2e9, mixed=2e9),),
+    )
     files = {
         home / "cache" / "lohan" / cache_file([]).name: measured.to_toml(),
         home / ".cache" / "lohan" / cache_file([]).name: measured.to_toml(),
@@ -48,10 +59,26 @@ def test_suite_passes_with_hostile_home(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "--basetemp", str(tmp_path / "base"), "-k", SENSITIVE, "tests"],
-        cwd=ROOT, env={**os.environ, **hostile}, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--basetemp",
+            str(tmp_path / "base"),
+            "-k",
+            SENSITIVE,
+            "tests",
+        ],
+        cwd=ROOT,
+        env={**os.environ, **hostile},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "3 passed" in run.stdout
     assert {path: path.read_text() for path in home.rglob("*") if path.is_file()} == files

@@ -125,8 +125,10 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 def loaded(code: str) -> set[str]:
     ended = subprocess.run(
         [sys.executable, "-c", f"import sys; {code}; print('\\n' + ' '.join(sys.modules))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(ended.stdout.splitlines()[-1].split())
 
 

@@ -39,9 +39,13 @@ def test_tensorboard(inputs, tmp_path):  # noqa: F811
 
     out = tmp_path / "run"
     asked = given(
-        inputs, out, output__log=["tensorboard"], eval__data=inputs / "held.jsonl", eval__every=2,
+        inputs,
+        out,
+        output__log=["tensorboard"],
+        eval__data=inputs / "held.jsonl",
+        eval__every=2,
         train__steps=2,
-    )  # fmt: skip
+    )
     trainer.train(load_config(None, overrides=asked), Watch())
     trainer.resume(RunFolder(out), Watch(), steps=4)
     events = EventAccumulator(str(out / "tensorboard"))

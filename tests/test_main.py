@@ -25,9 +25,13 @@ GIVEN_UP = "lohan: given up; every committed step is safe\n"
 
 def process(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, words)], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE, text=True, timeout=60, **options,
-    )  # fmt: skip
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        **options,
+    )
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------

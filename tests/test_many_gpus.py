@@ -36,8 +36,11 @@ def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
     )
     ended = subprocess.run(
         [sys.executable, "-m", "lohan", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("step 3/5") == 1, "one rank speaks"
     return place / "run"
@@ -62,10 +65,19 @@ def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_
     )
     assert own == again
     found = [
-        forge.run("eval", where, "--data", inputs / "held.jsonl", "--host", "3MiB", "--ssd",
-                  tmp_path, "--json")
+        forge.run(
+            "eval",
+            where,
+            "--data",
+            inputs / "held.jsonl",
+            "--host",
+            "3MiB",
+            "--ssd",
+            tmp_path,
+            "--json",
+        )
         for where in (launched, tmp_path / "model")
-    ]  # fmt: skip
+    ]
     assert [e.code for e in found] == [0, 0], found
     losses = [json.loads(e.out)["loss"] for e in found]
     assert losses[0] == losses[1]
@@ -149,9 +161,24 @@ def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):  # noqa: F811
 
 def test_verify_with_several_ranks(forge, inputs, tmp_path):  # noqa: F811
     words = [
-        "verify", "--model", inputs / "dropping", "--data", inputs / "data.jsonl", "--host",
-        "3MiB", "--batch", 5, "--seq", 16, "--steps", 3, "--ssd", tmp_path, "--clip", 0.7,
-    ]  # fmt: skip
+        "verify",
+        "--model",
+        inputs / "dropping",
+        "--data",
+        inputs / "data.jsonl",
+        "--host",
+        "3MiB",
+        "--batch",
+        5,
+        "--seq",
+        16,
+        "--steps",
+        3,
+        "--ssd",
+        tmp_path,
+        "--clip",
+        0.7,
+    ]
     ended = ranked.run(forge, 2, *words)
     assert [e.code for e in ended] == [0, 0], ranked.said(ended) + ended[0].out
     assert "pass: " in ended[0].out and not ended[1].out

@@ -51,10 +51,15 @@ class SeenPool(HostPool):
 
 def model_folder(path: Path, *, hidden: int, layers: int, vocabulary: int) -> Path:
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=vocabulary, use_cache=False,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        use_cache=False,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     save_model(path, config, seed=5)
     return path
 
@@ -74,9 +79,12 @@ def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
     ssd.mkdir()
     budget = lohan.Budget(host=options.pop("host", "64MiB"), ssd=[ssd])
     with lohan.attach(
-        model, optimizer=lohan.AdamW(lr=1e-3), budget=budget,
-        batch={"input_ids": ids, "attention_mask": mask}, **options,
-    ) as session:  # fmt: skip
+        model,
+        optimizer=lohan.AdamW(lr=1e-3),
+        budget=budget,
+        batch={"input_ids": ids, "attention_mask": mask},
+        **options,
+    ) as session:
         if slow:
             session.executor.lanes.delay = slow_writes
         live = LiveMemory(session)
@@ -142,10 +150,16 @@ def test_preferences_stay_within_the_budget(host, tmp_path, monkeypatch):
     ]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = {
-        "model": str(folder), "data": [str(tmp_path / "d.jsonl")], "out": str(tmp_path / "run"),
-        "task": "preference", "budget.host": host, "train.steps": 3, "train.batch": 4,
-        "train.seq": 128, "train.clip": 0.0,
-    }  # fmt: skip
+        "model": str(folder),
+        "data": [str(tmp_path / "d.jsonl")],
+        "out": str(tmp_path / "run"),
+        "task": "preference",
+        "budget.host": host,
+        "train.steps": 3,
+        "train.batch": 4,
+        "train.seq": 128,
+        "train.clip": 0.0,
+    }
     config, display = load_config(None, overrides=overrides), Display()
     group = join({})
     session, inputs = begin(RunFolder(config.out), config, display, group)

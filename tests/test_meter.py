@@ -95,10 +95,24 @@ def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch
     monkeypatch.setattr(ActionRunner, "run_optimizer", slow)
     start = time.perf_counter()
     ended = lohan(
-        "train", "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out",
-        tmp_path / "run", "--host", "400KiB", "--steps", STEPS, "--batch", 2, "--seq", 16,
-        "--no-export", *more,
-    )  # fmt: skip
+        "train",
+        "--model",
+        inputs / "model",
+        "--data",
+        inputs / "data.jsonl",
+        "--out",
+        tmp_path / "run",
+        "--host",
+        "400KiB",
+        "--steps",
+        STEPS,
+        "--batch",
+        2,
+        "--seq",
+        16,
+        "--no-export",
+        *more,
+    )
     assert ended.code == 0, ended.err
     whole_s = time.perf_counter() - start
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -85,9 +85,13 @@ def run_nano(
 ) -> tuple[Losses, Weights]:
     losses: Losses = {}
     nano.train(
-        folder, lambda step: batch_of(step)[:batch], place, steps=steps,
-        settings=nano.Settings(**ADAMW, clip=clip), report=losses.__setitem__,
-    )  # fmt: skip
+        folder,
+        lambda step: batch_of(step)[:batch],
+        place,
+        steps=steps,
+        settings=nano.Settings(**ADAMW, clip=clip),
+        report=losses.__setitem__,
+    )
     return losses, weights_of(place / "model")
 
 

@@ -52,9 +52,14 @@ class State:
         blocks = slice(start // 32, None if stop is None else -(-stop // 32))
         scales = [s[blocks] for s in self.scales]
         return kernel(
-            *(a[part] for a in masters[self.master]), *(m[part] for m in self.m), g,
-            scales=scales, seed=77 + t, first=start, **numbers | more,
-        )  # fmt: skip
+            *(a[part] for a in masters[self.master]),
+            *(m[part] for m in self.m),
+            g,
+            scales=scales,
+            seed=77 + t,
+            first=start,
+            **numbers | more,
+        )
 
     def bits(self) -> list[bytes]:
         return [a.tobytes() for a in (self.p, self.w, self.r, *self.m, *self.scales)]

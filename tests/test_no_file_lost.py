@@ -49,10 +49,16 @@ from tests.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
 
 CONFIG = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
-    bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=16,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 OUTS = ("new", "empty", "project", "link", "in-model")
 MODELS = ("apart", "out/model", "out/best", "link", "is-out", "init", "init out/model")
 DATA = ("apart", "out/data", "out/eval-data", "out/notes")
@@ -180,9 +186,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
         raise KeyboardInterrupt
 
     places = {
-        "stopped loading": (starting, "attach"), "stopped tokenising": (trainer, "open_inputs"),
+        "stopped loading": (starting, "attach"),
+        "stopped tokenising": (trainer, "open_inputs"),
         "stopped exporting": (trainer, "export"),
-    }  # fmt: skip
+    }
     if fate in places:
         monkeypatch.setattr(*places[fate], stopped)
 
@@ -215,14 +222,21 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
     }
     others = random.Random(str(case)).sample(other_commands(out, command), 3)
     for again in (
-        command, ["resume", out, "--steps", 2], ["report", out], ["report", out, "-o", command[4]],
-        ["export", out, "--out", out], ["export", out, "--out", command[2]],
+        command,
+        ["resume", out, "--steps", 2],
+        ["report", out],
+        ["report", out, "-o", command[4]],
+        ["export", out, "--out", out],
+        ["export", out, "--out", command[2]],
         ["export", out, "--out", command[2], "--overwrite"],
-        ["eval", out, "--data", command[4], "--host", "8MiB"], ["store", "ls", place],
-        ["store", "verify", out], [*command, "--dry-run"],
+        ["eval", out, "--data", command[4], "--host", "8MiB"],
+        ["store", "ls", place],
+        ["store", "verify", out],
+        [*command, "--dry-run"],
         ["plan", "--model", command[2], "--host", "8MiB", "--batch", 1, "--seq", 8],
-        *others, ["store", "rm", out, "--yes"],
-    ):  # fmt: skip
+        *others,
+        ["store", "rm", out, "--yes"],
+    ):
         _, said = call(*again)
         assert_kept(before, place, (case, again, said))
         assert "Traceback" not in said, (again, said)
@@ -292,10 +306,14 @@ def test_names_of_all_kinds(inputs, tmp_path, call, monkeypatch):
         assert code == 0, said
         run = f"./{name}"
         for command in (
-            ["resume", run, "--steps", 2], ["export", run, "--out", f"./{name[:90]} out"],
-            ["eval", run, "--data", inputs / "train.jsonl", "--host", "8MiB"], ["report", run],
-            ["store", "ls", run], ["store", "verify", run], ["store", "rm", run, "--yes"],
-        ):  # fmt: skip
+            ["resume", run, "--steps", 2],
+            ["export", run, "--out", f"./{name[:90]} out"],
+            ["eval", run, "--data", inputs / "train.jsonl", "--host", "8MiB"],
+            ["report", run],
+            ["store", "ls", run],
+            ["store", "verify", run],
+            ["store", "rm", run, "--yes"],
+        ):
             code, said = call(*command)
             assert code == 0, (command, said)
 
@@ -410,8 +428,11 @@ def test_torn_and_damaged_lines_hide_nothing(tmp_path):
     assert [row["step"] for row in read_rows(log)] == [1, 3, 4]
     repair_logs(folder, step=5, last=[{"step": 4, "loss": 2.0}, {"step": 5, "loss": 1.0}])
     assert [(row["step"], row["loss"]) for row in step_rows(folder)] == [
-        (1, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)
-    ]  # fmt: skip
+        (1, 1.0),
+        (3, 1.0),
+        (4, 1.0),
+        (5, 1.0),
+    ]
 
 
 def test_a_manifest_carries_every_row_that_may_not_be_logged():
@@ -514,8 +535,15 @@ def test_an_export_that_was_edited_is_not_replaced(tmp_path, monkeypatch):
 def test_a_start_that_was_overtaken_takes_nothing_back(inputs, tmp_path, monkeypatch):
     """Another process finishes its run between the first look and the claim."""
     out = tmp_path / "run"
-    given = {"model": inputs / "model", "data": inputs / "train.jsonl", "out": out,
-             "budget.host": "8MiB", "train.steps": 1, "train.batch": 1, "train.seq": 8}  # fmt: skip
+    given = {
+        "model": inputs / "model",
+        "data": inputs / "train.jsonl",
+        "out": out,
+        "budget.host": "8MiB",
+        "train.steps": 1,
+        "train.batch": 1,
+        "train.seq": 8,
+    }
     from tests.displays import Watch
 
     config, claimed, kept = load_config(None, overrides=given), trainer.folder_lock, {}
@@ -629,10 +657,12 @@ def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
     before = tree(tmp_path)
     command = ["init", "--model", inputs / "model", "--data", inputs / "train.jsonl"]
     for name, says in (
-        ("mine.toml", "is there already"), ("nowhere.toml", "is there already"),
-        (".", "is there already"), ("no/x.toml", "no such folder"),
+        ("mine.toml", "is there already"),
+        ("nowhere.toml", "is there already"),
+        (".", "is there already"),
+        ("no/x.toml", "no such folder"),
         ("x" * 300, "cannot be written: File name too long"),
-    ):  # fmt: skip
+    ):
         code, said = call(*command, "--machine", "rtx4090", "--file", tmp_path / name)
         assert code == 2 and says in said, said
     assert tree(tmp_path) == before

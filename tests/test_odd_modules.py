@@ -61,19 +61,36 @@ def test_streams_conditions_and_nested_lists(options, tmp_path):
 def test_the_cut_of_nested_lists(tmp_path):
     with attached(made(Streams), tmp_path) as session:
         assert site_names(session) == {
-            "entry", "condition.0", "blocks.0", "blocks.1", "blocks.2",
-            "nested.0.0", "nested.0.2", "nested.1.0", "nested.1.2",
-        }  # fmt: skip
+            "entry",
+            "condition.0",
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+            "nested.0.0",
+            "nested.0.2",
+            "nested.1.0",
+            "nested.1.2",
+        }
 
 
 def test_blocks_by_name(tmp_path):
     """Only what is named is a block; the rest falls into its layers."""
     with attached(made(Streams), tmp_path, blocks=["nested", "blocks.1"]) as session:
         assert site_names(session) == {
-            "entry", "condition.0", "blocks.1", "nested.0.0", "nested.0.2", "nested.1.0",
-            "nested.1.2", "blocks.0.one", "blocks.0.two", "blocks.0.scale", "blocks.2.one",
-            "blocks.2.two", "blocks.2.scale",
-        }  # fmt: skip
+            "entry",
+            "condition.0",
+            "blocks.1",
+            "nested.0.0",
+            "nested.0.2",
+            "nested.1.0",
+            "nested.1.2",
+            "blocks.0.one",
+            "blocks.0.two",
+            "blocks.0.scale",
+            "blocks.2.one",
+            "blocks.2.two",
+            "blocks.2.scale",
+        }
 
 
 def test_blocks_by_a_wrong_name(tmp_path):
@@ -167,8 +184,9 @@ def test_buffers_change_once_per_step_and_come_back_with_resume(block, tmp_path)
             {"params": [p for p in reference.parameters() if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in reference.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ],
-        lr=1e-3, betas=(0.9, 0.95),
-    )  # fmt: skip
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
     for batch in data:
         reference(**batch).backward()
         optimizer.step()
@@ -313,9 +331,13 @@ class WithTower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = CLIPVisionConfig(
-            image_size=8, patch_size=4, hidden_size=16, intermediate_size=16,
-            num_attention_heads=2, num_hidden_layers=2,
-        )  # fmt: skip
+            image_size=8,
+            patch_size=4,
+            hidden_size=16,
+            intermediate_size=16,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+        )
         self.tower = CLIPVisionModel(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

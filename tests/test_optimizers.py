@@ -34,8 +34,10 @@ from tests.overlapping import Result, Tuning, data, memory_engine, net, train, t
 
 SHARED: dict[str, Any] = {"lr": lr, "weight_decay": 0.1}
 OWN: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": (0.9, 0.95)}, "sgd": {"momentum": 0.8}, "lion": {"betas": (0.9, 0.97)},
-}  # fmt: skip
+    "adamw": {"betas": (0.9, 0.95)},
+    "sgd": {"momentum": 0.8},
+    "lion": {"betas": (0.9, 0.97)},
+}
 KINDS = list(itertools.product(OPTIMIZERS, MOMENTS))
 QUICK = [("adamw", "int8"), ("sgd", "fp32"), ("lion", "bf16")]
 LONG = [pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:] if kind not in QUICK]
@@ -107,9 +109,12 @@ def test_rounded_moments_learn_as_well(name, tmp_path):
     for moments in MOMENTS:
         optimizer = made(name, moments, lr=rate)
         losses, _ = lohan_run(
-            small_model("llama"), rows, tmp_path / moments, optimizer=optimizer,
+            small_model("llama"),
+            rows,
+            tmp_path / moments,
+            optimizer=optimizer,
             engine=memory_engine(),
-        )  # fmt: skip
+        )
         ends[moments] = sum(losses[-4:]) / 4
         way = way or losses[0] - ends[moments]
     assert way > 0.3
@@ -121,13 +126,32 @@ def test_rounded_moments_learn_as_well(name, tmp_path):
 # -- the same bits ---------------------------------------------------------------------------------
 
 
-def run(name, moments, place, monkeypatch, *, mode="serial", tuning=None, clip=0.0, seed=None,
-        dtype=torch.float32, kind="several", steps=4, **options):  # fmt: skip
+def run(
+    name,
+    moments,
+    place,
+    monkeypatch,
+    *,
+    mode="serial",
+    tuning=None,
+    clip=0.0,
+    seed=None,
+    dtype=torch.float32,
+    kind="several",
+    steps=4,
+    **options,
+):
     tuned(monkeypatch, tuning or Tuning())
     return train(
-        net(kind, dtype=dtype), data(steps, kind=kind, dtype=dtype), place, seed=seed, clip=clip,
-        optimizer=made(name, moments), update_mode=mode, **options,
-    )  # fmt: skip
+        net(kind, dtype=dtype),
+        data(steps, kind=kind, dtype=dtype),
+        place,
+        seed=seed,
+        clip=clip,
+        optimizer=made(name, moments),
+        update_mode=mode,
+        **options,
+    )
 
 
 def check(one: Result, other: Result) -> None:
@@ -148,10 +172,14 @@ def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("name", "moments", "dtype"),
-    [("adamw", "int8", torch.bfloat16), ("lion", "bf16", torch.bfloat16),
-     ("sgd", "int8", torch.bfloat16), ("adamw", "bf16", torch.float16),
-     ("lion", "int8", torch.float16)],
-)  # fmt: skip
+    [
+        ("adamw", "int8", torch.bfloat16),
+        ("lion", "bf16", torch.bfloat16),
+        ("sgd", "int8", torch.bfloat16),
+        ("adamw", "bf16", torch.float16),
+        ("lion", "int8", torch.float16),
+    ],
+)
 def test_16_bit_weights(name, moments, dtype, tmp_path, monkeypatch):
     """With loss scaling, where the type needs it."""
     more = {"dtype": dtype, "kind": "llama"}
@@ -205,10 +233,11 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning())
     rows = data(4, kind="plain", still={1: 2})
     results = [
-        train(net("plain"), rows, tmp_path / mode, optimizer=made("adamw", "int8"),
-              update_mode=mode)
+        train(
+            net("plain"), rows, tmp_path / mode, optimizer=made("adamw", "int8"), update_mode=mode
+        )
         for mode in ("serial", "balanced")
-    ]  # fmt: skip
+    ]
     check(*results)
 
 
@@ -238,8 +267,10 @@ def test_the_usual_arrays_are_what_they_were():
     """Stores of earlier versions have no kind; they are read as they were written."""
     names = {mode: [array.name for array in kept.arrays] for mode, kept in STATE_FORMATS.items()}
     assert names == {
-        "fp32": ["m", "v"], "bf16": ["m", "v", "remainder"], "fp16": ["master", "m", "v"],
-    }  # fmt: skip
+        "fp32": ["m", "v"],
+        "bf16": ["m", "v", "remainder"],
+        "fp16": ["master", "m", "v"],
+    }
     assert {kept.state_bytes for kept in STATE_FORMATS.values()} == {8, 10, 12}
 
 
@@ -261,8 +292,12 @@ def test_the_plan_knows_every_byte(tmp_path):
     """What the ledger says of drives and memory is what store and pool take."""
     for name, moments in (KINDS[0], *QUICK):
         model = small_model("llama", dtype=torch.bfloat16)
-        with attached(model, tmp_path / f"{name}-{moments}", optimizer=made(name, moments),
-                      engine=memory_engine()) as session:  # fmt: skip
+        with attached(
+            model,
+            tmp_path / f"{name}-{moments}",
+            optimizer=made(name, moments),
+            engine=memory_engine(),
+        ) as session:
             stored = sum(sum(r.chunks) for r in session.store.regions if not r.scratch)
             entry = next(e for e in session.plan.ledger if e.owner == "weights and state x2")
             assert entry.bytes == 2 * stored

@@ -66,14 +66,22 @@ class Case:
             tuned(patch, tuning)
             model = net(self.kind, dtype=self.dtype, dropout=self.dropout)
             batches = data(
-                STEPS, kind=self.kind, dtype=self.dtype, skip=dict(self.skip),
+                STEPS,
+                kind=self.kind,
+                dtype=self.dtype,
+                skip=dict(self.skip),
                 still=dict(self.still),
-            )  # fmt: skip
+            )
             return train(
-                model, batches, place, clip=self.clip, micro_batch=self.micro_batch,
+                model,
+                batches,
+                place,
+                clip=self.clip,
+                micro_batch=self.micro_batch,
                 scale=lambda step: 1e9 if step == self.overflow else 1.0,
-                between=evaluate(batches) if self.evaluated else lambda *_: None, **options,
-            )  # fmt: skip
+                between=evaluate(batches) if self.evaluated else lambda *_: None,
+                **options,
+            )
 
 
 @functools.cache
@@ -183,10 +191,14 @@ FIRST, TWICE, ONCE = ((0, 2),), ((1, 3), (2, 3)), ((2, 0),)
 @pytest.mark.parametrize(
     ("skip", "mode", "clip"),
     [
-        (FIRST, "balanced", CLIP), (FIRST, "optimized", 0.0), (TWICE, "balanced", 0.0),
-        (TWICE, "serial", 0.0), (ONCE, "balanced", CLIP), (ONCE, "naive", 0.0),
+        (FIRST, "balanced", CLIP),
+        (FIRST, "optimized", 0.0),
+        (TWICE, "balanced", 0.0),
+        (TWICE, "serial", 0.0),
+        (ONCE, "balanced", CLIP),
+        (ONCE, "naive", 0.0),
     ],
-)  # fmt: skip
+)
 def test_blocks_that_are_left_out(skip, mode, clip, tmp_path):
     check(Case(clip=clip, skip=skip), tmp_path, Tuning(spilled=0.5), mode=mode, seed=6)
 
@@ -195,11 +207,15 @@ MIDDLE, ENTRY, APART = ((1, 2),), ((1, 0), (3, 0)), ((2, 1), (3, 3))
 
 
 OTHER_WAYS = [
-    ("plain", MIDDLE, "balanced", CLIP), ("plain", MIDDLE, "optimized", 0.0),
-    ("plain", APART, "naive", 0.0), ("tied", APART, "balanced", 0.0),
-    ("several", MIDDLE, "serial", 0.0), ("several", ENTRY, "optimized", 0.0),
-    ("several", ENTRY, "balanced", CLIP), ("several", APART, "balanced", 0.0),
-]  # fmt: skip
+    ("plain", MIDDLE, "balanced", CLIP),
+    ("plain", MIDDLE, "optimized", 0.0),
+    ("plain", APART, "naive", 0.0),
+    ("tied", APART, "balanced", 0.0),
+    ("several", MIDDLE, "serial", 0.0),
+    ("several", ENTRY, "optimized", 0.0),
+    ("several", ENTRY, "balanced", CLIP),
+    ("several", APART, "balanced", 0.0),
+]
 
 
 @pytest.mark.parametrize(("way", "own_thread"), pairwise(OTHER_WAYS, [False, True]))
@@ -320,9 +336,10 @@ def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "lohan.schedule.check.validate",
         lambda schedule, *args, **kwargs: (
-            checked.append(len(schedule)), validate(schedule, *args, **kwargs)
+            checked.append(len(schedule)),
+            validate(schedule, *args, **kwargs),
         ),
-    )  # fmt: skip
+    )
     tuned(monkeypatch, Tuning())
     still = {2: 1, 3: 1, 5: 1}
     train(net(), data(6, still=still), tmp_path, update_mode="optimized")
@@ -465,21 +482,28 @@ def stress(seed: int, place: Path) -> None:
     skipping = kind in KINDS and draw.random() < 0.3
     stilling = kind in KINDS and draw.random() < 0.3
     case = Case(
-        kind=kind, clip=draw.choice((0.0, CLIP)), dtype=dtype,
-        micro_batch=draw.choice((None, 1, 3)), dropout=draw.choice((0.0, 0.2)),
+        kind=kind,
+        clip=draw.choice((0.0, CLIP)),
+        dtype=dtype,
+        micro_batch=draw.choice((None, 1, 3)),
+        dropout=draw.choice((0.0, 0.2)),
         skip=((draw.randrange(STEPS), draw.randrange(4)),) if skipping else (),
         still=((draw.randrange(STEPS), draw.randrange(4)),) if stilling else (),
         overflow=draw.randrange(STEPS) if dtype == torch.float16 else -1,
         evaluated=draw.random() < 0.3,
-    )  # fmt: skip
+    )
     if case.evaluated:  # which draws random numbers too
         case = replace(case, dropout=0.0)
     tuning = Tuning(
-        window=draw.randrange(5), slots=draw.randrange(4), ring=draw.randint(1, 4),
-        grads=draw.randint(1, 3), cached=draw.choice((0.0, 0.3, 0.7, 1.0)),
-        spilled=draw.choice((0.0, 0.5, 1.0)), deferred=draw.choice((0.0, 0.5, 1.0)),
+        window=draw.randrange(5),
+        slots=draw.randrange(4),
+        ring=draw.randint(1, 4),
+        grads=draw.randint(1, 3),
+        cached=draw.choice((0.0, 0.3, 0.7, 1.0)),
+        spilled=draw.choice((0.0, 0.5, 1.0)),
+        deferred=draw.choice((0.0, 0.5, 1.0)),
         own_thread=draw.random() < 0.5,
-    )  # fmt: skip
+    )
     engine = FaultyEngine(memory_engine(), max_delay_s=0.002, seed=seed)
     print(case, tuning)
     check(case, place, tuning, mode=draw.choice(UPDATE_MODES), seed=seed, engine=engine)

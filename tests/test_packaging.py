@@ -13,10 +13,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = {
-    "lohan/py.typed", "lohan/_core.pyi", "lohan/planner/machines.toml",
-    "lohan/planner/models.toml", "lohan/tools/page.html", "lohan/tools/script.js",
-    "lohan/tools/style.css", "lohan/capture/tested.txt",
-}  # fmt: skip
+    "lohan/py.typed",
+    "lohan/_core.pyi",
+    "lohan/planner/machines.toml",
+    "lohan/planner/models.toml",
+    "lohan/tools/page.html",
+    "lohan/tools/script.js",
+    "lohan/tools/style.css",
+    "lohan/capture/tested.txt",
+}
 
 
 def test_data_files_are_part_of_the_package() -> None:

@@ -33,10 +33,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Examples of 2 to 10 tokens, some with a part that carries no loss."""
     file = tmp_path_factory.mktemp("data") / "data.jsonl"
     rows = [
-        {"input_ids": ids, "labels": [IGNORE if i % 3 == 0 and j == 1 else t
-                                      for j, t in enumerate(ids)] if len(ids) > 2 else ids}
+        {
+            "input_ids": ids,
+            "labels": [IGNORE if i % 3 == 0 and j == 1 else t for j, t in enumerate(ids)]
+            if len(ids) > 2
+            else ids,
+        }
         for i, ids in enumerate(EXAMPLES)
-    ]  # fmt: skip
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
 
@@ -110,9 +114,27 @@ def test_a_packed_run_is_the_in_memory_run(lohan, data, tmp_path):  # noqa: F811
     save_model(tmp_path / "model", CONFIGS["llama"])
     out = tmp_path / "run"
     ended = lohan(
-        "train", "--model", tmp_path / "model", "--data", data, "--out", out, "--host", "8MiB",
-        "--pack", "--epochs", 3, "--batch", 3, "--micro-batch", 2, "--seq", 16, "--lr", "1e-3",
-    )  # fmt: skip
+        "train",
+        "--model",
+        tmp_path / "model",
+        "--data",
+        data,
+        "--out",
+        out,
+        "--host",
+        "8MiB",
+        "--pack",
+        "--epochs",
+        3,
+        "--batch",
+        3,
+        "--micro-batch",
+        2,
+        "--seq",
+        16,
+        "--lr",
+        "1e-3",
+    )
     assert ended.code == 0, ended.err
     steps = len(step_rows(RunFolder(out)))
     rows = dataset(data, tmp_path).pack()
@@ -126,8 +148,9 @@ def test_a_packed_run_is_the_in_memory_run(lohan, data, tmp_path):  # noqa: F811
 
 
 @given(
-    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=200), seed=st.integers(0, 9),
-)  # fmt: skip
+    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=200),
+    seed=st.integers(0, 9),
+)
 def test_every_example_is_in_one_row_that_holds_it(lengths: list[int], seed: int) -> None:
     members = np.arange(len(lengths)) * 2  # of a split: not all numbers
     rows = arrange.pack(members, np.array(lengths), seq=16, seed=seed)

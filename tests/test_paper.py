@@ -62,8 +62,12 @@ def test_the_card_by_systems_that_only_compute(points):
     """One rate for forward and backward, which neither of them was used to find."""
     peer = errors(points, lambda p: p.policy == "slideformer" and p.unit == "tokens/s")
     assert len(peer) == 2 and max(map(abs, peer.values())) < 0.05, peer
-    large = errors(points, lambda p: p.figure == "Throughput of GPT 13B by batch"
-                   and p.policy == "lohan" and p.at >= 64)  # fmt: skip
+    large = errors(
+        points,
+        lambda p: (
+            p.figure == "Throughput of GPT 13B by batch" and p.policy == "lohan" and p.at >= 64
+        ),
+    )
     assert len(large) == 2 and max(map(abs, large.values())) < 0.06, large
 
 
@@ -111,19 +115,35 @@ def test_what_runs_out_of_memory_and_the_largest_models_are_right(points):
 def test_the_data_hold_every_published_figure(points):
     assert len(points) > 100
     assert {p.policy for p in points} == {
-        "lohan", "slideformer", "zero-infinity", "zero-offload", "colossal-ai", "flashneuron",
-        "fast-dit", "megatron",
-    }  # fmt: skip
+        "lohan",
+        "slideformer",
+        "zero-infinity",
+        "zero-offload",
+        "colossal-ai",
+        "flashneuron",
+        "fast-dit",
+        "megatron",
+    }
 
 
 def test_the_script_prints_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
     ended = subprocess.run(
-        [sys.executable, str(FOLDER / "reproduce.py"), "--json", "--figure", "largest", "--plot",
-         str(tmp_path)],
+        [
+            sys.executable,
+            str(FOLDER / "reproduce.py"),
+            "--json",
+            "--figure",
+            "largest",
+            "--plot",
+            str(tmp_path),
+        ],
         env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
-        capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
     rows = json.loads(ended.stdout)
     assert rows[0]["figure"] == "Largest model by main memory, batch 1" and "error" in rows[0]
     drawn = sorted(path.name for path in tmp_path.iterdir())

@@ -38,9 +38,10 @@ GROUPS: list[dict[str, Any]] = [
     {"params": "lm_head", "weight_decay": 0.3},
 ]
 OWN: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": (0.8, 0.99), "eps": 1e-6}, "sgd": {"momentum": 0.5, "nesterov": True},
+    "adamw": {"betas": (0.8, 0.99), "eps": 1e-6},
+    "sgd": {"momentum": 0.5, "nesterov": True},
     "lion": {"betas": (0.7, 0.9)},
-}  # fmt: skip
+}
 
 
 def entry_of(name: str) -> int | None:
@@ -53,9 +54,14 @@ def entry_of(name: str) -> int | None:
 
 
 def torch_run(
-    model: nn.Module, rows: list[dict[str, torch.Tensor]], optimizer: Optimizer,
-    groups: list[dict[str, Any]], entry: Callable[[str], int | None], *, clip: float = 0.0,
-) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
+    model: nn.Module,
+    rows: list[dict[str, torch.Tensor]],
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    entry: Callable[[str], int | None],
+    *,
+    clip: float = 0.0,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same run in memory, with one of torch's groups for each parameter."""
     model = copy.deepcopy(model)
     made = []
@@ -163,9 +169,12 @@ def test_parameters_stand_for_patterns(tmp_path):
     for other in found[1:]:
         assert [n for n in other if not torch.equal(other[n], found[0][n])] == []
     _, expected = torch_run(
-        small_model("gpt2"), rows, AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
-        [{"lr": 2e-3}], lambda name: 0 if "wte" in name else None,
-    )  # fmt: skip
+        small_model("gpt2"),
+        rows,
+        AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+        [{"lr": 2e-3}],
+        lambda name: 0 if "wte" in name else None,
+    )
     assert_close(found[0], expected, 1e-5)
 
 
@@ -175,7 +184,7 @@ def test_parameters_stand_for_patterns(tmp_path):
 NET_GROUPS = [
     {"params": ["blocks.0.linear", "blocks.2"], "lr": lambda s: 4 * lr(s), "betas": (0.7, 0.9)},
     {"params": ["entry.bias", "shift"], "lr": lambda step: lr(step + 3), "weight_decay": 0.2},
-]  # fmt: skip
+]
 LLAMA_GROUPS = [
     {"params": "layers.1", "lr": lambda step: 4 * lr(step), "betas": (0.7, 0.9)},
     {"params": "lm_head", "lr": lambda step: lr(step + 3), "weight_decay": 0.2},
@@ -237,8 +246,11 @@ def test_resumed_bits_and_the_record_of_groups(tmp_path):
             [{"params": "mlp"}, {"params": "layers.1"}],
             r"^parameter \S+layers.1.mlp\S+ is in param_groups\[0\] and in param_groups\[1\]",
         ),
-        ([{"params": "mlp", "weight_deacy": 0}], r"^param_groups\[0\]: AdamW has no 'weight_deacy'"
-         r".*did you mean weight_decay\?"),
+        (
+            [{"params": "mlp", "weight_deacy": 0}],
+            r"^param_groups\[0\]: AdamW has no 'weight_deacy'"
+            r".*did you mean weight_decay\?",
+        ),
         ([{"params": "mlp", "moments": "int8"}], "moments is the same for all parameters"),
         ([{"params": "mlp", "betas": (0.9, 1.5)}], r"^param_groups\[0\]: AdamW betas\[1\] is 1.5"),
         ([{"params": "mlp", "momentum": 0.9}], "AdamW has no 'momentum'"),
@@ -247,7 +259,7 @@ def test_resumed_bits_and_the_record_of_groups(tmp_path):
         ([{"params": nn.Parameter(torch.ones(2))}], "1 of its parameters are not in LlamaFor"),
         ([{"params": "norm"}], "'norm' matches 1 parameters of LlamaForCausalLM, all of them fro"),
     ],
-)  # fmt: skip
+)
 def test_refused_groups(groups, message, tmp_path):
     model = small_model("llama")
     model.model.norm.requires_grad_(False)

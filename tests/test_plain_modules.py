@@ -108,8 +108,15 @@ def test_cut(tmp_path):
     with attached(model, tmp_path) as session:
         blocks = session.executor.blocks
         assert {site.name for site in blocks.sites} == {
-            "entry", "exit", "basis", "blocks.0", "blocks.1", "blocks.2", "tail.0", "tail.1",
-        }  # fmt: skip
+            "entry",
+            "exit",
+            "basis",
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+            "tail.0",
+            "tail.1",
+        }
         loose = {tensor.name for tensor in blocks.by_key[RESIDENT].tensors}
         assert loose == {"shift", "mix"}
 

@@ -12,9 +12,13 @@ from lohan.model.shapes import ModelShape
 from lohan.planner import presets
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 96,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
 
 
 @pytest.mark.parametrize("name", presets.model_names())

@@ -55,8 +55,12 @@ def test_drives_add_up_to_the_limit_and_no_further():
 
 
 def test_price():
-    profile = read(server_usd=1000, gpu_usd=500, gpus=2, drives=[
-        {"name": "a", "read": 1, "write": 1, "usd": 100}] * 3)  # fmt: skip
+    profile = read(
+        server_usd=1000,
+        gpu_usd=500,
+        gpus=2,
+        drives=[{"name": "a", "read": 1, "write": 1, "usd": 100}] * 3,
+    )
     assert profile.usd == 2300
     assert profile.drives[0] == Drive(name="a", read=1.0, write=1.0, usd=100.0)
 

@@ -84,8 +84,11 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     code = blocks(README, "python")[number].replace('"/nvme0"', repr(str(drive)))
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "my-model-tuned" / "config.json").is_file()
 

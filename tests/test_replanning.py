@@ -30,19 +30,25 @@ from tests.tiny_models import save_model
 BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
 HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)
 WORK = StepWork(
-    sites=(BLOCK, BLOCK, HEAD), groups=(50, 50, 5), chunk_params=32,
+    sites=(BLOCK, BLOCK, HEAD),
+    groups=(50, 50, 5),
+    chunk_params=32,
     per_parameter=BytesPerParameter(weight=4, state=8, gradient=4),
-)  # fmt: skip
+)
 
 
 def test_rates_come_from_the_spans():
     spans = [
-        Span("compute", "F0", 0.0, 1.0), Span("compute", "F1", 1.0, 2.0),
-        Span("compute", "F2", 2.0, 5.0), Span("compute", "B1", 5.0, 8.0),
+        Span("compute", "F0", 0.0, 1.0),
+        Span("compute", "F1", 1.0, 2.0),
+        Span("compute", "F2", 2.0, 5.0),
+        Span("compute", "B1", 5.0, 8.0),
         Span("compute", "B0", 8.0, 11.0),
-        Span("optimizer", "U0.0", 11.0, 12.0), Span("optimizer", "U0.1", 12.0, 13.0),
-        Span("ssd", "R0", 0.0, 2.0), Span("ssd", "W0.0", 1.0, 4.0),
-    ]  # fmt: skip
+        Span("optimizer", "U0.0", 11.0, 12.0),
+        Span("optimizer", "U0.1", 12.0, 13.0),
+        Span("ssd", "R0", 0.0, 2.0),
+        Span("ssd", "W0.0", 1.0, 4.0),
+    ]
     found = profile_of_step(spans, WORK, host_bytes=10**9)
     assert found is not None
     assert found.flops_at(8) == pytest.approx(200 / 2)
@@ -57,10 +63,12 @@ def test_rates_come_from_the_spans():
 def test_what_goes_between_ranks_has_a_rate():
     """Of two ranks each hears the other's shard: 50 parameters, 4 bytes each way."""
     spans = [
-        Span("compute", "F0", 0.0, 1.0), Span("compute", "B0", 1.0, 3.0),
+        Span("compute", "F0", 0.0, 1.0),
+        Span("compute", "B0", 1.0, 3.0),
         Span("optimizer", "U0.0", 3.0, 4.0),
-        Span("net", "A0", 0.0, 1.0), Span("net", "X0", 2.0, 5.0),
-    ]  # fmt: skip
+        Span("net", "A0", 0.0, 1.0),
+        Span("net", "X0", 2.0, 5.0),
+    ]
     alone = profile_of_step(spans, WORK, host_bytes=1)
     found = profile_of_step(spans, replace(WORK, world=2), host_bytes=1)
     assert found is not None and alone is not None
@@ -75,9 +83,14 @@ def test_replans_while_only_the_head_is_trained(tmp_path):
     """No block has a backward then, so none of them can be measured."""
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=32, num_labels=3,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        num_labels=3,
+    )
     model = BertForSequenceClassification(config).train()
     model.bert.requires_grad_(False)
     batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
@@ -106,16 +119,27 @@ def test_lanes_are_compared_one_by_one():
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, object]:
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=300, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     save_model(tmp_path / "model", config, seed=3)
     rows = [{"input_ids": [(7 * i + j * j) % 300 for j in range(48)]} for i in range(24)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {
-        "model": tmp_path / "model", "data": tmp_path / "data.jsonl", "budget.host": "64MiB",
-        "train.steps": 8, "train.batch": 3, "train.lr": 1e-2, "output.export": False,
-    }  # fmt: skip
+        "model": tmp_path / "model",
+        "data": tmp_path / "data.jsonl",
+        "budget.host": "64MiB",
+        "train.steps": 8,
+        "train.batch": 3,
+        "train.lr": 1e-2,
+        "output.export": False,
+    }
 
 
 def train(inputs: dict[str, object], out: Path, **changes: object) -> tuple[list[float], list[str]]:
@@ -204,9 +228,13 @@ def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
     from lohan.model.plan import Plan
 
     plan = Plan(
-        dtype="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,
+        dtype="fp32",
+        micro_batch=None,
+        chunk_params=1,
+        head_tokens=1,
+        weight_slots=1,
         kept=(("mm v_proj", 4),),
-    )  # fmt: skip
+    )
     file.write_text(json.dumps({"plan": plan.to_json()}))
     got, _ = train(inputs, tmp_path / "kept", activations=str(file))
     assert got == want
@@ -219,9 +247,13 @@ def test_a_known_machine_keeps_activations_from_the_first_step(inputs, tmp_path,
     assert not [note for note in shown if "kept activations" in note]
     drive = Drive(name="fast", read=1e11, write=1e11, mixed=1e11)
     slow = Profile(
-        name="slow", device="cpu", compute=((1.0, 1e6),), host_bytes=2**30, adam=1e12,
+        name="slow",
+        device="cpu",
+        compute=((1.0, 1e6),),
+        host_bytes=2**30,
+        adam=1e12,
         drives=(drive,),
-    )  # fmt: skip
+    )
     file = cache_file([tmp_path])
     file.parent.mkdir(parents=True)
     file.write_text(slow.to_toml())

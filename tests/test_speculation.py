@@ -31,9 +31,14 @@ class Case:
     """What is computed, and the limit that its norms cross back and forth."""
 
     def __init__(
-        self, kind: str = "plain", *, dtype: torch.dtype = torch.float32, dropout: float = 0.0,
-        micro_batch: int | None = None, scales: tuple[float, ...] = CROSSING,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str = "plain",
+        *,
+        dtype: torch.dtype = torch.float32,
+        dropout: float = 0.0,
+        micro_batch: int | None = None,
+        scales: tuple[float, ...] = CROSSING,
+    ) -> None:
         self.kind, self.dtype, self.dropout = kind, dtype, dropout
         self.micro_batch, self.scales = micro_batch, scales
 
@@ -57,9 +62,14 @@ class Case:
         with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
             tuned(patch, Tuning())
             return train(
-                self.model(), self.data(), Path(place), clip=clip, overlap=False,
-                micro_batch=self.micro_batch, scale=self.scales.__getitem__,
-            )  # fmt: skip
+                self.model(),
+                self.data(),
+                Path(place),
+                clip=clip,
+                overlap=False,
+                micro_batch=self.micro_batch,
+                scale=self.scales.__getitem__,
+            )
 
 
 PLAIN, TIED, SEVERAL, LLAMA = map(Case, ("plain", "tied", "several", "llama"))
@@ -68,9 +78,16 @@ HALF = Case("gpt2", dtype=torch.float16, scales=OVERFLOWING)
 
 
 def check(
-    case: Case, place: Path, tuning: Tuning, *, rerun: bool, seed: int = 3, share: float = 0.25,
-    ways: list[tuple[int, int]] = EXPECTED, **options,
-):  # fmt: skip
+    case: Case,
+    place: Path,
+    tuning: Tuning,
+    *,
+    rerun: bool,
+    seed: int = 3,
+    share: float = 0.25,
+    ways: list[tuple[int, int]] = EXPECTED,
+    **options,
+):
     """`rerun`: held gradients would go to SSD, and clipped steps are run again. `share`: of recent
     steps, that may be clipped."""
     limit, expected = case.waiting
@@ -110,25 +127,37 @@ def check(
 
 @pytest.mark.parametrize(
     ("case", "tuning", "rerun"),
-    thinned([
-        (PLAIN, Tuning(cached=0.4, spilled=0.0), False),
-        (TIED, Tuning(cached=1.0, spilled=0.0), False),
-        (SEVERAL, Tuning(cached=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
-        (LLAMA, Tuning(cached=0.4, spilled=0.0, own_thread=True), False),
-        (DROPS, Tuning(cached=0.4, spilled=0.0), False),
-        (HALF, Tuning(cached=0.4, spilled=0.0), False),
-        (PLAIN, Tuning(cached=0.4, own_thread=True), True),
-        (TIED, Tuning(cached=0.0, ring=3, grads=2), True),
-        (SEVERAL, Tuning(cached=1.0, spilled=0.5), True),
-        (LLAMA, Tuning(cached=0.4), True),
-        (DROPS, Tuning(cached=0.4), True),
-        (HALF, Tuning(cached=0.4, own_thread=True), True),
-        (PLAIN, Tuning(spilled=0.0, twice=1.0), False),
-        (PLAIN, Tuning(cached=0.2, twice=1.0, own_thread=True), True),
-        (DROPS, Tuning(twice=0.5, spilled=0.5), True),
-        (HALF, Tuning(twice=0.5, spilled=0.5), True),
-    ], 0, 2, 4, 5, 6, 7, 8, 9, 13, 15),
-)  # fmt: skip
+    thinned(
+        [
+            (PLAIN, Tuning(cached=0.4, spilled=0.0), False),
+            (TIED, Tuning(cached=1.0, spilled=0.0), False),
+            (SEVERAL, Tuning(cached=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
+            (LLAMA, Tuning(cached=0.4, spilled=0.0, own_thread=True), False),
+            (DROPS, Tuning(cached=0.4, spilled=0.0), False),
+            (HALF, Tuning(cached=0.4, spilled=0.0), False),
+            (PLAIN, Tuning(cached=0.4, own_thread=True), True),
+            (TIED, Tuning(cached=0.0, ring=3, grads=2), True),
+            (SEVERAL, Tuning(cached=1.0, spilled=0.5), True),
+            (LLAMA, Tuning(cached=0.4), True),
+            (DROPS, Tuning(cached=0.4), True),
+            (HALF, Tuning(cached=0.4, own_thread=True), True),
+            (PLAIN, Tuning(spilled=0.0, twice=1.0), False),
+            (PLAIN, Tuning(cached=0.2, twice=1.0, own_thread=True), True),
+            (DROPS, Tuning(twice=0.5, spilled=0.5), True),
+            (HALF, Tuning(twice=0.5, spilled=0.5), True),
+        ],
+        0,
+        2,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        13,
+        15,
+    ),
+)
 def test_every_way_has_the_bits_of_waiting(case, tuning, rerun, tmp_path):
     """Speculated and kept, redone from held gradients or run again, and held, on late lanes."""
     check(case, tmp_path, tuning, rerun=rerun)

@@ -165,9 +165,18 @@ def test_error_in_the_users_code_gives_up_the_step(tmp_path):
 def dropout_model():
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=64, n_layer=3, n_head=4, vocab_size=131, n_positions=64, bos_token_id=1,
-        eos_token_id=2, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2, use_cache=False,
-    )  # fmt: skip
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        vocab_size=131,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+        attn_pdrop=0.2,
+        use_cache=False,
+    )
     return AutoModelForCausalLM.from_config(config).train()
 
 

@@ -26,10 +26,15 @@ def long_model() -> LlamaForCausalLM:
     """Its MLP is eight times as wide as its hidden state, as Gemma's is."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=32,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
         num_key_value_heads=1,
-        vocab_size=32, tie_word_embeddings=False, max_position_embeddings=LONG,
-    )  # fmt: skip
+        vocab_size=32,
+        tie_word_embeddings=False,
+        max_position_embeddings=LONG,
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -40,9 +45,15 @@ def one_step(device: EmulatedDevice, place: Path, **options: Any):
     ids = torch.randint(0, 32, (1, LONG), generator=torch.Generator().manual_seed(2))
     budget = lohan.Budget(host="64MiB", ssd=[place])
     with lohan.attach(
-        model, optimizer=lohan.SGD(lr=1.0, momentum=0.0), budget=budget, device=device,
-        batch={"input_ids": ids}, activations="recompute", overlap=False, **options,
-    ) as session:  # fmt: skip
+        model,
+        optimizer=lohan.SGD(lr=1.0, momentum=0.0),
+        budget=budget,
+        device=device,
+        batch={"input_ids": ids},
+        activations="recompute",
+        overlap=False,
+        **options,
+    ) as session:
         model(input_ids=ids, labels=ids).loss.backward()
         session.flush()
         return session.plan, master_weights(session)
@@ -86,10 +97,13 @@ def test_overlap_resume_and_a_device_change_no_bit_at_one_size_of_tiles(tmp_path
         "overlap": run(tmp_path / "overlap", tiles=8),
         "resumed": run(tmp_path / "resumed", tiles=8, resume=True),
         "device": run(
-            tmp_path / "device", tiles=8, device=EmulatedDevice(64 * MiB), batch=batch,
+            tmp_path / "device",
+            tiles=8,
+            device=EmulatedDevice(64 * MiB),
+            batch=batch,
             activations="all",
         ),
-    }  # fmt: skip
+    }
     for name, other in others.items():
         assert all(torch.equal(serial[key], other[key]) for key in serial), name
     whole = run(tmp_path / "whole", tiles=1 << 20)  # no sequence is that long

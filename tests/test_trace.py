@@ -52,9 +52,11 @@ def test_busy_seconds(spans, busy):
 def test_the_share_of_an_action_beside_others(spans, share):
     others = [Span("ssd", "R0", low, high) for low, high in spans]
     spans = [
-        *others, Span("compute", "F0", 0, 10), Span("optimizer", "U0.0", 1, 1),
+        *others,
+        Span("compute", "F0", 0, 10),
+        Span("optimizer", "U0.0", 1, 1),
         Span("net", "A0", 0, 1),
-    ]  # fmt: skip
+    ]
     found = overlap_shares(spans, ("compute", "optimizer"), ("ssd",), 0, 20)
     assert found == {"F0": pytest.approx(share)}
 
@@ -67,8 +69,13 @@ def test_only_actions_that_begin_in_time_count():
 def test_lanes_are_counted_apart():
     spans = [Span("compute", "F0", 0, 4), Span("ssd", "R1", 1, 2), Span("optimizer", "U0.0", 3, 7)]
     assert busy_s(spans, 0, 10) == {
-        "compute": 4, "h2d": 0, "d2h": 0, "ssd": 1, "optimizer": 4, "net": 0,
-    }  # fmt: skip
+        "compute": 4,
+        "h2d": 0,
+        "d2h": 0,
+        "ssd": 1,
+        "optimizer": 4,
+        "net": 0,
+    }
 
 
 def test_a_step_takes_its_spans_once():
@@ -143,14 +150,18 @@ def rows(events: list[dict]) -> dict[str, list[dict]]:
 
 def test_chrome_trace():
     spans = [
-        Span("ssd", "R0", 100.0, 101.0), Span("ssd", "R1", 100.5, 102.0),
-        Span("ssd", "R2", 101.5, 103.0), Span("compute", "F0", 101.0, 101.25),
-    ]  # fmt: skip
+        Span("ssd", "R0", 100.0, 101.0),
+        Span("ssd", "R1", 100.5, 102.0),
+        Span("ssd", "R2", 101.5, 103.0),
+        Span("compute", "F0", 101.0, 101.25),
+    ]
     made = chrome_trace(spans)
     found = rows(made["traceEvents"])
     assert {row: [e["name"] for e in events] for row, events in found.items()} == {
-        "compute": ["F0"], "ssd": ["R0", "R2"], "ssd +1": ["R1"],
-    }  # fmt: skip
+        "compute": ["F0"],
+        "ssd": ["R0", "R2"],
+        "ssd +1": ["R1"],
+    }
     first = found["compute"][0]
     assert (first["ts"], first["dur"]) == (1e6, 0.25e6)  # microseconds from the first span on
     assert {e["pid"] for e in made["traceEvents"]} == {0}
@@ -168,9 +179,24 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(lohan, inputs: Path, out: Path, *more: object) -> list[dict]:  # noqa: F811
     ended = lohan(
-        "train", "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,
-        "--host", "400KiB", "--steps", 4, "--batch", 2, "--seq", 16, "--no-export", *more,
-    )  # fmt: skip
+        "train",
+        "--model",
+        inputs / "model",
+        "--data",
+        inputs / "data.jsonl",
+        "--out",
+        out,
+        "--host",
+        "400KiB",
+        "--steps",
+        4,
+        "--batch",
+        2,
+        "--seq",
+        16,
+        "--no-export",
+        *more,
+    )
     assert ended.code == 0, ended.err
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -192,9 +218,10 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noq
     assert {"S", "W", "C"} <= set(kinds["ssd"]) and kinds["ssd"].count("C") == 4
     assert kinds["optimizer"].count("U") == kinds["ssd"].count("W") > 0
     if more == ("--no-overlap",):  # one after the other: no two spans at the same time
-        rows([{**event, "tid": 0} for event in events if event["ph"] == "X"] + [
-            {"ph": "M", "tid": 0, "args": {"name": "all"}}
-        ])  # fmt: skip
+        rows(
+            [{**event, "tid": 0} for event in events if event["ph"] == "X"]
+            + [{"ph": "M", "tid": 0, "args": {"name": "all"}}]
+        )
     for number, row in enumerate(metrics):
         assert row["busy"].keys() <= set(LANES)
         assert {"compute", "optimizer"} <= row["busy"].keys()

@@ -39,10 +39,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("inputs") / "model"
     config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     write_random_checkpoint(folder, config, std=0.1)
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -81,9 +88,12 @@ def reference(
         torch.nn.utils.clip_grad_norm_(net.parameters(), train.clip)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(
-                step, total_steps=steps, peak_lr=train.lr, schedule=train.schedule,
+                step,
+                total_steps=steps,
+                peak_lr=train.lr,
+                schedule=train.schedule,
                 warmup_steps=train.warmup_steps(steps),
-            )  # fmt: skip
+            )
         optimizer.step()
         optimizer.zero_grad()
     return net.eval()
@@ -93,10 +103,32 @@ def reference(
 def test_from_text_to_a_model(kind, rows, lohan, model, tmp_path):  # noqa: F811
     data, out = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
     ended = lohan(
-        "train", "--model", model, "--data", data, "--out", out, "--host", "64MiB",
-        "--steps", 5, "--batch", 4, "--micro-batch", 3, "--seq", 16, "--lr", "1e-3",
-        "--schedule", "linear", "--warmup", 2, "--weight-decay", 0.1,
-    )  # fmt: skip
+        "train",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        out,
+        "--host",
+        "64MiB",
+        "--steps",
+        5,
+        "--batch",
+        4,
+        "--micro-batch",
+        3,
+        "--seq",
+        16,
+        "--lr",
+        "1e-3",
+        "--schedule",
+        "linear",
+        "--warmup",
+        2,
+        "--weight-decay",
+        0.1,
+    )
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in lines] == [1, 2, 3, 4, 5]
@@ -124,9 +156,24 @@ def test_from_text_to_a_model(kind, rows, lohan, model, tmp_path):  # noqa: F811
 def test_plain_text_file(lohan, model, tmp_path):  # noqa: F811
     (tmp_path / "book.txt").write_text("the cat sat on a red mat . " * 60)
     ended = lohan(
-        "train", "--model", model, "--data", tmp_path / "book.txt", "--out", tmp_path / "run",
-        "--host", "64MiB", "--epochs", 1, "--batch", 4, "--seq", 16, "--lr", "3e-3",
-    )  # fmt: skip
+        "train",
+        "--model",
+        model,
+        "--data",
+        tmp_path / "book.txt",
+        "--out",
+        tmp_path / "run",
+        "--host",
+        "64MiB",
+        "--epochs",
+        1,
+        "--batch",
+        4,
+        "--seq",
+        16,
+        "--lr",
+        "3e-3",
+    )
     assert ended.code == 0, ended.err
     losses = [json.loads(x)["loss"] for x in (tmp_path / "run/metrics.jsonl").open()]
     dataset = open_dataset(tmp_path / "run" / "data", seed=0)
@@ -139,10 +186,30 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):  # noqa: F811
     data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
     drives = [tmp_path / "nvme0", tmp_path / "nvme1"]
     ended = lohan(
-        "train", "--model", model, "--data", data, "--out", out, "--host", "64MiB",
-        "--ssd", drives[0], "--ssd", drives[1], "--steps", 3, "--batch", 2, "--seq", 16,
-        "--dtype", "bf16", "--lr", "1e-4",
-    )  # fmt: skip
+        "train",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        out,
+        "--host",
+        "64MiB",
+        "--ssd",
+        drives[0],
+        "--ssd",
+        drives[1],
+        "--steps",
+        3,
+        "--batch",
+        2,
+        "--seq",
+        16,
+        "--dtype",
+        "bf16",
+        "--lr",
+        "1e-4",
+    )
     assert ended.code == 0, ended.err
     assert all(sum(f.stat().st_size for f in d.rglob("slot-*.bin")) > 10_000 for d in drives)
     assert not (out / "store").exists()
@@ -172,8 +239,14 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):  # noqa: F811
     ids=["device", "host"],
 )
 def test_what_the_machine_has_not_is_refused_before_data_is_read(
-    options, said, dry, lohan, model, tmp_path, monkeypatch,  # noqa: F811
-):  # fmt: skip
+    options,
+    said,
+    dry,
+    lohan,  # noqa: F811
+    model,
+    tmp_path,
+    monkeypatch,
+):
     def read(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the data was read first")
 
@@ -218,10 +291,15 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     monkeypatch.setattr("lohan.engine.executor.HostPool", Kept)
     monkeypatch.setattr(inputs, "attach", attach)
     overrides = {
-        "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
-        "budget.host": "1MiB", "train.steps": 2, "train.batch": 2, "train.seq": 16,
+        "model": model,
+        "data": write_rows(tmp_path / "data.jsonl", TEXTS),
+        "out": tmp_path / "run",
+        "budget.host": "1MiB",
+        "train.steps": 2,
+        "train.batch": 2,
+        "train.seq": 16,
         "output.export": False,
-    }  # fmt: skip
+    }
     shown = Watch()
     assert trainer.train(load_config(None, overrides=overrides), shown).step == 2
     (session,), (pool,) = sessions, pools
@@ -245,10 +323,16 @@ def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, mo
     monkeypatch.setattr(inputs, "known_profile", lambda *given: machine)
     monkeypatch.setattr(trainer, "drives_at", lambda places: [worn])
     overrides = {
-        "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
-        "budget.host": "1MiB", "train.steps": 1, "train.batch": 2, "train.seq": 16,
-        "output.export": False, "budget.commit_every": "step",
-    }  # fmt: skip
+        "model": model,
+        "data": write_rows(tmp_path / "data.jsonl", TEXTS),
+        "out": tmp_path / "run",
+        "budget.host": "1MiB",
+        "train.steps": 1,
+        "train.batch": 2,
+        "train.seq": 16,
+        "output.export": False,
+        "budget.commit_every": "step",
+    }
     shown = Watch()
     trainer.train(load_config(None, overrides=overrides), shown)
     assert any(line.startswith("with --moments int8 ") for line in shown.notes)

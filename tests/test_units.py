@@ -70,9 +70,14 @@ def test_printed_size_reads_back_within_its_two_digits(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "words", "text"),
-    [(0, ("row",), "0 rows"), (1, ("row",), "1 row"), (2000, ("row",), "2,000 rows"),
-     (1, ("class", "classes"), "1 class"), (2, ("class", "classes"), "2 classes")],
-)  # fmt: skip
+    [
+        (0, ("row",), "0 rows"),
+        (1, ("row",), "1 row"),
+        (2000, ("row",), "2,000 rows"),
+        (1, ("class", "classes"), "1 class"),
+        (2, ("class", "classes"), "2 classes"),
+    ],
+)
 def test_one_thing_is_not_several(count: int, words: tuple[str, ...], text: str) -> None:
     assert counted(count, *words) == text
 

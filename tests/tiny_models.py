@@ -59,30 +59,32 @@ class Configs(dict[str, PreTrainedConfig]):
         return copy.deepcopy(super().__getitem__(name))
 
 
-CONFIGS = Configs({
-    "llama": LlamaConfig(**GROUPED),
-    "llama3-rope": LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
-    "yarn-rope": LlamaConfig(**GROUPED, rope_parameters=YARN_ROPE),
-    "qwen2-tied": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**GROUPED),
-    "mistral": MistralConfig(**GROUPED),
-    "gpt2": GPT2Config(**GPT_SIZES, **IDS),
-    "opt": OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        **IDS,
-    ),
-    "gemma": GemmaConfig(**GROUPED),
-    "gemma2": Gemma2Config(**GROUPED),
-    "gemma3": Gemma3TextConfig(**GROUPED),
-    "gptj": GPTJConfig(**GPT_SIZES, **IDS, rotary_dim=4),
-    "neox": GPTNeoXConfig(**SIZES),
-})  # fmt: skip
+CONFIGS = Configs(
+    {
+        "llama": LlamaConfig(**GROUPED),
+        "llama3-rope": LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
+        "yarn-rope": LlamaConfig(**GROUPED, rope_parameters=YARN_ROPE),
+        "qwen2-tied": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**GROUPED),
+        "mistral": MistralConfig(**GROUPED),
+        "gpt2": GPT2Config(**GPT_SIZES, **IDS),
+        "opt": OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            **IDS,
+        ),
+        "gemma": GemmaConfig(**GROUPED),
+        "gemma2": Gemma2Config(**GROUPED),
+        "gemma3": Gemma3TextConfig(**GROUPED),
+        "gptj": GPTJConfig(**GPT_SIZES, **IDS, rotary_dim=4),
+        "neox": GPTNeoXConfig(**SIZES),
+    }
+)
 
 
 def save_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:

@@ -17,10 +17,17 @@ def write_inputs(folder: Path, *, vocab_size: int = 64) -> Path:
     from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        attention_dropout=0.1, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attention_dropout=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     write_random_checkpoint(folder / "model", config)
     rows = [{"input_ids": [(i * j) % 64 for j in range(1, 6 + i % 11)]} for i in range(20)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -31,10 +38,30 @@ def arguments(inputs: Path, out: Path, *more: object) -> list[object]:
     """With the activations given, a run does not replan by the clock: its writes come in the
     same order each time."""
     return [
-        "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,
-        "--host", "400KiB", "--steps", STEPS, "--batch", 2, "--micro-batch", 1, "--seq", 16,
-        "--lr", "1e-3", "--weight-decay", "0.1", "--activations", "recompute", *more,
-    ]  # fmt: skip
+        "--model",
+        inputs / "model",
+        "--data",
+        inputs / "data.jsonl",
+        "--out",
+        out,
+        "--host",
+        "400KiB",
+        "--steps",
+        STEPS,
+        "--batch",
+        2,
+        "--micro-batch",
+        1,
+        "--seq",
+        16,
+        "--lr",
+        "1e-3",
+        "--weight-decay",
+        "0.1",
+        "--activations",
+        "recompute",
+        *more,
+    ]
 
 
 def result(out: Path) -> Result:

@@ -85,9 +85,15 @@ def points_of(figure: Mapping[str, Any]) -> Iterator[Point]:
             }
             ours = answer(figure["unit"], here)
             yield Point(
-                figure["figure"], figure["unit"], series["label"], options["policy"],
-                figure["over"], at, published, ours,
-            )  # fmt: skip
+                figure["figure"],
+                figure["unit"],
+                series["label"],
+                options["policy"],
+                figure["over"],
+                at,
+                published,
+                ours,
+            )
 
 
 def answer(unit: str, options: Mapping[str, Any]) -> float | str | None:
@@ -118,9 +124,10 @@ def machine_of(options: Mapping[str, Any]) -> Profile:
 
 def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) -> PolicyResult:
     chosen = with_choices(
-        policy(options["policy"]), update_mode=options.get("update_mode"),
+        policy(options["policy"]),
+        update_mode=options.get("update_mode"),
         activations=options.get("activations"),
-    )  # fmt: skip
+    )
     swapped = options.get("swapped_gib")
     batches = {"best": BATCHES, "largest": IMAGES}.get(options["batch"], (options["batch"],))
     if options["batch"] == "largest":

@@ -110,10 +110,13 @@ def groups(points: Iterable[Point]) -> dict[str, list[Point]]:
 NAMES = {
     "lohan": "LoHan (throughput, gradient offloading, SSDs, four GPUs, swapped bytes, DiT, cost)",
     "lohan, rival activations": "rival choices of activations inside LoHan",
-    "slideformer": "SlideFormer (throughput, main memory)", "zero-infinity": "ZeRO-Infinity",
-    "zero-offload": "ZeRO-Offload", "colossal-ai": "Colossal-AI",
-    "megatron": "Megatron on DGX-A100", "fast-dit": "Fast-DiT",
-}  # fmt: skip
+    "slideformer": "SlideFormer (throughput, main memory)",
+    "zero-infinity": "ZeRO-Infinity",
+    "zero-offload": "ZeRO-Offload",
+    "colossal-ai": "Colossal-AI",
+    "megatron": "Megatron on DGX-A100",
+    "fast-dit": "Fast-DiT",
+}
 
 
 def with_tables(text: str, points: Sequence[Point]) -> str:

@@ -248,9 +248,13 @@ class Outside:
 
 
 def cut_for(
-    model: nn.Module, batch: Mapping[str, Any] | None, *, blocks: Sequence[str] = (),
-    resident: Sequence[str] = (), decay: Callable[[str, nn.Parameter], bool] = default_decay,
-) -> Blocks:  # fmt: skip
+    model: nn.Module,
+    batch: Mapping[str, Any] | None,
+    *,
+    blocks: Sequence[str] = (),
+    resident: Sequence[str] = (),
+    decay: Callable[[str, nn.Parameter], bool] = default_decay,
+) -> Blocks:
     """Return the cut of a model, for what a call with this batch shows; without one, as it is
     built."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -264,9 +268,12 @@ def cut_for(
     if batch is not None:
         outside = used_outside(model, site_names(model, resident, blocks), batch)
     return cut(
-        model, resident=(*resident, *outside.parameters), blocks=blocks, called=outside.modules,
+        model,
+        resident=(*resident, *outside.parameters),
+        blocks=blocks,
+        called=outside.modules,
         decay=decay,
-    )  # fmt: skip
+    )
 
 
 def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str, Any]) -> Outside:

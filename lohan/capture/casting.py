@@ -17,9 +17,16 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 LAYERS = (
-    nn.Linear, nn.Bilinear, _ConvNd, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, nn.RNNBase,
+    nn.Linear,
+    nn.Bilinear,
+    _ConvNd,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.PReLU,
+    nn.RNNBase,
     nn.MultiheadAttention,
-)  # fmt: skip
+)
 
 
 def cast_inputs(model: nn.Module) -> None:

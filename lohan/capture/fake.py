@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from lohan.capture.kernels import pointer_error
 
 _INDEXED = {
-    torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
     torch.ops.aten.index_put_.default,
-}  # fmt: skip
+}
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 _FACTORIES = tuple(
@@ -215,9 +216,12 @@ def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def _grouped(
-    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """A matrix product by groups of rows: torch's own shape rule knows bf16 only."""
     if a.ndim == 2 and b.ndim == 2:
         assert offs is not None

@@ -108,9 +108,15 @@ def attention_workspace(func: Any, args: Sequence[Any]) -> int:
 
 
 def measure(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
-    torch_device: torch.device = CPU, training: bool = True, tiles: int = 0,
-) -> Footprint:  # fmt: skip
+    model: nn.Module,
+    blocks: Blocks,
+    batch: Mapping[str, Any],
+    *,
+    micro_batch: int | None,
+    torch_device: torch.device = CPU,
+    training: bool = True,
+    tiles: int = 0,
+) -> Footprint:
     """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors).
     `torch_device` is where it would run: which kernels there are for attention, say, depends on
     it. Without `training` nothing is kept, and there is no backward. `tiles`: as in Plan."""
@@ -123,9 +129,14 @@ def measure(
 
 
 def inventories(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int,
-    torch_device: torch.device = CPU, tiles: int = 0,
-) -> tuple[dict[str, Inventory], Footprint]:  # fmt: skip
+    model: nn.Module,
+    blocks: Blocks,
+    batch: Mapping[str, Any],
+    *,
+    micro_batch: int,
+    torch_device: torch.device = CPU,
+    tiles: int = 0,
+) -> tuple[dict[str, Inventory], Footprint]:
     """Return what each repeated site could keep of the whole batch, by name, and the footprint of
     a micro-batch, from one run.
 
@@ -178,9 +189,13 @@ class _Probe:
     _trains = True
 
     def __init__(
-        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, torch_device: torch.device,
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        micro_batch: int | None,
+        torch_device: torch.device,
         tiles: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
         self.torch_device = torch_device
         self._tiling = Tiling(tiles, brief=True) if tiles else None  # only bytes are counted
@@ -265,9 +280,11 @@ class _Probe:
         leaving = sum(tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
-            before.input_bytes + inputs, max(before.peak_bytes, peak),
-            max(before.forward_bytes, ahead), max(before.offload_bytes, leaving),
-        )  # fmt: skip
+            before.input_bytes + inputs,
+            max(before.peak_bytes, peak),
+            max(before.forward_bytes, ahead),
+            max(before.offload_bytes, leaving),
+        )
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         """What the call could keep, for those who ask."""
@@ -321,9 +338,13 @@ class _InventoryProbe(_Probe):
     """Takes the inventory of sites, too."""
 
     def __init__(
-        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, torch_device: torch.device,
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        micro_batch: int | None,
+        torch_device: torch.device,
         tiles: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, blocks, micro_batch, torch_device, tiles)
         self.found: dict[str, Inventory] = {}
         self.calls: Counter[str] = Counter()

@@ -81,9 +81,13 @@ def _is_liger(function: Any) -> bool:
 
 
 def _rotary(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None, unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply rotary position embeddings, as Llama does."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin

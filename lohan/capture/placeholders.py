@@ -171,7 +171,7 @@ class OffloadedParameter(AttachedParameter):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad or (
             name in ("view_as", "expand_as") and args[0] is args[-1]
-        ):  # fmt: skip
+        ):
             raise _no_node(one)
         if name in _CONVERSIONS and caller.partition(".")[0] in ("torch", "lohan"):
             return _converted(func, one, args, kwargs, caller)

@@ -649,9 +649,14 @@ class SlicedCompute:
     """Runs blocks forward and, by recomputation, backward."""
 
     def __init__(
-        self, device: Device, *, micro_batch: int | None, activations: ActivationHooks,
-        save_plans: SavePlans, compiled: Compiled,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        *,
+        micro_batch: int | None,
+        activations: ActivationHooks,
+        save_plans: SavePlans,
+        compiled: Compiled,
+    ) -> None:
         self._device, self.micro_batch, self.activations = device, micro_batch, activations
         self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
         self._skip_unneeded = SkipUnneededOps()
@@ -743,9 +748,14 @@ class SlicedCompute:
         return inputs
 
     def _recompute_slice(
-        self, block: Block, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
-        number: int, part: slice, inputs: list[Gathered],
-    ) -> None:  # fmt: skip
+        self,
+        block: Block,
+        call: SavedCall,
+        grads: tuple[torch.Tensor | None, ...],
+        number: int,
+        part: slice,
+        inputs: list[Gathered],
+    ) -> None:
         """Forward and backward of one slice, of which nothing is left but gradients."""
         saved = call.saved_ops[number]
         tensors = call.inputs(part, grad=True)

@@ -53,13 +53,14 @@ class Traits(NamedTuple):
         name, own = str(func), getattr(func, "namespace", "") == "aten"
         schema = getattr(func, "_schema", None)
         return cls(
-            func, name, counts=func not in _UNCOUNTED and not _is_view(func),
-            reads_values=not own or not (
-                name.split(".")[1].endswith("_like") or name.startswith("aten.new_")
-            ),
+            func,
+            name,
+            counts=func not in _UNCOUNTED and not _is_view(func),
+            reads_values=not own
+            or not (name.split(".")[1].endswith("_like") or name.startswith("aten.new_")),
             mutates=schema is not None and schema.is_mutable,
             may_draw=not own or torch.Tag.nondeterministic_seeded in func.tags,
-        )  # fmt: skip
+        )
 
 
 _TRAITS: dict[
@@ -229,10 +230,12 @@ class Layout(NamedTuple):
 
     def fits(self, leaf: Any) -> bool:
         return (
-            type(leaf) is torch.Tensor and leaf.shape == self.shape
-            and leaf.stride() == self.stride and leaf.dtype == self.dtype
+            type(leaf) is torch.Tensor
+            and leaf.shape == self.shape
+            and leaf.stride() == self.stride
+            and leaf.dtype == self.dtype
             and leaf.device == self.device
-        )  # fmt: skip
+        )
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -444,8 +447,9 @@ def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
         set_generator_state(*drawn)
     warnings.warn(
         f"a block was recomputed in full, though results of it were saved: {saved.lost}",
-        RuntimeWarning, stacklevel=2,
-    )  # fmt: skip
+        RuntimeWarning,
+        stacklevel=2,
+    )
     saved.release()
     return pytree.tree_leaves(run())
 
@@ -627,9 +631,16 @@ class _Recorder(DispatchMode):
         ]
 
     def _note(
-        self, index: int, func: Any, args: Any, kwargs: Any, out: Any, *, keep: bool,
+        self,
+        index: int,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        keep: bool,
         before: tuple[torch.device, torch.Tensor] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if keep and not storable(func, args, kwargs, out):
             self._lose(f"the result of {func} is not a tensor of its own")
             return
@@ -797,9 +808,11 @@ class _Learner(DispatchMode):
         self._reads.append({maker for maker in given if maker is not None and reads_values(func)})
         counted = not all(t.is_floating_point() for t in tensors_in(out))  # as lengths are
         if (
-            outside or counted or may_draw(func)
+            outside
+            or counted
+            or may_draw(func)
             or not replaceable(func, args, kwargs, out, len(fresh))
-        ):  # fmt: skip
+        ):
             self._needed.add(index)
         else:
             leaves, spec = pytree.tree_flatten(out)
@@ -839,9 +852,13 @@ class _Learner(DispatchMode):
 
 # Ways to the values of a tensor that are no operations.
 _READS = {
-    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr,
-    torch.Tensor.__dlpack__, torch.Tensor.__cuda_array_interface__.__get__,
-}  # fmt: skip
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__cuda_array_interface__.__get__,
+}
 
 
 class _HostReads(TorchFunctionMode):

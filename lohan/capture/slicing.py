@@ -88,8 +88,9 @@ class Cuts:
             warnings.warn(
                 f"micro-batches are off for block {name} and others like it: {cut.whole}; "
                 f"it runs all {batch} samples at once, and needs memory for them",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def pattern(call: SavedCall) -> Iterator[Any]:

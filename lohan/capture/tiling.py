@@ -189,8 +189,10 @@ class _Part:
             if why:
                 warnings.warn(
                     f"tiles are off for {type(self.module).__name__}: it {why}; it runs all tokens "
-                    "at once, and needs memory for them", RuntimeWarning, stacklevel=2,
-                )  # fmt: skip
+                    "at once, and needs memory for them",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         self._is_sound = self._sound[kind]
         return self._is_sound
 
@@ -290,9 +292,12 @@ class _TiledCall:
         ]
 
     def gradients(
-        self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], tiles: Sequence[slice],
+        self,
+        tensors: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        tiles: Sequence[slice],
         grads: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:  # fmt: skip
+    ) -> list[torch.Tensor | None]:
         """Return the gradients of inputs and weights, from those of the results: every tile runs
         once more."""
         count = self.count
@@ -326,9 +331,11 @@ class _TiledCall:
                 if not pairs:
                     continue
                 found = torch.autograd.grad(
-                    [result for result, _ in pairs], [leaves[index] for index in indices],
-                    [grad for _, grad in pairs], allow_unused=True,
-                )  # fmt: skip
+                    [result for result, _ in pairs],
+                    [leaves[index] for index in indices],
+                    [grad for _, grad in pairs],
+                    allow_unused=True,
+                )
                 del out, pairs, args, kwargs
                 for index, grad in zip(indices, found, strict=True):
                     if grad is None:
@@ -453,8 +460,9 @@ def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> C
     except AlwaysFails as error:  # a block that decides by its values what to run
         warnings.warn(
             f"tiles are off for {type(module).__name__}: it does not run on shapes alone ({error})",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     found: Cuts = {}
     for name, calls in sorted(seen.items(), key=lambda item: item[0].count(".")):
@@ -578,10 +586,13 @@ def _tried(part: nn.Module, call: _Seen, dim: int, inputs: tuple[bool, ...]) -> 
 
 
 def _try(
-    part: nn.Module, forward: Forward,
+    part: nn.Module,
+    forward: Forward,
     arguments: Callable[[Sequence[torch.Tensor]], tuple[Any, Any]],
-    tensors: Sequence[torch.Tensor], cut: TileCut, size: int,
-) -> tuple[bool, ...]:  # fmt: skip
+    tensors: Sequence[torch.Tensor],
+    cut: TileCut,
+    size: int,
+) -> tuple[bool, ...]:
     """Which results have tokens, if two tiles of this size do not mix."""
     state = BlockState(type(part).__name__, part)
 

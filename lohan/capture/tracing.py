@@ -338,10 +338,14 @@ class Inventory:
 
 
 def inventory(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
-    name: str = "", forward: Callable[..., Any] | None = None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    name: str = "",
+    forward: Callable[..., Any] | None = None,
     flops_per_byte: float = FLOPS_PER_BYTE,
-) -> Inventory:  # fmt: skip
+) -> Inventory:
     """Traces one slice of a call. The tensors say their shapes and which of them take a gradient
     (the first, if none does); `forward` stands for the module's own where that is replaced."""
     run = forward or module.__call__
@@ -367,9 +371,13 @@ class Inventories:
         self._known: dict[Any, Inventory] = {}
 
     def of(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
         forward: Callable[..., Any],
-    ) -> Inventory:  # fmt: skip
+    ) -> Inventory:
         kind = kind_of_call(module, (args, kwargs))
         if kind not in self._known:
             self._known[kind] = inventory(module, args, kwargs, forward=forward)
@@ -409,9 +417,12 @@ class _Block:
     """The classes of a traced graph."""
 
     def __init__(
-        self, graph: Graph, inputs: list[torch.Tensor], weights: list[torch.Tensor],
+        self,
+        graph: Graph,
+        inputs: list[torch.Tensor],
+        weights: list[torch.Tensor],
         flops_per_byte: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._graph, self._nodes = graph, graph.nodes
         self._weights, self._rate = weights, flops_per_byte
         taking = [tensor for tensor in inputs if tensor.requires_grad]
@@ -462,9 +473,10 @@ class _Block:
         smaller = [
             node
             for node in (self._nodes[index] for index in sorted(work))
-            if node.storable and node.bytes < sum(root.bytes for root in saved)
+            if node.storable
+            and node.bytes < sum(root.bytes for root in saved)
             and self._holds(node.index, roots, heavy)
-        ]  # fmt: skip
+        ]
         if not heavy or not smaller:
             return [_Part(saved, own)]
         cheapest = min(smaller, key=lambda node: (node.bytes, -node.index))
@@ -503,9 +515,11 @@ class _Block:
             size = sum(node.bytes for node in part.saved)
             plain, context = self._work(part.saved_work)
             activation = Activation(
-                name, self._per_token(size), plain / self._tokens,
+                name,
+                self._per_token(size),
+                plain / self._tokens,
                 context / self._tokens / self._context,
-            )  # fmt: skip
+            )
             keys = frozenset(node.key for node in part.saved)
             made[name] = KeepClass(activation, keys, size, plain + context)
         return list(made.values())

@@ -227,10 +227,13 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
     if not lora.targets and kind in _FUSED_OUT:
         left.append(r".*\.out_proj")
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
-        target_modules=list(lora.targets) or "all-linear", task_type=task,
-        exclude_modules="|".join(left) or None, modules_to_save=whole or None,
-    )  # fmt: skip
+        r=lora.rank,
+        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type=task,
+        exclude_modules="|".join(left) or None,
+        modules_to_save=whole or None,
+    )
     try:
         made: nn.Module = peft.get_peft_model(model, config)
         return made
@@ -244,9 +247,12 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
 # Maps the suffix of a transformers class name to PEFT's task type. PEFT has no task type for image
 # classification and masked language modelling.
 _TASKS = {
-    "SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS",
-    "QuestionAnswering": "QUESTION_ANS", "ImageClassification": None, "MaskedLM": None,
-}  # fmt: skip
+    "SequenceClassification": "SEQ_CLS",
+    "TokenClassification": "TOKEN_CLS",
+    "QuestionAnswering": "QUESTION_ANS",
+    "ImageClassification": None,
+    "MaskedLM": None,
+}
 _HEADS = ("classifier", "score", "qa_outputs")  # PEFT's names of heads that are trained as a whole
 # The fused kernels of these state-space models read the weight of out_proj without calling the
 # layer, so PEFT refuses adapters on it.
@@ -348,10 +354,15 @@ def _peft() -> Any:
 
 
 def export_adapter(
-    model: nn.Module, out: str | os.PathLike[str], *, shapes: Mapping[str, tuple[int, ...]],
-    read_flat: Callable[[str, int, int], torch.Tensor], dtype: torch.dtype, overwrite: bool = False,
+    model: nn.Module,
+    out: str | os.PathLike[str],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    read_flat: Callable[[str, int, int], torch.Tensor],
+    dtype: torch.dtype,
+    overwrite: bool = False,
     mark: str | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write an adapter folder that `PeftModel.from_pretrained` loads, atomically.
 
     The folder holds the trained parameters named in `shapes`, buffers of the adapter (such as
@@ -362,8 +373,11 @@ def export_adapter(
     numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     check_space(target, sum(numels.values()) * dtype.itemsize)
     # save_pretrained selects the tensors that belong to the adapter.
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items()
-             if not isinstance(value, nn.Parameter)}  # fmt: skip
+    state = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not isinstance(value, nn.Parameter)
+    }
     for name, shape in shapes.items():
         values = [read_flat(name, a, b).to(dtype) for a, b in element_ranges(numels[name])]
         state[name] = torch.cat(values).view(shape)
@@ -375,9 +389,11 @@ def export_adapter(
         kind: Any = type(model)
         with torch.no_grad():  # PEFT computes virtual tokens with their encoder
             kind.save_pretrained(
-                model, str(folder), state_dict=state,
+                model,
+                str(folder),
+                state_dict=state,
                 save_embedding_layers="auto" if here else False,
-            )  # fmt: skip
+            )
     return target
 
 

@@ -21,9 +21,15 @@ from lohan.util.files import WrongType
 
 
 def store_from_snapshot(
-    snapshot: Path, dirs: Sequence[Path], read: ReadFlat, given: Mapping[str, torch.dtype], *,
-    durability: str, process_group: ProcessGroup, meta: Mapping[str, Any],
-) -> None:  # fmt: skip
+    snapshot: Path,
+    dirs: Sequence[Path],
+    read: ReadFlat,
+    given: Mapping[str, torch.dtype],
+    *,
+    durability: str,
+    process_group: ProcessGroup,
+    meta: Mapping[str, Any],
+) -> None:
     """Create a store in `dirs` with the state and metadata of a snapshot.
 
     `meta` overrides entries of the snapshot's metadata. A snapshot does not contain frozen weights:
@@ -58,7 +64,12 @@ def store_from_snapshot(
         dirs, layout, durability=durability, first_generation=generation, barrier=barrier
     ) as store:
         fill(
-            store, [group for group in own if group.frozen], read, state_format=state_format,
-            chunk_params=chunk_params, progress=lambda done, total: None, exact=exact,
-        )  # fmt: skip
+            store,
+            [group for group in own if group.frozen],
+            read,
+            state_format=state_format,
+            chunk_params=chunk_params,
+            progress=lambda done, total: None,
+            exact=exact,
+        )
         rewind(store, snapshot, meta=meta)

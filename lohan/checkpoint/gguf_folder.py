@@ -132,10 +132,14 @@ class GgufFolder(TensorFolder):
                     ) from None
                 order = None if np.array_equal(made, lines) else made
             self._tensors[names[tensor.name]] = _Entry(
-                file, tensor.tensor_type, shape, int(tensor.data_offset),
-                int(tensor.n_bytes) // max(rows, 1), order,
+                file,
+                tensor.tensor_type,
+                shape,
+                int(tensor.data_offset),
+                int(tensor.n_bytes) // max(rows, 1),
+                order,
                 1.0 if kind in _MINUS_ONE and "norm.weight" in tensor.name else 0.0,
-            )  # fmt: skip
+            )
 
     def _structure(self) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM

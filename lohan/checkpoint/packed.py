@@ -30,11 +30,23 @@ from lohan.model.state import (
 from lohan.util.units import align_up
 
 _NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 # Rounding boundaries: the midpoints between neighbouring levels.
 _MIDDLES = ((torch.tensor(_NF4)[1:] + torch.tensor(_NF4)[:-1]) / 2).tolist()
 _FP8_LARGEST = 448.0
@@ -203,9 +215,14 @@ def dequantised_range(
 
 
 def _values(
-    packing: str, columns: int, codes: torch.Tensor, scales: torch.Tensor, start: int, stop: int,
+    packing: str,
+    columns: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    start: int,
+    stop: int,
     out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Dequantise values [start, stop) into `out`; `scales` are the scales of exactly this range."""
     count = stop - start
     made = out if out.dtype == torch.float32 else out.new_empty(count, dtype=torch.float32)

@@ -248,8 +248,9 @@ def _block(
         return None
     down, right = grid[-2:]
     if size is not None and (math.ceil(rows / size[0]), math.ceil(columns / size[1])) == (
-        down, right
-    ):  # fmt: skip
+        down,
+        right,
+    ):
         return size[0], size[1]
     if not down or not right or rows % down or columns % right:
         return None
@@ -457,8 +458,9 @@ def _blockwise(folder: TensorFolder, name: str, state: str) -> Blockwise4Bit:
         there = f"{list(folder.shape(part))} {folder.dtype(part)}" if part in folder else "missing"
         wanted = torch.uint8 if part in packed else torch.float32
         if there == "missing" or (math.prod(folder.shape(part)), folder.dtype(part)) != (
-            count, wanted
-        ):  # fmt: skip
+            count,
+            wanted,
+        ):
             raise ModelError(
                 f"{folder.path}: tensor {part} is {there}, {name} of {list(made.shape)} needs "
                 f"{count:,} elements of {wanted}; give the unquantized checkpoint, or download "
@@ -471,9 +473,13 @@ def _blockwise(folder: TensorFolder, name: str, state: str) -> Blockwise4Bit:
 
 
 _COMPRESSED = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "mixed-precision",
     "dense",
-)  # fmt: skip
+)
 _OF_ACTIVATIONS = tuple(
     f"{what}_{ending}"
     for what in ("input", "output")
@@ -745,6 +751,10 @@ def _input_groups(
 METHODS: dict[
     str, Callable[[TensorFolder, Mapping[str, Any]], Iterator[tuple[str, Dequantised]]]
 ] = {
-    "fp8": _fp8, "mxfp4": _mxfp4, "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": _compressed_tensors, "gptq": _input_groups, "awq": _input_groups,
-}  # fmt: skip
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _input_groups,
+    "awq": _input_groups,
+}

@@ -351,9 +351,7 @@ def joining(target: Path) -> Iterator[Path]:
         remove_empty(created[::-1])
 
 
-def check_joinable(
-    target: Path, new: Mapping[str, str], *, stems: Collection[str] = ()
-) -> None:  # fmt: skip
+def check_joinable(target: Path, new: Mapping[str, str], *, stems: Collection[str] = ()) -> None:
     """Refuse to replace files that do not match the record of an earlier save.
 
     Weights that the same loader would read are included: files with the stem of one of the new

@@ -158,10 +158,13 @@ RANK, WORLD = "rank", "world"  # keys in the metadata of a rank's store
 
 
 def reshard_to_world(
-    folders_of: FoldersOf, name: str, world: int, *,
+    folders_of: FoldersOf,
+    name: str,
+    world: int,
+    *,
     note: Callable[[str], None] = lambda text: None,
     progress: OnProgress = lambda done, total: None,
-) -> None:  # fmt: skip
+) -> None:
     """Reshard a run's stores for `world` ranks, if they are for another number.
 
     Sets of stores that an interrupted reshard left behind are removed. If no complete set exists
@@ -203,9 +206,11 @@ def reshard(
         targets = []
         for dirs, ranks in zip(new.dirs, RankInfo(world=new.world).all(), strict=True):
             target = Store.create(
-                dirs, source.regions_of(ranks), durability=sources[0].durability,
+                dirs,
+                source.regions_of(ranks),
+                durability=sources[0].durability,
                 first_generation=sources[0].generation,
-            )  # fmt: skip
+            )
             targets.append((opened.enter_context(target), ranks))
         total = sum(extent.nbytes for target, _ in targets for extent in target.layout.durable)
         done = 0

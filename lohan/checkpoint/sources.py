@@ -229,9 +229,10 @@ def element_ranges(numel: int, *, most: int = RANGE_ELEMENTS) -> Iterator[tuple[
 
 
 def checkpoint_map(
-    model: nn.Module, folder: TensorFolder | str | os.PathLike[str],
+    model: nn.Module,
+    folder: TensorFolder | str | os.PathLike[str],
     names: Mapping[str, str] | None = None,
-) -> CheckpointMap:  # fmt: skip
+) -> CheckpointMap:
     """Return the checkpoint tensor of every parameter and persistent buffer of the model.
 
     If adapters have changed the model, `names` maps the names to look up to their names without

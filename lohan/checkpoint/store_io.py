@@ -97,15 +97,22 @@ class TrainState:
         missed = dict(self.missed_updates)
         missed |= {name: missed.get(name, 0) + 1 for name in absent}
         return replace(
-            self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
-            clean_updates=clean, missed_updates=missed,
-        )  # fmt: skip
+            self,
+            step=self.step + 1,
+            updates=self.updates + 1,
+            loss_scale=scale,
+            clean_updates=clean,
+            missed_updates=missed,
+        )
 
     def overflowed(self) -> TrainState:
         return replace(
-            self, step=self.step + 1, skipped_steps=self.skipped_steps + 1, clean_updates=0,
+            self,
+            step=self.step + 1,
+            skipped_steps=self.skipped_steps + 1,
+            clean_updates=0,
             loss_scale=max(self.loss_scale / 2, SMALLEST_SCALE),
-        )  # fmt: skip
+        )
 
     def to_meta(self, random_state: Any = None) -> dict[str, Any]:
         """Return the metadata of this state and of the random state.
@@ -252,7 +259,7 @@ def fill(
     progress: OnProgress,
     weights_only: bool = False,
     exact: Collection[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Write the initial weights and optimizer state of every group.
 
     Trained groups get zero moments. Frozen groups in `exact` get the part of their values that
@@ -531,10 +538,18 @@ def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
 
 
 def create_store(
-    read: ReadFlat, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
-    durability: str, engine: str | IOEngine, meta: Mapping[str, Any], progress: OnProgress,
-    process_group: ProcessGroup = ALONE, exact: Collection[str] = (),
-) -> Store:  # fmt: skip
+    read: ReadFlat,
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    dirs: Sequence[Path],
+    durability: str,
+    engine: str | IOEngine,
+    meta: Mapping[str, Any],
+    progress: OnProgress,
+    process_group: ProcessGroup = ALONE,
+    exact: Collection[str] = (),
+) -> Store:
     """Return a store in which the initial weights of a model, or a rank's shard, are committed.
 
     `exact` has the keys of the frozen groups for which the part removed by rounding is stored.
@@ -562,9 +577,14 @@ def create_store(
             **({"rank": ranks.rank, "world": ranks.world} if ranks.several else {}),
         }
         fill(
-            store, own, read, state_format=state_format, chunk_params=plan.chunk_params,
-            progress=progress, exact=exact,
-        )  # fmt: skip
+            store,
+            own,
+            read,
+            state_format=state_format,
+            chunk_params=plan.chunk_params,
+            progress=progress,
+            exact=exact,
+        )
         store.commit(first)
     except BaseException:
         store.close()
@@ -711,9 +731,14 @@ def to_meta(model: nn.Module) -> None:
 
 
 def create_weights_store(
-    read: ReadFlat, blocks: Blocks, dtype: str, *, chunk_params: int, dirs: Sequence[Path],
+    read: ReadFlat,
+    blocks: Blocks,
+    dtype: str,
+    *,
+    chunk_params: int,
+    dirs: Sequence[Path],
     progress: OnProgress = lambda done, total: None,
-) -> Store:  # fmt: skip
+) -> Store:
     """Return a store with a model's weights in the compute dtype, rounded as in transformers."""
     made, groups = STATE_FORMATS[dtype], blocks.groups
     sizes = {
@@ -726,9 +751,14 @@ def create_weights_store(
     store = Store.create(dirs, layout, durability="checkpoint")
     try:
         fill(
-            store, groups, read, state_format=made, chunk_params=chunk_params, progress=progress,
+            store,
+            groups,
+            read,
+            state_format=made,
+            chunk_params=chunk_params,
+            progress=progress,
             weights_only=True,
-        )  # fmt: skip
+        )
         first = TrainState.start(dtype).to_meta()
         store.commit(
             {**first, "mode": dtype, "chunk_params": chunk_params, "layout": blocks.to_json()}

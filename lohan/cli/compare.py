@@ -30,17 +30,29 @@ from lohan.util.units import format_bytes
 
 
 def outcome_of(
-    name: str, model: ModelShape, machine: Profile, *, batch: int, seq: int,
-    update_mode: str | None = None, activations: str | None = None, clip: float | None = None,
-) -> PolicyResult:  # fmt: skip
+    name: str,
+    model: ModelShape,
+    machine: Profile,
+    *,
+    batch: int,
+    seq: int,
+    update_mode: str | None = None,
+    activations: str | None = None,
+    clip: float | None = None,
+) -> PolicyResult:
     """`clip` is for `auto`, by default as in training; the others do not clip."""
     _check("--update-mode", update_mode, UPDATE_MODES)
     _check("--activations", activations, CHOOSERS)
     if name == AUTO:
         return _auto(
-            model, machine, batch=batch, seq=seq, update_mode=update_mode,
-            activations=activations, clip=TrainConfig.clip if clip is None else clip,
-        )  # fmt: skip
+            model,
+            machine,
+            batch=batch,
+            seq=seq,
+            update_mode=update_mode,
+            activations=activations,
+            clip=TrainConfig.clip if clip is None else clip,
+        )
     chosen = with_choices(policy(name), update_mode=update_mode, activations=activations)
     return run(chosen, model, machine, batch=batch, seq=seq)
 
@@ -51,9 +63,15 @@ def _check(option: str, value: str | None, known: Collection[str]) -> None:
 
 
 def _auto(
-    model: ModelShape, machine: Profile, *, batch: int, seq: int, update_mode: str | None,
-    activations: str | None, clip: float,
-) -> PolicyResult:  # fmt: skip
+    model: ModelShape,
+    machine: Profile,
+    *,
+    batch: int,
+    seq: int,
+    update_mode: str | None,
+    activations: str | None,
+    clip: float,
+) -> PolicyResult:
     """LoHan as it is built here: the planner's choice, forecast."""
     if activations is not None:
         raise ConfigError(
@@ -61,9 +79,12 @@ def _auto(
             "--policy lohan"
         )
     options = PlanOptions(
-        dtype="bf16", update_mode=update_mode or TrainConfig.update_mode, clip=clip,
-        can_rerun=True, commit=None,
-    )  # fmt: skip
+        dtype="bf16",
+        update_mode=update_mode or TrainConfig.update_mode,
+        clip=clip,
+        can_rerun=True,
+        commit=None,
+    )
     request = PlanRequest(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )
@@ -74,11 +95,14 @@ def _auto(
     made = planned.forecast
     assert made is not None
     return PolicyResult(
-        feasible=True, step_s=made.step_s, tokens_per_s=made.tokens_per_s,
-        lane_busy_s=made.busy_s, timeline=made.timeline,
+        feasible=True,
+        step_s=made.step_s,
+        tokens_per_s=made.tokens_per_s,
+        lane_busy_s=made.busy_s,
+        timeline=made.timeline,
         peak_bytes=planned.peak_bytes,
         kept_bytes=sum(site.kept_bytes for site in made.work.sites),
-    )  # fmt: skip
+    )
 
 
 def _plan_in_space(request: PlanRequest) -> MachinePlan:
@@ -99,25 +123,45 @@ BAR = 30  # characters of a full bar
 
 
 def simulate_command(
-    model: ModelShape, machine: Profile, policy: str, *, batch: int, seq: int,
-    update_mode: str | None = None, activations: str | None = None, clip: float | None = None,
+    model: ModelShape,
+    machine: Profile,
+    policy: str,
+    *,
+    batch: int,
+    seq: int,
+    update_mode: str | None = None,
+    activations: str | None = None,
+    clip: float | None = None,
     trace: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What `--json` prints. `trace`: file for a Chrome trace of the simulated steps."""
     target = None if trace is None else trace_output(trace, "choose another --trace")
     if target is not None:
         target.check()
     outcome = outcome_of(
-        policy, model, machine, batch=batch, seq=seq, update_mode=update_mode,
-        activations=activations, clip=clip,
-    )  # fmt: skip
+        policy,
+        model,
+        machine,
+        batch=batch,
+        seq=seq,
+        update_mode=update_mode,
+        activations=activations,
+        clip=clip,
+    )
     if target is not None and outcome.timeline is not None:
         target.write(json.dumps(outcome.timeline.trace()).encode())
     return {
-        "model": model.name, "parameters": model.parameters, "machine": machine.name,
-        "gpus": machine.gpus, "ssds": len(machine.drives), "host_bytes": machine.host_bytes,
-        "policy": policy, "batch": batch, "seq": model.sample_tokens or seq, **outcome.to_json(),
-    }  # fmt: skip
+        "model": model.name,
+        "parameters": model.parameters,
+        "machine": machine.name,
+        "gpus": machine.gpus,
+        "ssds": len(machine.drives),
+        "host_bytes": machine.host_bytes,
+        "policy": policy,
+        "batch": batch,
+        "seq": model.sample_tokens or seq,
+        **outcome.to_json(),
+    }
 
 
 def describe_simulation(made: dict[str, Any]) -> list[str]:
@@ -159,10 +203,16 @@ MOST_CASES = 64  # combinations of values; each takes a plan for every policy
 
 
 def compare_command(
-    model: ModelShape, machine: Profile, *, batches: Sequence[int], hosts: Sequence[int] = (),
-    ssds: Sequence[int] = (), policies: Sequence[str] = DEFAULT, seq: int,
+    model: ModelShape,
+    machine: Profile,
+    *,
+    batches: Sequence[int],
+    hosts: Sequence[int] = (),
+    ssds: Sequence[int] = (),
+    policies: Sequence[str] = DEFAULT,
+    seq: int,
     clip: float | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return what `--json` prints: each policy at every combination of batch, host and drives.
 
     If one of them has several values, "over" is its name and "at" has the values. If several have,
@@ -181,17 +231,21 @@ def compare_command(
     fixed = {key: x for key, x in asdict(first).items() if key not in over and x is not None}
     one_axis = len(over) == 1
     return {
-        "model": model.name, "machine": machine.name, "gpus": machine.gpus,
-        "seq": model.sample_tokens or seq, "unit": UNIT,
+        "model": model.name,
+        "machine": machine.name,
+        "gpus": machine.gpus,
+        "seq": model.sample_tokens or seq,
+        "unit": UNIT,
         "over": over[0] if one_axis else over,
         "at": [values[0] if one_axis else list(values) for values in at],
-        "fixed": fixed, "usd": [case.on(machine).usd or None for case in cases],
+        "fixed": fixed,
+        "usd": [case.on(machine).usd or None for case in cases],
         "policies": {
             name: [one.tokens_per_s if one.feasible else None for one in row]
             for name, row in outcomes.items()
         },
         "reasons": {name: [one.reason for one in row] for name, row in outcomes.items()},
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -333,8 +387,17 @@ def chart(axes: Any, title: str, at: Sequence[str], lines: Sequence[Line], *, un
             xs, ys = zip(*points, strict=True)
             axes.plot(xs, ys, label=None if line.published else line.label, **style)
     if any(line.published for line in lines):
-        axes.plot([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1.2, marker="o",
-                  markerfacecolor="white", markersize=5, label="published")  # fmt: skip
+        axes.plot(
+            [],
+            [],
+            color=INK,
+            linestyle=(0, (4, 2)),
+            linewidth=1.2,
+            marker="o",
+            markerfacecolor="white",
+            markersize=5,
+            label="published",
+        )
     axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
     axes.set_ylabel(unit, color=INK)
     axes.set_xticks(range(len(at)), at)
@@ -416,9 +479,16 @@ def simulate(
 
     profile = machine_of(machine or "", ssds=ssds, gpus=gpus, host=host)
     made = simulate_command(
-        presets.model(model), profile, policy, batch=batch, seq=seq, update_mode=update_mode,
-        activations=activations, clip=clip, trace=trace,
-    )  # fmt: skip
+        presets.model(model),
+        profile,
+        policy,
+        batch=batch,
+        seq=seq,
+        update_mode=update_mode,
+        activations=activations,
+        clip=clip,
+        trace=trace,
+    )
     echo(json.dumps(made, indent=1) if as_json else "\n".join(describe_simulation(made)))
 
 
@@ -449,11 +519,15 @@ def compare(
     if plot is not None:
         command.check_plot(plot)
     made = command.compare_command(
-        presets.model(model), machine_of(machine or "", ssds=None, gpus=gpus),
-        batches=_numbers("--batch", batch), ssds=_numbers("--ssds", ssds or ""),
+        presets.model(model),
+        machine_of(machine or "", ssds=None, gpus=gpus),
+        batches=_numbers("--batch", batch),
+        ssds=_numbers("--ssds", ssds or ""),
         hosts=[parse_bytes(size, name="--host") for size in (host or "").split(",") if size],
-        policies=policy or command.DEFAULT, seq=seq, clip=clip,
-    )  # fmt: skip
+        policies=policy or command.DEFAULT,
+        seq=seq,
+        clip=clip,
+    )
     echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe_comparison(made)))
     if plot is not None:
         command.plot(made, plot)
@@ -492,11 +566,17 @@ def _machines(machines: list[Profile]) -> Iterator[str]:
         drive, count = m.drives[0], len(m.drives)
         price = f", {drive.usd:,.0f} USD" if drive.usd else ""
         gpu = f"{m.gpus} x {m.device}" if m.gpus > 1 else m.device
-        rows.append((
-            m.name, gpu, format_bytes(m.device_bytes), f"{m.host_bytes / 1e9:,.0f} GB",
-            f"{count} x {drive.bytes / 1e12:.3g} TB{price}",
-            f"{drive.endurance_bytes / 1e15:.2g} PB each", f"{m.usd:,.0f}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                m.name,
+                gpu,
+                format_bytes(m.device_bytes),
+                f"{m.host_bytes / 1e9:,.0f} GB",
+                f"{count} x {drive.bytes / 1e12:.3g} TB{price}",
+                f"{drive.endurance_bytes / 1e15:.2g} PB each",
+                f"{m.usd:,.0f}",
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)

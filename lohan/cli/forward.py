@@ -32,9 +32,12 @@ Device = Annotated[str, option("budget.device")]
 DeviceMemory = Annotated[str | None, option("budget.device_memory")]
 Ssd = Annotated[
     list[Path] | None,
-    typer.Option("--ssd", help="Where the weights of a model folder go meanwhile; may be repeated.",
-                 show_default="the current folder"),
-]  # fmt: skip
+    typer.Option(
+        "--ssd",
+        help="Where the weights of a model folder go meanwhile; may be repeated.",
+        show_default="the current folder",
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="Compute type for a model folder.", show_default="its own"),
@@ -98,9 +101,12 @@ def evaluate(
     from lohan.engine.attach import Budget
 
     how: dict[str, Any] = {
-        "budget": Budget(host=host, device=device_memory, ssd=ssd or ()), "device": device,
-        "dtype": dtype, "batch": batch, "seq": seq,
-    }  # fmt: skip
+        "budget": Budget(host=host, device=device_memory, ssd=ssd or ()),
+        "device": device,
+        "dtype": dtype,
+        "batch": batch,
+        "seq": seq,
+    }
     found: dict[str, Any]
     with display(stderr=as_json) as shown:
         if tasks is not None:
@@ -143,7 +149,9 @@ def generate(
     prompt: Annotated[
         list[str],
         typer.Option(
-            "--prompt", metavar="TEXT|FILE", show_default=False,
+            "--prompt",
+            metavar="TEXT|FILE",
+            show_default=False,
             help="A prompt, or a file with one per line; may be repeated. All go together.",
         ),
     ],
@@ -163,7 +171,7 @@ def generate(
     device_memory: DeviceMemory = None,
     dtype: Dtype = None,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Answers to prompts, by weights that stream from SSD."""
     check_dtype(dtype)
     if not 0 < top_p <= 1:
@@ -178,9 +186,15 @@ def generate(
     budget = Budget(host=host, device=device_memory, ssd=ssd or ())
     with display(stderr=True) as shown:
         pairs = answer(
-            folder, prompt, sampling, budget=budget, device=device, dtype=dtype, shown=shown,
+            folder,
+            prompt,
+            sampling,
+            budget=budget,
+            device=device,
+            dtype=dtype,
+            shown=shown,
             live=not as_json,
-        )  # fmt: skip
+        )
     if as_json:
         echo(json.dumps(pairs, indent=1))
     elif len(pairs) > 1:
@@ -203,9 +217,17 @@ def tidy_end() -> Iterator[None]:
 
 
 def evaluate_file(
-    folder: Path, data: Path, *, budget: Budget, device: str, dtype: str | None, batch: int,
-    seq: int, pack: bool, shown: Display,
-) -> dict[str, Any]:  # fmt: skip
+    folder: Path,
+    data: Path,
+    *,
+    budget: Budget,
+    device: str,
+    dtype: str | None,
+    batch: int,
+    seq: int,
+    pack: bool,
+    shown: Display,
+) -> dict[str, Any]:
     """Loss of the model on every example of a file."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import prepare
@@ -216,21 +238,32 @@ def evaluate_file(
     vocabulary = getattr(causal_config(source.folder).get_text_config(), "vocab_size", None)
     with tidy_end(), TemporaryDirectory(prefix="lohan-eval-") as cache:
         dataset = prepare(
-            data, model_dir=source.folder, cache_dir=Path(cache), seq=seq, vocab_size=vocabulary,
+            data,
+            model_dir=source.folder,
+            cache_dir=Path(cache),
+            seq=seq,
+            vocab_size=vocabulary,
             template=source.template,
             progress=lambda done, total: shown.advance("tokenising", done, total),
-        )  # fmt: skip
+        )
         examples = len(dataset)
         dataset = dataset.pack() if pack else dataset
         rows, longest = min(batch, len(dataset)), min(seq, align_up(dataset.longest, 8))
         with forward_only.open_stream(
-            source, forward_only.Shape(rows, longest, packed=pack), budget, device=device,
-            dtype=dtype, progress=lambda done, total: shown.advance("loading", done, total),
-        ) as session:  # fmt: skip
+            source,
+            forward_only.Shape(rows, longest, packed=pack),
+            budget,
+            device=device,
+            dtype=dtype,
+            progress=lambda done, total: shown.advance("loading", done, total),
+        ) as session:
             found = forward_only.evaluate(
-                session.model, dataset, batch=batch, task=CausalLM(),
+                session.model,
+                dataset,
+                batch=batch,
+                task=CausalLM(),
                 progress=lambda done, total: shown.advance("evaluating", done, total),
-            )  # fmt: skip
+            )
     assert found is not None
     return {
         "loss": found.loss,
@@ -243,9 +276,16 @@ def evaluate_file(
 
 
 def answer(
-    folder: Path, prompts: Sequence[str], sampling: Sampling, *, budget: Budget, device: str,
-    dtype: str | None, shown: Display, live: bool,
-) -> list[dict[str, str]]:  # fmt: skip
+    folder: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    budget: Budget,
+    device: str,
+    dtype: str | None,
+    shown: Display,
+    live: bool,
+) -> list[dict[str, str]]:
     """Each prompt with what the model makes of it; a single one is printed as it comes."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import Encoder
@@ -258,10 +298,17 @@ def answer(
     ids = forward_only.encode_prompts(encoder, texts)
     longest = max(map(len, ids))
     shape = forward_only.Shape(len(ids), longest, longest + sampling.max_new_tokens)
-    with tidy_end(), forward_only.open_stream(
-        source, shape, budget, device=device, dtype=dtype,
-        progress=lambda done, total: shown.advance("loading", done, total),
-    ) as session:  # fmt: skip
+    with (
+        tidy_end(),
+        forward_only.open_stream(
+            source,
+            shape,
+            budget,
+            device=device,
+            dtype=dtype,
+            progress=lambda done, total: shown.advance("loading", done, total),
+        ) as session,
+    ):
         streamer = _live(encoder) if live and len(ids) == 1 else None
         answers = forward_only.generate(session.model, encoder, ids, sampling, streamer=streamer)
     return [{"prompt": p, "text": t} for p, t in zip(texts, answers, strict=True)]

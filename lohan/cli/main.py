@@ -17,10 +17,13 @@ from lohan.errors import ConfigError, LohanError, RankError, StorageIOError
 from lohan.util.display import echo, printable
 
 MODULES = {  # of this package -> its commands
-    "train": ("train", "resume", "export"), "forward": ("eval", "generate"), "plan": ("plan",),
-    "recipes": ("init",), "compare": ("simulate", "compare", "presets"),
+    "train": ("train", "resume", "export"),
+    "forward": ("eval", "generate"),
+    "plan": ("plan",),
+    "recipes": ("init",),
+    "compare": ("simulate", "compare", "presets"),
     "tools": ("profile", "verify", "report", "doctor"),
-}  # fmt: skip
+}
 store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
 EXIT_ERROR = 2
 
@@ -51,9 +54,11 @@ def command_line(words: Sequence[str] = ()) -> typer.Typer:
     """All commands or, if the first word names one, that one alone: to import and make all of them
     takes longer than `lohan plan` has to think."""
     app = typer.Typer(
-        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
         help="Fine-tune every parameter of a model far larger than memory, exactly.",
-    )  # fmt: skip
+    )
     app.add_typer(store_app, name="store")
     found = [module for module, commands in MODULES.items() if words and words[0] in commands]
     for module in found or (() if words[:1] == ["store"] else MODULES):

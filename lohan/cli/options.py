@@ -32,11 +32,13 @@ def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[.
         own = inspect.signature(command, eval_str=True).parameters.values()
         options = [
             inspect.Parameter(
-                names[name], inspect.Parameter.KEYWORD_ONLY, default=None,
+                names[name],
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
                 annotation=Annotated[field_of(name).kind.typed | None, option(name)],
             )
             for name in dotted
-        ]  # fmt: skip
+        ]
         options += [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "overrides"]
 
         def run(**given: Any) -> None:
@@ -66,9 +68,13 @@ ConfigFile = Annotated[
 
 
 def machine_of(
-    name: str, *, ssds: int | None, gpus: int | None, device_memory: str | None = None,
+    name: str,
+    *,
+    ssds: int | None,
+    gpus: int | None,
+    device_memory: str | None = None,
     host: str | None = None,
-) -> Profile:  # fmt: skip
+) -> Profile:
     from dataclasses import replace
 
     from lohan.planner import presets

@@ -53,14 +53,16 @@ def describe(
     lines = [
         f"{made.model} on {machine}: {count} parameters, batch {made.batch} x "
         f"{made.workload.seq} tokens, {plan.dtype}, {host} of memory",
-        "", _verdict(made), "",
+        "",
+        _verdict(made),
+        "",
         *([f"of each of {ranks} ranks:"] if ranks > 1 else []),
         *plan.describe(host_bytes=made.host_bytes, device_bytes=made.device_bytes),
         "",
         *_speed(made, steps),
         "",
         *(f"{name:16} {text}" for name, text in _choices(made).items()),
-    ]  # fmt: skip
+    ]
     if classes:
         lines += activation_lines(made.workload.in_tiles(plan.tiles), plan)
     return lines + schedule_lines(made) if schedule else lines
@@ -289,9 +291,13 @@ def schedule_lines(made: MachinePlan) -> list[str]:
         lines += ["", f"{name}, {len(phase)} actions"]
         for row in _rows(phase):
             lines += textwrap.wrap(
-                to_text(row), WIDTH, initial_indent="  ", subsequent_indent="    ",
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
+                to_text(row),
+                WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     return lines
 
 
@@ -310,17 +316,23 @@ def _rows(phase: Schedule) -> list[list[Action]]:
 def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str, Any]:
     plan, foreseen, clipped, machine = made.plan, made.forecast, made.clipped, made.machine
     told: dict[str, Any] = {
-        "model": made.model, "machine": machine.name if machine is not None else None,
-        "gpus": plan.world, "parameters": made.parameters, "batch": made.batch,
-        "seq": made.workload.seq, "fits": True,
-    }  # fmt: skip
+        "model": made.model,
+        "machine": machine.name if machine is not None else None,
+        "gpus": plan.world,
+        "parameters": made.parameters,
+        "batch": made.batch,
+        "seq": made.workload.seq,
+        "fits": True,
+    }
     if not made.has_room_for_export:
         told |= {"fits_export": False, "export_bytes": made.export_bytes}
     if foreseen is not None and machine is not None:
         written, drives, usd = foreseen.written_bytes, machine.drives, machine.usd
         wear = wear_of(drives, written)
         told |= {
-            "step_s": foreseen.step_s, "tokens_per_s": foreseen.tokens_per_s, "steps": steps,
+            "step_s": foreseen.step_s,
+            "tokens_per_s": foreseen.tokens_per_s,
+            "steps": steps,
             "step_s_clipped": None if clipped is None else clipped.step_s,
             "tokens_per_s_clipped": None if clipped is None else clipped.tokens_per_s,
             "total_s": None if steps is None else steps * foreseen.step_s,
@@ -331,15 +343,19 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "written_bytes_per_step": written,
             "commit": None if foreseen.commit is None else asdict(foreseen.commit),
             "written_bytes_per_drive": [written / len(drives)] * len(drives) if drives else [],
-            "machine_usd": usd or None, "drive_lives_per_step": wear.lives or None,
+            "machine_usd": usd or None,
+            "drive_lives_per_step": wear.lives or None,
             "drive_usd_per_step": wear.usd or None,
             "instead": [
-                {"option": other.option, "step_s": other.step_s,
-                 "written_bytes_per_step": other.written_bytes,
-                 "drive_usd_per_step": wear_of(drives, other.written_bytes).usd or None}
+                {
+                    "option": other.option,
+                    "step_s": other.step_s,
+                    "written_bytes_per_step": other.written_bytes,
+                    "drive_usd_per_step": wear_of(drives, other.written_bytes).usd or None,
+                }
                 for other in made.instead
             ],
-        }  # fmt: skip
+        }
     told |= {"peak_bytes": made.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
     if plan.kind != DEFAULT_KIND:
         told["usual"] = None if made.usual is None else _costs(made.usual)
@@ -374,22 +390,44 @@ def _costs(made: MachinePlan) -> dict[str, Any]:
 
 def refusal_json(request: PlanRequest, reason: str) -> dict[str, Any]:
     return {
-        "model": request.model.name, "machine": request.machine.name,
-        "parameters": request.model.parameters, "batch": request.batch, "fits": False,
+        "model": request.model.name,
+        "machine": request.machine.name,
+        "parameters": request.model.parameters,
+        "batch": request.batch,
+        "fits": False,
         "reason": reason,
-    }  # fmt: skip
+    }
 
 
 # -- The command -----------------------------------------------------------------------------------
 
 
 PLANNED = (
-    "budget.host", "budget.durability", "budget.commit_every",
-    *(f"train.{key}" for key in (
-        "steps", "epochs", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer",
-        "moments", "ema", "clip", "update_mode", "activations", "overlap", "lora", "base",
-    )),
-)  # fmt: skip
+    "budget.host",
+    "budget.durability",
+    "budget.commit_every",
+    *(
+        f"train.{key}"
+        for key in (
+            "steps",
+            "epochs",
+            "batch",
+            "micro_batch",
+            "tiles",
+            "seq",
+            "dtype",
+            "optimizer",
+            "moments",
+            "ema",
+            "clip",
+            "update_mode",
+            "activations",
+            "overlap",
+            "lora",
+            "base",
+        )
+    ),
+)
 
 
 Minimise = Annotated[
@@ -474,9 +512,12 @@ def plan(
         _search(request, named, model_too=max_model, as_json=as_json)
     else:
         _plan_from_shapes(
-            request, steps=settings.train.steps, schedule=schedule, classes=classes,
+            request,
+            steps=settings.train.steps,
+            schedule=schedule,
+            classes=classes,
             as_json=as_json,
-        )  # fmt: skip
+        )
 
 
 def _steps_of_epochs(settings: Config, examples: int | None, data: Path | None) -> int:
@@ -526,9 +567,13 @@ def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> P
     host = settings.budget.host
     profile = profile if host is None else profile.with_host(host)
     return PlanRequest(
-        model=model, machine=profile, options=options_of(settings, dtype=dtype, minimise=minimise),
-        batch=settings.train.batch, seq=settings.train.seq, host=profile.host_bytes,
-    )  # fmt: skip
+        model=model,
+        machine=profile,
+        options=options_of(settings, dtype=dtype, minimise=minimise),
+        batch=settings.train.batch,
+        seq=settings.train.seq,
+        host=profile.host_bytes,
+    )
 
 
 def _check_prices(profile: Profile | None, minimise: str) -> None:

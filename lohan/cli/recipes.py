@@ -70,16 +70,22 @@ def init(
     task = _task(Path(model), data)
     if task not in ("language", "preference"):
         _write(file, _plain_recipe(Path(model), data, file, run, task, profile, budget))
-        echo(f"{file}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {file} "
-             "--dry-run` plans it")  # fmt: skip
+        echo(
+            f"{file}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {file} "
+            "--dry-run` plans it"
+        )
         return
     answers = 2 if task == "preference" else 1  # of each row
     seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
     dtype = "bf16" if profile.has_link else "fp32"
     request = PlanRequest(
-        model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
+        model=presets.model(model),
+        machine=profile,
+        batch=1,
+        seq=seq,
+        host=host,
         options=PlanOptions(dtype=dtype, clip=1.0, can_rerun=True, commit=None),
-    )  # fmt: skip
+    )
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = made.batch // answers
     _write(file, _recipe(model, data, file, run, task, made, batch, speeds, budget, why_seq))
@@ -166,9 +172,14 @@ def _loss(data: Path) -> str:
 
 
 def _plain_recipe(
-    model: Path, data: Path, file: Path, run: Path, task: str, machine: Profile,
+    model: Path,
+    data: Path,
+    file: Path,
+    run: Path,
+    task: str,
+    machine: Profile,
     budget: list[str],
-) -> str:  # fmt: skip
+) -> str:
     """Without a forecast, which is made from shapes of language models."""
     lines = [
         f"# {task} on {machine.name}: lohan train --config {file.name}; --dry-run plans it",
@@ -184,15 +195,18 @@ def _plain_recipe(
         f"dtype = {json.dumps('bf16' if machine.has_link else 'fp32')}",
         "epochs = 1.0",
         "lr = 1e-5",
-        *(['# freeze = ["none"]  # trains the vision tower too']
-          if task == "vision-language" else []),
+        *(
+            ['# freeze = ["none"]  # trains the vision tower too']
+            if task == "vision-language"
+            else []
+        ),
         "",
         "[budget]",
         *budget,
         "",
         "[eval]",
         "split = 0.02  # held back, and evaluated at the end",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -252,9 +266,17 @@ def _why_batch(batch: int) -> str:
 
 
 def _recipe(
-    model: str, data: Path, file: Path, run: Path, task: str, made: MachinePlan, batch: int,
-    speeds: dict[int, float], budget: list[str], why_seq: str,
-) -> str:  # fmt: skip
+    model: str,
+    data: Path,
+    file: Path,
+    run: Path,
+    task: str,
+    made: MachinePlan,
+    batch: int,
+    speeds: dict[int, float],
+    budget: list[str],
+    why_seq: str,
+) -> str:
     machine = made.machine
     assert machine is not None
     table = ", ".join(f"{batch}: {speed:,.0f}" for batch, speed in speeds.items())
@@ -304,24 +326,53 @@ def _recipe(
 
 
 NAMES = {
-    "base_model": "model", "model_name_or_path": "model", "datasets": "data", "dataset": "data",
-    "output_dir": "out", "sequence_len": "train.seq", "cutoff_len": "train.seq",
-    "max_length": "train.seq", "max_seq_len": "train.seq", "max_seq_length": "train.seq",
-    "seq_len": "train.seq", "batch_size": "train.batch", "train_batch_size": "train.batch",
-    "train_file": "data", "gpu_memory": "budget.device_memory", "host_memory": "budget.host",
-    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
-    "max_steps": "train.steps", "micro_batch_size": "train.batch",
-    "per_device_train_batch_size": "train.batch", "gradient_accumulation_steps": "train.batch",
-    "learning_rate": "train.lr", "lr_scheduler": "train.schedule",
-    "lr_scheduler_type": "train.schedule", "warmup_steps": "train.warmup",
-    "warmup_ratio": "train.warmup", "weight_decay": "train.weight_decay",
-    "max_grad_norm": "train.clip", "optimizer": "train.optimizer", "optim": "train.optimizer",
-    "lora_r": "train.lora", "lora_rank": "train.lora", "sample_packing": "train.pack",
-    "packing": "train.pack", "val_set_size": "eval.split", "val_size": "eval.split",
-    "eval_steps": "eval.every", "seed": "seed", "chat_template": "train.chat_template",
-    "template": "train.chat_template", "rl": "preference.loss", "pref_loss": "preference.loss",
-    "pref_beta": "preference.beta", "bf16": "train.dtype", "fp16": "train.dtype",
-}  # fmt: skip
+    "base_model": "model",
+    "model_name_or_path": "model",
+    "datasets": "data",
+    "dataset": "data",
+    "output_dir": "out",
+    "sequence_len": "train.seq",
+    "cutoff_len": "train.seq",
+    "max_length": "train.seq",
+    "max_seq_len": "train.seq",
+    "max_seq_length": "train.seq",
+    "seq_len": "train.seq",
+    "batch_size": "train.batch",
+    "train_batch_size": "train.batch",
+    "train_file": "data",
+    "gpu_memory": "budget.device_memory",
+    "host_memory": "budget.host",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "micro_batch_size": "train.batch",
+    "per_device_train_batch_size": "train.batch",
+    "gradient_accumulation_steps": "train.batch",
+    "learning_rate": "train.lr",
+    "lr_scheduler": "train.schedule",
+    "lr_scheduler_type": "train.schedule",
+    "warmup_steps": "train.warmup",
+    "warmup_ratio": "train.warmup",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.clip",
+    "optimizer": "train.optimizer",
+    "optim": "train.optimizer",
+    "lora_r": "train.lora",
+    "lora_rank": "train.lora",
+    "sample_packing": "train.pack",
+    "packing": "train.pack",
+    "val_set_size": "eval.split",
+    "val_size": "eval.split",
+    "eval_steps": "eval.every",
+    "seed": "seed",
+    "chat_template": "train.chat_template",
+    "template": "train.chat_template",
+    "rl": "preference.loss",
+    "pref_loss": "preference.loss",
+    "pref_beta": "preference.beta",
+    "bf16": "train.dtype",
+    "fp16": "train.dtype",
+}
 
 
 def refuse_foreign_options(words: Sequence[str]) -> None:

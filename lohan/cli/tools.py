@@ -62,9 +62,13 @@ def profile(
     shown = open_display(Console(stderr=True))
     try:
         text = run_profile(
-            ssd or [Path.cwd()], where=where, out=out, as_json=as_json, progress=shown.advance,
+            ssd or [Path.cwd()],
+            where=where,
+            out=out,
+            as_json=as_json,
+            progress=shown.advance,
             model=shape,
-        )  # fmt: skip
+        )
     finally:
         shown.close()
     echo(text)
@@ -135,9 +139,11 @@ def _self_test(
     if not ssd.is_dir():
         raise ConfigError(f"--ssd {ssd}: no such folder; create it or choose another")
     names = kit.chosen(check or ())
-    target = None if out is None else OutputFile(
-        out, "choose another -o", "a report of the GPU", kit.REPORT.encode()
-    )  # fmt: skip
+    target = (
+        None
+        if out is None
+        else OutputFile(out, "choose another -o", "a report of the GPU", kit.REPORT.encode())
+    )
     if target is not None:
         target.check()
     repeat = f"lohan doctor --gpu --ssd {ssd}" + (
@@ -222,14 +228,30 @@ EXIT_DIFFERENT = 1
 
 
 VERIFIED = (
-    "model", "data", "seed", "budget.gpus", "budget.host", "budget.ssd", "budget.durability",
+    "model",
+    "data",
+    "seed",
+    "budget.gpus",
+    "budget.host",
+    "budget.ssd",
+    "budget.durability",
     "budget.commit_every",
-    *(f"train.{key}" for key in (
-        "batch", "micro_batch", "tiles", "seq", "lr", "clip",
-        "update_mode",
-        "activations", "overlap", "dtype",
-    )),
-)  # fmt: skip
+    *(
+        f"train.{key}"
+        for key in (
+            "batch",
+            "micro_batch",
+            "tiles",
+            "seq",
+            "lr",
+            "clip",
+            "update_mode",
+            "activations",
+            "overlap",
+            "dtype",
+        )
+    ),
+)
 
 
 @settings_options(*VERIFIED)
@@ -346,24 +368,33 @@ def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
     mode = each.mode
     return {
         "update_mode": mode.update_mode,
-        "activations": mode.activations, "overlap": mode.overlap,
-        "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
+        "activations": mode.activations,
+        "overlap": mode.overlap,
+        "micro_batch": each.free.plan.micro_batch,
+        "pass": each.passed,
         "other_bits_than": each.other_bits or None,
         "steps": [
             {
-                "step": number + 1, "reference_loss": made.reference_losses[number],
+                "step": number + 1,
+                "reference_loss": made.reference_losses[number],
                 "loss": each.free.losses[number],
                 "loss_difference": each.losses[number].difference,
                 "loss_limit": each.losses[number].limit,
                 "tensors": [
-                    {"name": v.what, "distance": v.difference, "limit": v.limit, "way": d.update,
-                     "largest": d.largest, "pass": v.passed}
+                    {
+                        "name": v.what,
+                        "distance": v.difference,
+                        "limit": v.limit,
+                        "way": d.update,
+                        "largest": d.largest,
+                        "pass": v.passed,
+                    }
                     for v, d in zip(step, each.stepwise.differences[number], strict=True)
                 ],
             }
             for number, step in enumerate(each.weights)
         ],
-    }  # fmt: skip
+    }
 
 
 def finite(value: Any) -> Any:

@@ -27,18 +27,29 @@ if TYPE_CHECKING:
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 # Settings without an option of their own.
 ONLY_BY_SET = (
-    "train.min_lr_ratio", "train.schedule_steps", "train.beta1", "train.beta2", "train.eps",
-    "train.momentum", "train.param_groups",
-    "preference.margin", "preference.desirable", "preference.undesirable",
-    "budget.snapshot_every", "budget.snapshot_dir", "output.export_dtype",
-)  # fmt: skip
+    "train.min_lr_ratio",
+    "train.schedule_steps",
+    "train.beta1",
+    "train.beta2",
+    "train.eps",
+    "train.momentum",
+    "train.param_groups",
+    "preference.margin",
+    "preference.desirable",
+    "preference.undesirable",
+    "budget.snapshot_every",
+    "budget.snapshot_dir",
+    "output.export_dtype",
+)
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", show_default=False,
+        "--set",
+        metavar="KEY=VALUE",
+        show_default=False,
         help="Any setting by its name in the file, such as train.beta2=0.95; may be repeated.",
     ),
-]  # fmt: skip
+]
 
 
 @settings_options(*(info.dotted for info in fields_of() if info.dotted not in ONLY_BY_SET))
@@ -181,10 +192,11 @@ def export_run(
         trained = task_of(config).load(config, dtype=own)
         restore_buffers(trained, meta)
         how: dict[str, Any] = {
-            "source_folder": config.model, "overwrite": overwrite,
+            "source_folder": config.model,
+            "overwrite": overwrite,
             "chat_template": chosen_template(config.train.chat_template),
             "progress": lambda done, all_: shown.advance("exporting", done, all_),
-        }  # fmt: skip
+        }
         if merge:
             read = store_reader(*stores, ema=ema)
             export_merged(trained, read, out, dtype=dtype or own, **how)
@@ -213,10 +225,14 @@ def merge_adapter(
     with display() as shown:
         adapted = load(base, dtype=own, adapter=adapter)
         export_merged(
-            adapted, source_of(adapted), out, dtype=dtype or own, source_folder=base,
+            adapted,
+            source_of(adapted),
+            out,
+            dtype=dtype or own,
+            source_folder=base,
             overwrite=overwrite,
             progress=lambda done, all_: shown.advance("exporting", done, all_),
-        )  # fmt: skip
+        )
         shown.note(f"merged model: {out}")
 
 

@@ -69,9 +69,13 @@ def prepare(
     for one in sources:
         check_source(one.path, option)
     fingerprint = _fingerprint(
-        sources, model_dir=model_dir, seq=seq, vocab_size=vocab_size, template=template,
+        sources,
+        model_dir=model_dir,
+        seq=seq,
+        vocab_size=vocab_size,
+        template=template,
         preferences=preferences,
-    )  # fmt: skip
+    )
     ready = open_dataset(cache_dir, seed=seed)
     if ready is not None and ready.fingerprint == fingerprint:
         return ready
@@ -91,7 +95,7 @@ def prepare(
 
         counts, ratings = _write_examples(
             examples(), part=part, seq=seq, vocab_size=vocab_size, found=found
-        )  # fmt: skip
+        )
         seen = {"skipped_turns": encoder.skipped_turns, "unseen_tools": encoder.unseen_tools}
         meta = {
             "version": FORMAT_VERSION,
@@ -173,9 +177,14 @@ def check_source(source: Path, option: str) -> None:
 
 
 def _fingerprint(
-    sources: Sequence[Source], *, model_dir: Path, seq: int, vocab_size: int | None,
-    template: str | None, preferences: bool,
-) -> str:  # fmt: skip
+    sources: Sequence[Source],
+    *,
+    model_dir: Path,
+    seq: int,
+    vocab_size: int | None,
+    template: str | None,
+    preferences: bool,
+) -> str:
     """Return a hash of everything that determines the token files: contents, not names or times."""
     kinds = " ".join(one.path.suffix for one in sources)
     kinds += "".join(suffix_of(one.path) for one in sources if one.path.suffix.lower() == PACKED)

@@ -614,9 +614,12 @@ def create_part(path: Path) -> BinaryIO:
 
 
 def write_fields(
-    folder: Path, parts: Iterable[tuple[Source, Iterable[Row]]], *,
-    about: Callable[[], Mapping[str, Any]], show: Callable[[Row], Mapping[str, str]],
-) -> None:  # fmt: skip
+    folder: Path,
+    parts: Iterable[tuple[Source, Iterable[Row]]],
+    *,
+    about: Callable[[], Mapping[str, Any]],
+    show: Callable[[Row], Mapping[str, str]],
+) -> None:
     """Write the examples of several files, atomically; all must have the same fields.
 
     `about` is called after all examples were read. `show` renders the first example as text.
@@ -648,19 +651,25 @@ def write_fields(
                 np.save(file, np.asarray(places, dtype="<i8"))
         count = min((len(places) - 1 for places in offsets.values()), default=0)
         meta = {
-            "version": VERSION, "count": count, "fields": types,
+            "version": VERSION,
+            "count": count,
+            "fields": types,
             "about": {**about(), "rendered": dict(shown)},
             "sources": [asdict(one) for one in found],
-        }  # fmt: skip
+        }
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
             file.write(sealed(meta, part))
 
 
 def open_fields(
-    folder: Path, *, seed: int, collate: Callable[[Sequence[Row]], Batch],
-    draw: Draw | None = None, verified: bool = True,
-) -> Fields | None:  # fmt: skip
+    folder: Path,
+    *,
+    seed: int,
+    collate: Callable[[Sequence[Row]], Batch],
+    draw: Draw | None = None,
+    verified: bool = True,
+) -> Fields | None:
     """Return the complete examples in a folder, or None if there are none.
 
     The data files they were made from are not read. Every file is compared with its checksum unless
@@ -672,12 +681,16 @@ def open_fields(
             return None
         files = checked(meta.get("sources", []), list[SourceSummary], "sources")
         found = Fields(
-            folder=folder, seed=seed, count=checked(meta["count"], int, "count"),
+            folder=folder,
+            seed=seed,
+            count=checked(meta["count"], int, "count"),
             types=checked(meta["fields"], dict[str, str], "fields"),
-            about=checked(meta["about"], dict[str, Any], "about"), collate=collate,
-            draw=draw, sources=tuple(file.examples for file in files),
+            about=checked(meta["about"], dict[str, Any], "about"),
+            collate=collate,
+            draw=draw,
+            sources=tuple(file.examples for file in files),
             weights=tuple(file.weight for file in files if file.weight is not None),
-        )  # fmt: skip
+        )
         whole = all(
             len(places) == found.count + 1
             and (folder / f"{name}.bin").stat().st_size == 4 * int(places[-1])

@@ -116,9 +116,13 @@ def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
 
 
 def read_samples(
-    samples: Sequence[Sample], *, companions: Sequence[str], classes: dict[str, int] | None,
-    of_image: Callable[[Path], np.ndarray], progress: OnProgress,
-) -> Iterator[tuple[str, dict[str, np.ndarray]]]:  # fmt: skip
+    samples: Sequence[Sample],
+    *,
+    companions: Sequence[str],
+    classes: dict[str, int] | None,
+    of_image: Callable[[Path], np.ndarray],
+    progress: OnProgress,
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     """Yield the place and the arrays of every example."""
     progress(0, len(samples))
     for number, sample in enumerate(samples):
@@ -343,9 +347,11 @@ def write_records(
     with all_or_nothing(folder, part, doing="preparing the data"):
         fields, count = _write(folder, examples, part)
         meta = {
-            "version": RECORDS_VERSION, "count": count, "about": dict(about),
+            "version": RECORDS_VERSION,
+            "count": count,
+            "about": dict(about),
             "fields": {name: [kind.dtype, list(kind.shape)] for name, kind in fields.items()},
-        }  # fmt: skip
+        }
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
             file.write(sealed(meta, part))
@@ -417,9 +423,12 @@ def open_records(folder: Path, *, seed: int) -> Records | None:
         kinds = checked(meta["fields"], dict[str, tuple[str, tuple[int, ...]]], "fields")
         fields = {name: Field(dtype, shape) for name, (dtype, shape) in kinds.items()}
         found = Records(
-            folder=folder, seed=seed, count=checked(meta["count"], int, "count"), fields=fields,
+            folder=folder,
+            seed=seed,
+            count=checked(meta["count"], int, "count"),
+            fields=fields,
             about=checked(meta["about"], dict[str, Any], "about"),
-        )  # fmt: skip
+        )
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in fields}
         whole = all(sizes[name] == found.count * kind.nbytes for name, kind in fields.items())
         if whole:
@@ -597,10 +606,12 @@ class Conversations:
         told = self.encoder.show([], [])
         names = [Path(self.images.files[number][0]).name for number in row["images"]]
         return {
-            "template": self.template or told["template"], "system": self.encoder.system_of(text),
+            "template": self.template or told["template"],
+            "system": self.encoder.system_of(text),
             "images": ", ".join(names) or "none",
-            "prompt": text[:at] if at >= 0 else text, "answer": text[at:] if at >= 0 else answer,
-        }  # fmt: skip
+            "prompt": text[:at] if at >= 0 else text,
+            "answer": text[at:] if at >= 0 else answer,
+        }
 
     def encode(self, row: dict[str, Any], source: Path, place: str) -> Row | None:
         """Return the example of a row, or None if nothing is left to train on."""
@@ -615,9 +626,11 @@ class Conversations:
             self.dropped += 1
             return None
         return {
-            "input_ids": shortened, "labels": spread, "images": np.asarray(numbers, np.int64),
+            "input_ids": shortened,
+            "labels": spread,
+            "images": np.asarray(numbers, np.int64),
             "text": np.frombuffer(text.encode(), np.uint8).astype(np.int64),
-        }  # fmt: skip
+        }
 
     def _conversation(
         self, row: dict[str, Any], source: Path, place: str
@@ -656,9 +669,13 @@ class Conversations:
         given = {"images": [one for one in found if one]} if any(found) else {}
         try:
             return self.processor(
-                text=texts, **given, padding=True, padding_side="right", add_special_tokens=False,
+                text=texts,
+                **given,
+                padding=True,
+                padding_side="right",
+                add_special_tokens=False,
                 return_tensors="pt",
-            )  # fmt: skip
+            )
         except Exception as error:  # Processors may raise anything, even StopIteration.
             raise DataError(
                 f"the processor of {self.folder} refuses a conversation: {first_line(error)}; "
@@ -687,9 +704,14 @@ class Conversations:
         text = self.encoder.rendered(messages, place=str(self.folder))
         square = Image.new("RGB", (SIDE, SIDE), "grey")
         made = self.processor(
-            text=[text] * rows, images=[[square]] * rows, add_special_tokens=False,
-            padding="max_length", max_length=self.seq, padding_side="right", return_tensors="pt",
-        )  # fmt: skip
+            text=[text] * rows,
+            images=[[square]] * rows,
+            add_special_tokens=False,
+            padding="max_length",
+            max_length=self.seq,
+            padding_side="right",
+            return_tensors="pt",
+        )
         return Batch(made) | {"labels": made["input_ids"]}
 
 

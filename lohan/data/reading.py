@@ -68,10 +68,13 @@ def data_files(folder: Path) -> list[Path]:
     """
     kinds = [suffix for suffix in SUFFIXES if suffix != ".txt"]
     found = sorted(
-        path for path in folder.rglob("*")
-        if path.is_file() and suffix_of(path) in kinds and path.name not in _ABOUT_DATA
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and suffix_of(path) in kinds
+        and path.name not in _ABOUT_DATA
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )  # fmt: skip
+    )
     names = {path: str(path.relative_to(folder)).lower() for path in found}
     train = [path for path in found if _TRAIN.search(names[path])]
     if not train and any(_OTHER.search(name) for name in names.values()):
@@ -179,9 +182,13 @@ Row = tuple[str, dict[str, Any]]
 
 
 def read_examples(
-    source: Path, *, encoder: Encoder, seq: int, progress: OnProgress | None,
+    source: Path,
+    *,
+    encoder: Encoder,
+    seq: int,
+    progress: OnProgress | None,
     preferences: bool = False,
-) -> Iterator[tuple[str, Unit]]:  # fmt: skip
+) -> Iterator[tuple[str, Unit]]:
     """Yield (place, tokens and labels) of each example of a file of any kind."""
     report = progress or (lambda done, total: None)
     processes = processes_for(source)

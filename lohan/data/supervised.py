@@ -43,13 +43,23 @@ from lohan.data.text import (
 from lohan.errors import DataError
 
 PAIRS = (
-    ("input", "target"), ("source", "target"), ("prompt", "completion"), ("instruction", "output"),
-    ("question", "answer"), ("text", "summary"), ("document", "summary"), ("article", "highlights"),
-)  # fmt: skip
+    ("input", "target"),
+    ("source", "target"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("text", "summary"),
+    ("document", "summary"),
+    ("article", "highlights"),
+)
 TEXTS = (
-    ("text",), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
-    ("question", "sentence"), ("sentence",),
-)  # fmt: skip
+    ("text",),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("sentence",),
+)
 LABELS = ("label", "labels")
 TAGS = ("tags", "ner_tags", "pos_tags", "labels")
 ASKED = ("question", "context")
@@ -152,9 +162,14 @@ class Texts:
                 "the text; give a model with a tokenizer.json"
             )
         made = tokenizer(
-            *texts, verbose=False, truncation="only_second" if len(texts) == 2 else True,
-            max_length=self.limit, stride=overlap, return_overflowing_tokens=True, **how,
-        )  # fmt: skip
+            *texts,
+            verbose=False,
+            truncation="only_second" if len(texts) == 2 else True,
+            max_length=self.limit,
+            stride=overlap,
+            return_overflowing_tokens=True,
+            **how,
+        )
         for ids in made["input_ids"]:
             self._check(ids, place)
         return made
@@ -281,10 +296,13 @@ def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[R
             first = max(at for at in inside if spans[at][0] <= begin)
             last = min(at for at in inside if spans[at][1] >= end)
         tokens = {name: made[name][number] for name in made if name in TOKENS}
-        rows.append({
-            **_tokens(tokens),
-            "start_positions": _array([first]), "end_positions": _array([max(first, last)]),
-        })  # fmt: skip
+        rows.append(
+            {
+                **_tokens(tokens),
+                "start_positions": _array([first]),
+                "end_positions": _array([max(first, last)]),
+            }
+        )
     return rows
 
 

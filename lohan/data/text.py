@@ -178,9 +178,11 @@ class Encoder:
         text = self._tokenizer.decode(prompt)
         used = "none" if not self._tokenizer.chat_template else self.template or "the model's own"
         return {
-            "template": used, "system": self.system_of(text), "prompt": text,
+            "template": used,
+            "system": self.system_of(text),
+            "prompt": text,
             "answer": self._tokenizer.decode(answer),
-        }  # fmt: skip
+        }
 
     def system_of(self, prompt: str) -> str:
         """Return a rendered conversation's system prompt, and whether data or template set it."""
@@ -274,9 +276,12 @@ class Encoder:
         try:
             with tokenizer_errors(place), deadline(TEMPLATE_DEADLINE_S):
                 out = self._tokenizer.apply_chat_template(
-                    messages, tools=self._tools, tokenize=True, return_dict=True,
+                    messages,
+                    tools=self._tools,
+                    tokenize=True,
+                    return_dict=True,
                     return_assistant_tokens_mask=True,
-                )  # fmt: skip
+                )
         except LohanError:
             raise
         except Exception as error:  # Templates may raise any exception.
@@ -372,12 +377,17 @@ class Encoder:
 
 # The keys that each kind of example needs, most specific first.
 KINDS = (
-    ("input_ids",), ("messages",), ("conversations",),
-    ("prompt", "completion"), ("prompt", "response"),
-    ("instruction", "output"), ("instruction", "response"),
-    ("question", "answer"), ("question", "response"),
+    ("input_ids",),
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
     ("text",),
-)  # fmt: skip
+)
 Prompt = str | list[dict[str, Any]]  # text, or messages
 
 
@@ -414,9 +424,13 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     given = row[keys[1]]
     answer = _messages(given, place=place) if isinstance(given, list) else None
     return encode_answer(
-        prompt, answer or _text(row, keys[1], place=place), row, raw=keys[0] == "prompt",
-        encoder=encoder, place=place,
-    )  # fmt: skip
+        prompt,
+        answer or _text(row, keys[1], place=place),
+        row,
+        raw=keys[0] == "prompt",
+        encoder=encoder,
+        place=place,
+    )
 
 
 def prompt_of(row: dict[str, Any], key: str, *, place: str) -> Prompt:
@@ -484,10 +498,11 @@ def _history(row: dict[str, Any], *, place: str) -> list[dict[str, Any]]:
 
 
 _SPEAKERS = {
-    **dict.fromkeys(("human", "user"), "user"), "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    "system": "system",
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
-}  # fmt: skip
+}
 
 
 def share_gpt(value: Any, *, place: str) -> Any:

@@ -423,8 +423,9 @@ class AcceleratorDevice:
                     "copies go through pageable memory, at about half the speed of the link. Lower "
                     "--host, or raise the limit on locked memory (ulimit -l); under WSL2 often no "
                     "more than 1 GiB can be pinned, whatever its share of memory",
-                    RuntimeWarning, stacklevel=2,
-                )  # fmt: skip
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return pages(count)
 
     def _pinned(self, count: int) -> HostMemory:
@@ -495,8 +496,11 @@ _TOOLS = {"cuda": "nvidia-smi and CUDA_VISIBLE_DEVICES", "xpu": "xpu-smi"}
 
 # Variables by which a launcher shows each process its own devices.
 _VISIBLE = (
-    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
-)  # fmt: skip
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 
 
 def _number(asked: int | None) -> int:

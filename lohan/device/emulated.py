@@ -301,9 +301,14 @@ class EmulatedDevice(AcceleratorDevice):
     compiles = False
 
     def __init__(
-        self, memory: int, *, h2d: float | None = None, d2h: float | None = None,
-        flops: float | None = None, pinnable: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        memory: int,
+        *,
+        h2d: float | None = None,
+        d2h: float | None = None,
+        flops: float | None = None,
+        pinnable: int | None = None,
+    ) -> None:
         self.name, self.default_dtype = "emulated", "fp32"
         self.torch_device = torch.device("cpu")
         self.memory = Memory(memory)

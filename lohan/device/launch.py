@@ -74,9 +74,13 @@ def environment(own: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, s
     """
     cores = max(1, len(os.sched_getaffinity(0)) // own.world)
     told = {
-        "RANK": own.rank, "LOCAL_RANK": own.rank, "WORLD_SIZE": own.world,
-        "LOCAL_WORLD_SIZE": own.world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+        "RANK": own.rank,
+        "LOCAL_RANK": own.rank,
+        "WORLD_SIZE": own.world,
+        "LOCAL_WORLD_SIZE": own.world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return {"OMP_NUM_THREADS": str(cores), **env, **{k: str(v) for k, v in told.items()}}
 
 
@@ -101,9 +105,12 @@ def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
 
 def _start(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, *arguments], env=env,
-        process_group=0, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent,
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        env=env,
+        process_group=0,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_end_with_parent,
+    )
 
 
 def _end_with_parent() -> None:

@@ -517,9 +517,12 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
         heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
         if ours:
             distributed().init_process_group(
-                "gloo", store=rendezvous, rank=ranks.rank, world_size=ranks.world,
+                "gloo",
+                store=rendezvous,
+                rank=ranks.rank,
+                world_size=ranks.world,
                 timeout=PATIENCE,
-            )  # fmt: skip
+            )
         talk = distributed().new_group(backend="gloo", timeout=PATIENCE)
         commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
     except (RuntimeError, OSError, ValueError) as error:

@@ -63,9 +63,15 @@ class ActionRunner:
     """Owner of the buffers that a plan asks for; called by the lanes."""
 
     def __init__(
-        self, context: PlanContext, plan: Plan, spec: ScheduleSpec, *, store: Store, pool: HostPool,
+        self,
+        context: PlanContext,
+        plan: Plan,
+        spec: ScheduleSpec,
+        *,
+        store: Store,
+        pool: HostPool,
         collectives: StepCollectives,
-    ) -> None:  # fmt: skip
+    ) -> None:
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store = spec, store
@@ -74,15 +80,23 @@ class ActionRunner:
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
-            store, pool, state_format=state_format, chunk_params=chunk_params, slots=spec.slots,
+            store,
+            pool,
+            state_format=state_format,
+            chunk_params=chunk_params,
+            slots=spec.slots,
             moving=[g for n, g in enumerate(groups) if n not in spec.host_cached_weights],
             cached=[groups[n] for n in spec.host_cached_weights],
-        )  # fmt: skip
+        )
         self._ring = StateRing(
-            store, pool, state_format=state_format, chunk_params=chunk_params, ring=spec.ring,
+            store,
+            pool,
+            state_format=state_format,
+            chunk_params=chunk_params,
+            ring=spec.ring,
             largest=max(g.numel for g in own.trained),
             cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
-        )  # fmt: skip
+        )
         self._gradient_spill: GradientSpill | None = None
         if plan.spilled_gradients:
             self._gradient_spill = GradientSpill(
@@ -315,10 +329,14 @@ class ActionRunner:
             return None if grad is None else grad.view(-1)[own_range.start : own_range.stop]
 
         checksums = update_chunk(
-            group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
+            group,
+            chunk,
+            weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
-            grad_of=grad_of, state_format=self._state_format, scalars=scalars,
-        )  # fmt: skip
+            grad_of=grad_of,
+            state_format=self._state_format,
+            scalars=scalars,
+        )
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
@@ -369,10 +387,12 @@ def _device_parts(
     waiting = sum(e.bytes for e in plan.ledger if e.owner == WAITING)
     try:
         slots = DeviceSlots(
-            device, groups=[group for group in context.blocks.groups if not group.resident],
-            slots=spec.device_slots, state_format=STATE_FORMATS[plan.dtype],
+            device,
+            groups=[group for group in context.blocks.groups if not group.resident],
+            slots=spec.device_slots,
+            state_format=STATE_FORMATS[plan.dtype],
             process_group=context.process_group,
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

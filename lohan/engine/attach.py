@@ -222,9 +222,13 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
             plan, taken = plan_in_one_memory(shards, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
         plan = plan_for_budget(
-            shards, shared, host_bytes=host, workload=workload, profile=context.profile,
+            shards,
+            shared,
+            host_bytes=host,
+            workload=workload,
+            profile=context.profile,
             device_bytes=own,
-        )  # fmt: skip
+        )
         return [plan.to_json(), host, own]
 
     made, host, own = group.broadcast_made(make)
@@ -235,7 +239,7 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
 
 def open_store(
     process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | IOEngine
-) -> Store:  # fmt: skip
+) -> Store:
     """The store of this rank, at the commit that all agree on."""
     if not process_group.several:
         return Store.open(dirs, engine=engine)
@@ -271,9 +275,12 @@ _OFFLOAD, _MODEL, _STORE = OffloadPolicy(), ModelPolicy(), StorePolicy()
 
 
 def load(
-    folder: str | os.PathLike[str], *, dtype: str = "fp32", lora: Lora | int | None = None,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str = "fp32",
+    lora: Lora | int | None = None,
     adapter: str | os.PathLike[str] | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The model that config.json names, with its loss, from a Hugging Face folder: structure and
     buffers now, weights at `attach`. Of a diffusers folder, or pipeline, the transformer. With
     `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
@@ -296,14 +303,21 @@ def load(
 
 @taking_over
 def attach(
-    model: nn.Module, *, optimizer: Optimizer, budget: Budget,
+    model: nn.Module,
+    *,
+    optimizer: Optimizer,
+    budget: Budget,
     param_groups: Sequence[Mapping[str, Any]] | HyperParameters = (),
-    batch: Any = None, clip: float = 0.0,
+    batch: Any = None,
+    clip: float = 0.0,
     device: str | Device = "cpu",
-    offload_policy: OffloadPolicy = _OFFLOAD, model_policy: ModelPolicy = _MODEL,
-    store_policy: StorePolicy = _STORE, process_group: ProcessGroup = ALONE,
-    trace: bool = False, **fields: Any,
-) -> Session:  # fmt: skip
+    offload_policy: OffloadPolicy = _OFFLOAD,
+    model_policy: ModelPolicy = _MODEL,
+    store_policy: StorePolicy = _STORE,
+    process_group: ProcessGroup = ALONE,
+    trace: bool = False,
+    **fields: Any,
+) -> Session:
     """Move the model's parameters into a store on `budget.ssd` and take over its blocks.
 
     `param_groups` are groups as torch.optim takes them, `{"params": ..., "lr": ...}`: what a group
@@ -344,13 +358,17 @@ def attach(
         host_bytes = budget.host_bytes(process_group.local_size)
         options = _options(dtype, offload_policy, budget, optimizer, clip)
         context = PlanContext(
-            found, replace(options, device_overhead=device_overhead(device, model, host_bytes)),
+            found,
+            replace(options, device_overhead=device_overhead(device, model, host_bytes)),
             None if batch is None else workload_of(model, found, batch, device.torch_device),
-            host_bytes, machine_with(device, offload_policy.profile), device,
-            process_group=process_group, backend=backend_of(model_policy.compile, device),
+            host_bytes,
+            machine_with(device, offload_policy.profile),
+            device,
+            process_group=process_group,
+            backend=backend_of(model_policy.compile, device),
             check=not is_tested(model) if model_policy.check is None else model_policy.check,
             settings=settings,
-        )  # fmt: skip
+        )
         if store_policy.resume:
             store, plan, context = _reopened(model, context, optimizer, budget, store_policy, undo)
         else:
@@ -365,9 +383,10 @@ def attach(
 
 
 def _groups_maker(
-    model: nn.Module, optimizer: Optimizer,
+    model: nn.Module,
+    optimizer: Optimizer,
     param_groups: Sequence[Mapping[str, Any]] | HyperParameters,
-) -> Callable[[Blocks], HyperParameters]:  # fmt: skip
+) -> Callable[[Blocks], HyperParameters]:
     """Return a function that makes the parameter groups when the model is cut. Their parameters are
     looked up now, by identity: preparing the model may replace them."""
     if hasattr(param_groups, "to_json"):
@@ -409,21 +428,35 @@ def arguments_by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
 
 
 def _options(
-    dtype: str, offload: OffloadPolicy, budget: Budget, optimizer: Optimizer, clip: float,
-) -> PlanOptions:  # fmt: skip
+    dtype: str,
+    offload: OffloadPolicy,
+    budget: Budget,
+    optimizer: Optimizer,
+    clip: float,
+) -> PlanOptions:
     return PlanOptions(
-        dtype=dtype, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
+        dtype=dtype,
+        micro_batch=offload.micro_batch,
+        overlap=offload.overlap,
+        clip=clip,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
-        update_mode=offload.update_mode, activations=offload.activations,
-        durability=budget.durability, kind=optimizer.kind, can_rerun=offload.run_again,
+        update_mode=offload.update_mode,
+        activations=offload.activations,
+        durability=budget.durability,
+        kind=optimizer.kind,
+        can_rerun=offload.run_again,
         commit=commit_interval(budget.durability, budget.commit_every),
-    )  # fmt: skip
+    )
 
 
 def _created(
-    source: ReadFlat, wider: Collection[str], context: PlanContext, budget: Budget,
-    store_policy: StorePolicy, undo: ExitStack,
-) -> tuple[Store, Plan, PlanContext]:  # fmt: skip
+    source: ReadFlat,
+    wider: Collection[str],
+    context: PlanContext,
+    budget: Budget,
+    store_policy: StorePolicy,
+    undo: ExitStack,
+) -> tuple[Store, Plan, PlanContext]:
     """Return a new store with the weights of `source`, by the plan that all ranks follow. Of frozen
     parameters that were given in a `wider` type it keeps what rounding removes."""
     plan, context = agreed_plan(context)
@@ -432,17 +465,28 @@ def _created(
         lambda: groups_that_lose_bits(source, groups, wider, plan.dtype)
     )
     created = create_store(
-        source, context.blocks, plan, dirs=_store_dirs(context, budget, store_policy),
-        durability=budget.durability, engine=store_policy.engine, meta=store_policy.meta or {},
-        progress=store_policy.progress, process_group=context.process_group, exact=exact,
-    )  # fmt: skip
+        source,
+        context.blocks,
+        plan,
+        dirs=_store_dirs(context, budget, store_policy),
+        durability=budget.durability,
+        engine=store_policy.engine,
+        meta=store_policy.meta or {},
+        progress=store_policy.progress,
+        process_group=context.process_group,
+        exact=exact,
+    )
     return undo.enter_context(created), plan, context
 
 
 def _reopened(
-    model: nn.Module, context: PlanContext, optimizer: Optimizer, budget: Budget,
-    store_policy: StorePolicy, undo: ExitStack,
-) -> tuple[Store, Plan, PlanContext]:  # fmt: skip
+    model: nn.Module,
+    context: PlanContext,
+    optimizer: Optimizer,
+    budget: Budget,
+    store_policy: StorePolicy,
+    undo: ExitStack,
+) -> tuple[Store, Plan, PlanContext]:
     """The store of an earlier run, with its random state and buffers, and a plan that fits it."""
     dirs = _store_dirs(context, budget, store_policy)
     opened = open_store(context.process_group, dirs, engine=store_policy.engine)
@@ -450,10 +494,12 @@ def _reopened(
     held = stored_model(store.meta, store.regions)
     check_same(store, context.blocks, context.options.dtype, optimizer.kind)
     options = replace(
-        context.options, chunk_params=held.chunk_params, durability=store.durability,
+        context.options,
+        chunk_params=held.chunk_params,
+        durability=store.durability,
         commit=commit_interval(store.durability, budget.commit_every),
         gradients_on_ssd=any(region.scratch for region in store.regions),
-    )  # fmt: skip
+    )
     plan, context = agreed_plan(replace(context, options=options))
     restore_rng(store.meta, context.device)
     restore_buffers(model, store.meta)
@@ -484,9 +530,12 @@ def _prepared(
     wider = {name for name, p in _frozen(model) if p.dtype not in (given[name], torch.float32)}
     shapes = None if batch is None else _shapes(model, batch)
     found = cut_for(
-        model, shapes, blocks=model_policy.blocks, resident=model_policy.resident,
+        model,
+        shapes,
+        blocks=model_policy.blocks,
+        resident=model_policy.resident,
         decay=model_policy.decay,
-    )  # fmt: skip
+    )
     if model_policy.base:
         found = pack_base(model, found, model_policy.base, STATE_FORMATS[dtype].weight_bytes)
     if dtype == "fp16" and find_decoder(base_of(model)) is None:
@@ -503,18 +552,27 @@ def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def make_executor(
-    model: nn.Module, context: PlanContext, store: Store, groups: HyperParameters, trace: Trace,
+    model: nn.Module,
+    context: PlanContext,
+    store: Store,
+    groups: HyperParameters,
+    trace: Trace,
     plan: Plan,
-) -> ExecutorAndHead:  # fmt: skip
+) -> ExecutorAndHead:
     """The store has the weights: the model's blocks now run from it."""
     needs, room = _whole_needs(context, plan)
     base = base_of(model)
     decoder = find_decoder(base)  # while no block is wrapped yet, as what follows
     compared = _fit_twice(context, plan) if context.check else None
     executor = Executor(
-        model, context, plan, store=store, groups=groups, trace=trace,
+        model,
+        context,
+        plan,
+        store=store,
+        groups=groups,
+        trace=trace,
         save_plans=save_plans(context.blocks, plan, context.workload),
-    )  # fmt: skip
+    )
     try:
         allocated = executor.pool.ledger()
         for entry in plan.ledger:  # what torch allocates itself counts too
@@ -628,7 +686,7 @@ def workload_of(
             inside = untiled.elements - shape.elements
             shapes[name] = replace(
                 shape, tile_flops=max(0.0, again), tile_elements=max(0.0, inside)
-            )  # fmt: skip
+            )
         return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
 
     whole = replace(_workload(model, blocks, batch, torch_device, tiles=0), tiled=in_tiles)
@@ -636,9 +694,13 @@ def workload_of(
 
 
 def _workload(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device, *,
+    model: nn.Module,
+    blocks: Blocks,
+    batch: Mapping[str, Any],
+    torch_device: torch.device,
+    *,
     tiles: int,
-) -> BatchWorkload:  # fmt: skip
+) -> BatchWorkload:
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
@@ -656,9 +718,13 @@ def _workload(
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
             seen[micro_batch] = measure(
-                model, blocks, shapes, micro_batch=micro_batch, torch_device=torch_device,
+                model,
+                blocks,
+                shapes,
+                micro_batch=micro_batch,
+                torch_device=torch_device,
                 tiles=tiles,
-            )  # fmt: skip
+            )
         if head_site is not None:  # runs in slices of tokens, planned apart
             seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
@@ -671,7 +737,10 @@ def _workload(
     seq, block_shapes = shapes_together(repeated, (rows, *first.shape[1:]))
     widest = max((shape.input_elements for shape in block_shapes.values()), default=0)
     return BatchWorkload(
-        batch=rows, seq=seq, measure=footprint, samples=samples if rows > samples else 0,
+        batch=rows,
+        seq=seq,
+        measure=footprint,
+        samples=samples if rows > samples else 0,
         hidden=getattr(text, "hidden_size", 0) or int(widest),
         vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
         head_group=head_site.groups[0] if head_site is not None else None,
@@ -680,7 +749,7 @@ def _workload(
         # Blocks of other kinds may have other classes.
         stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
         tiles=tiles,
-    )  # fmt: skip
+    )
 
 
 def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> SavePlans:

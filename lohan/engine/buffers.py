@@ -116,9 +116,16 @@ class WeightSlots:
     """Owner of the slots: `slots` that any group may pass through, then one per cached group."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, moving: list[FlatGroup], cached: list[FlatGroup],
-        slots: int, state_format: StateFormat, chunk_params: int,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        pool: HostPool,
+        *,
+        moving: list[FlatGroup],
+        cached: list[FlatGroup],
+        slots: int,
+        state_format: StateFormat,
+        chunk_params: int,
+    ) -> None:
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
         size = max((group.numel for group in moving), default=0) * state_format.weight_bytes
         self._buffers = [pool.allocate("weight slots", size, for_device=True) for _ in range(slots)]
@@ -151,9 +158,14 @@ class DeviceSlots:
     ranks, each loads its own shard of a group, and all of them gather the rest."""
 
     def __init__(
-        self, device: Device, *, groups: list[FlatGroup], slots: int, state_format: StateFormat,
+        self,
+        device: Device,
+        *,
+        groups: list[FlatGroup],
+        slots: int,
+        state_format: StateFormat,
         process_group: ProcessGroup = ALONE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._dtype = device, dtype_of(state_format)
         self._process_group, self._ranks = process_group, process_group.ranks
         size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
@@ -261,9 +273,16 @@ class StateRing:
     """Owner of the state buffers: a ring that chunks pass through, then one per cached chunk."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, ring: int, cached: list[tuple[FlatGroup, int]],
-        largest: int, state_format: StateFormat, chunk_params: int,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        pool: HostPool,
+        *,
+        ring: int,
+        cached: list[tuple[FlatGroup, int]],
+        largest: int,
+        state_format: StateFormat,
+        chunk_params: int,
+    ) -> None:
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
         size = state_format.state_size(min(chunk_params, largest))
         self._buffers = [pool.allocate("optimizer state ring", size) for _ in range(ring)]
@@ -288,10 +307,15 @@ class StateRing:
 
 
 def update_chunk(
-    group: FlatGroup, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
+    group: FlatGroup,
+    chunk: Chunk,
+    *,
+    weights: torch.Tensor,
+    state: torch.Tensor,
     grad_of: Callable[[TensorRange], torch.Tensor | None],
-    state_format: StateFormat, scalars: StepScalars,
-) -> ChunkChecksums:  # fmt: skip
+    state_format: StateFormat,
+    scalars: StepScalars,
+) -> ChunkChecksums:
     """Update a chunk in place: `weights` are its weights, `state` the bytes of its state. Each
     tensor has one kernel call, with the hyper-parameters of its group. The kernel also computes the
     checksums of what it writes; those of padding and of tensors without a gradient are computed
@@ -312,10 +336,15 @@ def update_chunk(
         written = [weights[span], *(own[name] for name in (*masters, *moments))]
         lr, hyper = scalars.groups.of(spec.name)
         made = kernel(
-            *written, grad, lr=lr, weight_decay=hyper.weight_decay,
-            grad_scale=scalars.grad_multiplier, checksums=True, **hyper.numbers(step),
+            *written,
+            grad,
+            lr=lr,
+            weight_decay=hyper.weight_decay,
+            grad_scale=scalars.grad_multiplier,
+            checksums=True,
+            **hyper.numbers(step),
             **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
-        )  # fmt: skip
+        )
         written += [own[name] for name in scales]
         checksums += zip(written, made, strict=True)
     if optimizer.ema:
@@ -359,9 +388,12 @@ def _span(own_range: TensorRange, per: int = 1) -> slice:
 
 
 def _rounding(
-    spec: TensorSpec, own_range: TensorRange, step: int, scales: list[torch.Tensor],
+    spec: TensorSpec,
+    own_range: TensorRange,
+    step: int,
+    scales: list[torch.Tensor],
     optimizer: Optimizer,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the kernel needs to round moments: by chance, and the same for an element and a step
     however its tensor is cut."""
     if optimizer.moments == "fp32":

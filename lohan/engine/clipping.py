@@ -53,9 +53,15 @@ class Clipping:
     takes it, and accepts updates that did not wait or rolls them back."""
 
     def __init__(
-        self, plan: Plan, *, two_generations: bool, scheduler: ActionScheduler,
-        runner: ActionRunner, store: Store, collectives: StepCollectives,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        *,
+        two_generations: bool,
+        scheduler: ActionScheduler,
+        runner: ActionRunner,
+        store: Store,
+        collectives: StepCollectives,
+    ) -> None:
         """`two_generations`: there is a committed generation to go back to."""
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives

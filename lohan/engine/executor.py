@@ -77,10 +77,15 @@ class Resident:
     """Owner of the parameters of the resident groups, each given with its cached slot."""
 
     def __init__(
-        self, model: nn.Module, *, groups: Sequence[tuple[FlatGroup, torch.Tensor]],
-        refs: tuple[ParameterRef, ...], torch_device: torch.device, process_group: ProcessGroup,
+        self,
+        model: nn.Module,
+        *,
+        groups: Sequence[tuple[FlatGroup, torch.Tensor]],
+        refs: tuple[ParameterRef, ...],
+        torch_device: torch.device,
+        process_group: ProcessGroup,
         step: StepGradients,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._process_group = process_group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
         parameters: dict[str, list[ResidentParameter]] = {RESIDENT: []}
@@ -217,9 +222,16 @@ class Executor:
     _resident_current = True  # resident parameters are those of the last step
 
     def __init__(
-        self, model: nn.Module, context: PlanContext, plan: Plan, *, store: Store,
-        groups: HyperParameters, trace: Trace, save_plans: SavePlans,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        context: PlanContext,
+        plan: Plan,
+        *,
+        store: Store,
+        groups: HyperParameters,
+        trace: Trace,
+        save_plans: SavePlans,
+    ) -> None:
         blocks, device = context.blocks, context.device
         self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
         self.store, self.groups, self.trace = store, groups, trace
@@ -236,25 +248,42 @@ class Executor:
         self.spec = spec_of(context.shards, plan, two_generations=two_generations)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
-            context, plan, self.spec, store=store, pool=self.pool, collectives=self.collectives,
-        )  # fmt: skip
+            context,
+            plan,
+            self.spec,
+            store=store,
+            pool=self.pool,
+            collectives=self.collectives,
+        )
         self.lanes = Lanes(
-            self.runner, overlap=plan.overlap, trace=trace, device=device, net=self.spec.net,
+            self.runner,
+            overlap=plan.overlap,
+            trace=trace,
+            device=device,
+            net=self.spec.net,
             updates_on_caller=not device.has_own_memory,
-        )  # fmt: skip
+        )
         on_device = self.runner.device_parts
         self.scheduler = ActionScheduler(
-            blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
+            blocks.groups,
+            self.spec,
+            lanes=self.lanes,
+            overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
-            update_mode=plan.update_mode, deferred=deferred_groups(blocks, plan),
+            update_mode=plan.update_mode,
+            deferred=deferred_groups(blocks, plan),
             speculates=plan.may_speculate(two_generations=two_generations),
             by_interval=plan.commits_by_interval,
-        )  # fmt: skip
+        )
         self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = GradientCollector(
-            blocks, plan, scheduler=self.scheduler, pending=self.runner.pending,
-            gradient_offload=self.runner.gradient_offload, collectives=self.collectives,
-        )  # fmt: skip
+            blocks,
+            plan,
+            scheduler=self.scheduler,
+            pending=self.runner.pending,
+            gradient_offload=self.runner.gradient_offload,
+            collectives=self.collectives,
+        )
         self.block_runner = self._make_block_runner(context, save_plans)
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
@@ -267,9 +296,13 @@ class Executor:
         self._sums_before: tuple[Any, list[torch.Tensor | None]] = None, []
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
-            plan, two_generations=two_generations, scheduler=self.scheduler, runner=self.runner,
-            store=store, collectives=self.collectives,
-        )  # fmt: skip
+            plan,
+            two_generations=two_generations,
+            scheduler=self.scheduler,
+            runner=self.runner,
+            store=store,
+            collectives=self.collectives,
+        )
         try:
             self._take_over(model, blocks)
         except BaseException:
@@ -280,24 +313,34 @@ class Executor:
     def _make_block_runner(self, context: PlanContext, save_plans: SavePlans) -> BlockRunner:
         blocks, plan, device = self.blocks, self.plan, self.device
         compute = SlicedCompute(
-            device, micro_batch=plan.micro_batch, activations=self.runner.activations,
+            device,
+            micro_batch=plan.micro_batch,
+            activations=self.runner.activations,
             save_plans=save_plans,
             compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
-        )  # fmt: skip
+        )
         return BlockRunner(
-            blocks.groups, self.scheduler, self.collector, compute, device=device,
+            blocks.groups,
+            self.scheduler,
+            self.collector,
+            compute,
+            device=device,
             guarded=self.guarded,
             dequantised=Dequantised(blocks, self.pool, device, dtype_of(STATE_FORMATS[plan.dtype])),
-        )  # fmt: skip
+        )
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """The model's blocks run from the store, until `close`."""
         if blocks.resident:
             cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
-                model, groups=cached, refs=blocks.resident, torch_device=self.device.torch_device,
-                process_group=self.process_group, step=self.step_gradients,
-            )  # fmt: skip
+                model,
+                groups=cached,
+                refs=blocks.resident,
+                torch_device=self.device.torch_device,
+                process_group=self.process_group,
+                step=self.step_gradients,
+            )
             for parameter in self.resident.parameters:
                 takes_gradient = parameter.requires_grad
                 parameter.requires_grad_()  # hooks of one that is frozen cannot be registered
@@ -402,9 +445,10 @@ class Executor:
             self.runner.pending.squares = {}
             repeatable = self.buffers.unchanged and not hooked
             self.scheduler.schedule_backward(
-                self._scalars(self.clipping.known_factor), whole=whole,
+                self._scalars(self.clipping.known_factor),
+                whole=whole,
                 speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
-            )  # fmt: skip
+            )
             if self.scheduler.skips_norm_wait and self.clipping.all_held_in_memory:
                 self.runner.keep_gradients()
 
@@ -509,7 +553,7 @@ class Executor:
 
     def add_gradient(
         self, name: str, label: str, grad: torch.Tensor, *, step: int | None, wanted: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add the gradient of values that were read outside the call of their block."""
         key, index = self._place_of(name)
         with self.guarded():
@@ -531,9 +575,7 @@ class Executor:
             self.collector.add_outside(key, index, grad if factor == 1.0 else grad * factor)
 
     def _place_of(self, name: str) -> tuple[str, int]:
-        return next(
-            place for place, p in self.watched.parameters.items() if p.stored_as == name
-        )  # fmt: skip
+        return next(place for place, p in self.watched.parameters.items() if p.stored_as == name)
 
     def on_backward_done(self) -> None:
         """Runs when autograd has finished."""
@@ -559,9 +601,12 @@ class Executor:
                 )
             recorded = {} if scalars is None else {META_KEY: self.groups.to_json(scalars.groups)}
             meta = {
-                **committed, **recorded, **self.train_state.to_meta(self.device.random_state()),
-                **self.buffers.to_meta(), **self.extra_meta(),
-            }  # fmt: skip
+                **committed,
+                **recorded,
+                **self.train_state.to_meta(self.device.random_state()),
+                **self.buffers.to_meta(),
+                **self.extra_meta(),
+            }
             commits = self.scheduler.commits
             next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
@@ -684,8 +729,9 @@ class Executor:
         if lost:
             warnings.warn(
                 f"a step failed before {counted(lost, 'step')} before it could be committed: "
-                f"training goes on after step {self.train_state.step}", stacklevel=2,
-            )  # fmt: skip
+                f"training goes on after step {self.train_state.step}",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Give the modules their own forward back and stop the lanes."""

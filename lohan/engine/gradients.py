@@ -217,9 +217,13 @@ class GradientOffload:
         return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
 
     def offload_async(
-        self, number: int, group: FlatGroup, grads: GroupGrads, *,
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
         squares: torch.Tensor | None = None,
-    ) -> OffloadedGradients:  # fmt: skip
+    ) -> OffloadedGradients:
         """Gradients leave the device when compute has made them, while the caller goes on. What
         was sent before for this group must have been used."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
@@ -262,9 +266,13 @@ class GradientOffload:
         return made
 
     def offload(
-        self, number: int, group: FlatGroup, grads: GroupGrads, *,
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
         squares: torch.Tensor | None = None,
-    ) -> OffloadedGradients:  # fmt: skip
+    ) -> OffloadedGradients:
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
         there = self._placed(self._take(number, group.numel * width), group, grads, width)
@@ -314,9 +322,14 @@ class GradientSpill:
     their update. Owner of the staging buffers."""
 
     def __init__(
-        self, store: Store, pool: HostPool, groups: Sequence[FlatGroup], *, buffers: int,
+        self,
+        store: Store,
+        pool: HostPool,
+        groups: Sequence[FlatGroup],
+        *,
+        buffers: int,
         chunk_params: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._groups = store, groups
         self._chunks = [chunks(group, chunk_params) for group in groups]
         largest = min(chunk_params, max(group.numel for group in groups))
@@ -363,9 +376,15 @@ class GradientCollector:
     StepCollectives. `gradient_offload` is None where compute is in host memory."""
 
     def __init__(
-        self, blocks: Blocks, plan: Plan, *, scheduler: ActionScheduler, pending: PendingGradients,
-        gradient_offload: GradientOffload | None, collectives: StepCollectives,
-    ) -> None:  # fmt: skip
+        self,
+        blocks: Blocks,
+        plan: Plan,
+        *,
+        scheduler: ActionScheduler,
+        pending: PendingGradients,
+        gradient_offload: GradientOffload | None,
+        collectives: StepCollectives,
+    ) -> None:
         self._needs_norm = plan.needs_all_gradients
         self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
         self.sink = GradientSink()
@@ -447,7 +466,7 @@ class GradientCollector:
 
     def _hooked_gradients(
         self, number: int, grads: dict[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:  # fmt: skip
+    ) -> dict[int, torch.Tensor]:
         """Run the user's hooks over the complete gradients of one backward."""
         key = self._blocks.groups[number].key
         for index in [index for index in grads if (key, index) in self.hooked]:

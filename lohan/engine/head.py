@@ -94,10 +94,11 @@ def _takes_labels_as_they_are(model: nn.Module) -> bool:
     for part in [said] if said is not model else model.children():
         try:
             with (
-                torch.random.fork_rng(devices=[]), torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                torch.no_grad(),
                 _standing_in(part, lambda *_, **__: _stand_in(hidden)),
                 _standing_in(head, lambda _: logits),
-            ):  # fmt: skip
+            ):
                 found = model.forward(input_ids=ids, labels=ids).loss
         except Exception:  # it has more than a decoder and a head
             continue
@@ -141,9 +142,12 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
     try:
         with (
-            torch.random.fork_rng(devices=[]), buffers_at(model, torch_device), torch.enable_grad(),
-            _standing_in(decoder, ready), _standing_in(head, made),
-        ):  # fmt: skip
+            torch.random.fork_rng(devices=[]),
+            buffers_at(model, torch_device),
+            torch.enable_grad(),
+            _standing_in(decoder, ready),
+            _standing_in(head, made),
+        ):
             plain = model.forward(input_ids=None)
             out = model.forward(input_ids=ids, labels=labels, **extra)
         wanted = nn.functional.cross_entropy(
@@ -158,9 +162,12 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
         hook.remove()
     matrices = any(p.ndim >= 2 for module in called for p in module.parameters(recurse=False))
     return (
-        same and reached[0] is not None and all(grad is None for grad in reached[1:])
-        and not matrices and any(value is ids for value in given)
-    )  # fmt: skip
+        same
+        and reached[0] is not None
+        and all(grad is None for grad in reached[1:])
+        and not matrices
+        and any(value is ids for value in given)
+    )
 
 
 def _names(model: nn.Module) -> Iterable[str]:
@@ -339,9 +346,10 @@ class SlicedHead:
         own = vars(model).get("_loss_function")
         model.loss_function = lambda logits, *_, **__: logits.new_zeros((), dtype=torch.float32)
         try:
-            with _standing_in(self.decoder, lambda *_, **__: ready), _standing_in(
-                head, lambda hidden: hidden.new_zeros((*hidden.shape[:-1], 1))
-            ):  # fmt: skip
+            with (
+                _standing_in(self.decoder, lambda *_, **__: ready),
+                _standing_in(head, lambda hidden: hidden.new_zeros((*hidden.shape[:-1], 1))),
+            ):
                 rest = self._original(*args, **kwargs)
         finally:
             del model._loss_function
@@ -366,15 +374,20 @@ class SlicedHead:
         if torch.is_grad_enabled():
             return _HeadFunction.apply(
                 self, rows, following, total, logp_loss, self.executor.anchor, hidden
-            )  # fmt: skip
+            )
         if logp_loss is not None:
             return self.run_logp_loss(hidden, rows, following, logp_loss, grad=False)[0]
         return self.run(hidden, rows, following, total, grad=False)[0]
 
     def run(
-        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, total: float, *,
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        total: float,
+        *,
         grad: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Loss and, with `grad`, the gradient of `hidden`; weight gradients go to the sink."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         losses = []
@@ -402,9 +415,14 @@ class SlicedHead:
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     def run_logp_loss(
-        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor,
-        logp_loss: LogpLoss, *, grad: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        logp_loss: LogpLoss,
+        *,
+        grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `run`, with a loss of one's own over the tokens. The head runs twice: for their
         log-probabilities, then for gradients, by what the loss says each of them weighs."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
@@ -472,9 +490,15 @@ def _lazy(kind: type) -> type:
 class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, head: SlicedHead, rows: torch.Tensor, labels: torch.Tensor, total: float,
-        logp_loss: LogpLoss | None, _: torch.Tensor, hidden: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        head: SlicedHead,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        total: float,
+        logp_loss: LogpLoss | None,
+        _: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
         executor = head.executor
         ctx.head = head
         groups = head.wrapped.site.groups if head.wrapped is not None else ()

@@ -153,9 +153,16 @@ class Lanes:
     """Owner of the lanes' threads. One caller thread drives it."""
 
     def __init__(
-        self, runner: Runner, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
-        device: Device | None = None, net: bool = False, stall_s: float = STALL_S,
-    ) -> None:  # fmt: skip
+        self,
+        runner: Runner,
+        *,
+        overlap: bool,
+        trace: Trace,
+        updates_on_caller: bool = False,
+        device: Device | None = None,
+        net: bool = False,
+        stall_s: float = STALL_S,
+    ) -> None:
         self._device = device or CpuDevice()
         self._moving = (*LINK, "net") if net else LINK
         # Over all exchanges so far, in their order: the same on all ranks.

@@ -54,9 +54,10 @@ class Pack:
     def fits(self, tensors: Sequence[torch.Tensor], start: int) -> bool:
         """Whether it is the pack of these."""
         return (
-            start == self.start and len(tensors) == len(self.parts)
+            start == self.start
+            and len(tensors) == len(self.parts)
             and all(layout.fits(t) for (_, layout), t in zip(self.parts, tensors, strict=True))
-        )  # fmt: skip
+        )
 
     def tensors_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in memory that holds the pack."""
@@ -92,8 +93,13 @@ class ActivationSpill(ActivationHooks):
     made with a plan's buffers and removed with them. `sizes`: bytes by site number."""
 
     def __init__(
-        self, dirs: Sequence[Path], pool: HostPool, sizes: Mapping[int, int], *, buffers: int,
-    ) -> None:  # fmt: skip
+        self,
+        dirs: Sequence[Path],
+        pool: HostPool,
+        sizes: Mapping[int, int],
+        *,
+        buffers: int,
+    ) -> None:
         self.sizes = {site: align_up(size, PAGE) for site, size in sizes.items()}
         largest = max(self.sizes.values())
         self._buffers = [
@@ -262,9 +268,13 @@ class DeviceActivationOffload(ActivationHooks):
     """Owner of the buffers on the device and of host memory for what does not go on to SSD."""
 
     def __init__(
-        self, device: Device, *, sites: frozenset[int], device_buffers: int,
+        self,
+        device: Device,
+        *,
+        sites: frozenset[int],
+        device_buffers: int,
         spill: ActivationSpill | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._sites, self._spill = device, sites, spill
         self._input_buffers: list[torch.Tensor | None] = [None] * device_buffers
         self._slice_buffers: list[torch.Tensor | None] = [None] * (device_buffers * BUFFERS)
@@ -308,9 +318,13 @@ class DeviceActivationOffload(ActivationHooks):
         own.copies[buffer] = self._send(site, own, pack, tensors, there)
 
     def _send(
-        self, site: int, own: OffloadedCall, pack: Pack, tensors: Sequence[torch.Tensor],
+        self,
+        site: int,
+        own: OffloadedCall,
+        pack: Pack,
+        tensors: Sequence[torch.Tensor],
         there: torch.Tensor,
-    ) -> Event:  # fmt: skip
+    ) -> Event:
         own.used += pack.size
         for into, tensor in zip(self._tensors_in(pack, there), tensors, strict=True):
             into.copy_(tensor)
@@ -377,9 +391,10 @@ class DeviceActivationOffload(ActivationHooks):
         buffer = number % BUFFERS
         there = self._slice_buffer(own.device_buffer, buffer, pack.size)
         own.copies[buffer] = self._device.copy(
-            "slices", [(there[: pack.size], self._host_memory(site, own, pack))],
+            "slices",
+            [(there[: pack.size], self._host_memory(site, own, pack))],
             after=self._device.mark(),
-        )  # fmt: skip
+        )
 
     def release(self, site: int, call: SavedCall) -> None:
         if self._offloaded_call(site, call) is not None:

@@ -70,8 +70,13 @@ class Sizes:
         block, h = max(model.blocks, key=lambda block: block.flops), model.hidden
         heads = next((h // size for size in HEAD_SIZES if h % size == 0), 1)
         inner = round((block.flops / 2 - 4 * h * h) / (3 * h))
-        return cls(hidden=h, inner=max(1, inner), heads=heads,
-                   vocabulary=model.vocabulary or cls.vocabulary, copies=2)  # fmt: skip
+        return cls(
+            hidden=h,
+            inner=max(1, inner),
+            heads=heads,
+            vocabulary=model.vocabulary or cls.vocabulary,
+            copies=2,
+        )
 
 
 @dataclass(frozen=True)
@@ -304,9 +309,14 @@ def adam_figure(sizes: Sizes, dtype: str) -> Figure:
         weights, grad, state = next(turns)
         start = time.perf_counter()
         update_chunk(
-            group, chunk, weights=weights, state=state, grad_of=lambda _: grad,
-            state_format=fmt, scalars=scalars,
-        )  # fmt: skip
+            group,
+            chunk,
+            weights=weights,
+            state=state,
+            grad_of=lambda _: grad,
+            state_format=fmt,
+            scalars=scalars,
+        )
         return time.perf_counter() - start
 
     for _ in sets:
@@ -653,9 +663,13 @@ def _fitting(sizes: Sizes, device: Device, name: str) -> Sizes:
 
 
 def profile(
-    ssd: Sequence[Path], *, progress: Progress = silent, effort: Effort | None = None,
-    device: Device | None = None, model: ModelShape | None = None,
-) -> Profile:  # fmt: skip
+    ssd: Sequence[Path],
+    *,
+    progress: Progress = silent,
+    effort: Effort | None = None,
+    device: Device | None = None,
+    model: ModelShape | None = None,
+) -> Profile:
     """What this machine does with these folders as its drives and compute on this device; under a
     minute. `model`: with blocks as wide as those."""
     device = device or CpuDevice()
@@ -670,17 +684,27 @@ def profile(
     shared = bool(ssd) and not own  # compute and I/O have the cores in common
     contention = _contention(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
-        name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
-        compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
-        block_width=effort.sizes.hidden, device_rate=computed.device_rate,
-        h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
+        name=platform.node() or "this machine",
+        device=device.name,
+        device_bytes=device_bytes,
+        compute=computed.forward,
+        backward=computed.backward,
+        head_flops=computed.head_flops,
+        block_width=effort.sizes.hidden,
+        device_rate=computed.device_rate,
+        h2d=h2d,
+        d2h=d2h,
+        host_bytes=host_bytes,
+        adam=computed.adam,
         host_rate=host_rate,
-        cores=float(_core.threads()), drives=drives,
+        cores=float(_core.threads()),
+        drives=drives,
         ssd_limit=joint,
-        io_share=contention[0], compute_share=contention[1],
+        io_share=contention[0],
+        compute_share=contention[1],
         action_s=max((each.action_s for each in found), default=0.0),
         commit_s=max((each.commit_s for each in found), default=0.0),
-    )  # fmt: skip
+    )
 
 
 def free_bytes(path: Path) -> int:
@@ -701,11 +725,14 @@ def _drives(
             found.append(rates(probe, seconds=seconds))
     drives = tuple(
         Drive(
-            name=str(path), read=each.read, write=each.write, mixed=each.mixed,
+            name=str(path),
+            read=each.read,
+            write=each.write,
+            mixed=each.mixed,
             bytes=free_bytes(path),
         )
         for path, each in zip(ssd, found, strict=True)
-    )  # fmt: skip
+    )
     joint = 0.0
     if len(ssd) > 1:
         progress("drives", len(ssd), total)

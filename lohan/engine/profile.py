@@ -40,10 +40,15 @@ CPU = Where()
 
 
 def run_profile(
-    ssd: Sequence[Path], *, where: Where = CPU, out: Path | None = None, as_json: bool = False,
-    progress: Callable[[str, int, int], None] | None = None, measure: Measure | None = None,
+    ssd: Sequence[Path],
+    *,
+    where: Where = CPU,
+    out: Path | None = None,
+    as_json: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+    measure: Measure | None = None,
     model: ModelShape | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Measures, keeps the result for later runs, writes it to `out`; what to print. `model`: with
     blocks as wide as those."""
     target = None
@@ -60,10 +65,13 @@ def run_profile(
 
 
 def cached_profile(
-    ssd: Sequence[Path], *, where: Where = CPU,
+    ssd: Sequence[Path],
+    *,
+    where: Where = CPU,
     progress: Callable[[str, int, int], None] | None = None,
-    fresh: bool = False, measure: Measure | None = None,
-) -> Profile:  # fmt: skip
+    fresh: bool = False,
+    measure: Measure | None = None,
+) -> Profile:
     """The profile of this machine with these folders and this device: from the cache, or measured
     now. What is free at the moment is always looked up."""
     folders = [Path(path).absolute() for path in ssd]

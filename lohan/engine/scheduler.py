@@ -39,10 +39,18 @@ class ActionScheduler:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, groups: Sequence[FlatGroup], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
-        overlap: bool, update_mode: str, deferred: Sequence[int], speculates: bool = False,
+        self,
+        groups: Sequence[FlatGroup],
+        spec: ScheduleSpec,
+        *,
+        slots: Slots,
+        lanes: Lanes,
+        overlap: bool,
+        update_mode: str,
+        deferred: Sequence[int],
+        speculates: bool = False,
         by_interval: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._groups, self._spec, self._slots = groups, spec, slots
         self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
         self._deferred = tuple(deferred)  # groups whose updates wait until backward has ended
@@ -172,10 +180,14 @@ class ActionScheduler:
                 self._make_second_updates()
             names = [action.name for action in self._buffers.behind]
             made, self._buffers = sched.backward(
-                self._writing, self._buffers, known.backward, update_mode=self._update_mode,
-                deferred=self._deferred_now, unreached=self._unreached,
+                self._writing,
+                self._buffers,
+                known.backward,
+                update_mode=self._update_mode,
+                deferred=self._deferred_now,
+                unreached=self._unreached,
                 speculate=self.skips_norm_wait,
-            )  # fmt: skip
+            )
             if self._second_updates:  # No update of this backward belongs to this step.
                 self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
             else:  # What was left behind precedes the writes of this step.
@@ -227,9 +239,12 @@ class ActionScheduler:
         self._handed_over.update(finished)
         if not self._whole_phase and finished:
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, finished,
-                deferred=self._deferred_now, speculate=self.skips_norm_wait,
-            )  # fmt: skip
+                self._writing,
+                self._buffers,
+                finished,
+                deferred=self._deferred_now,
+                speculate=self.skips_norm_wait,
+            )
             self._lanes.enqueue(made, self._scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
             self._lanes.wait_for(*(action.name for action in made))
@@ -239,9 +254,13 @@ class ActionScheduler:
         if not self._whole_phase:
             self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._unreached, end=True,
-                deferred=self._deferred_now, speculate=self.skips_norm_wait,
-            )  # fmt: skip
+                self._writing,
+                self._buffers,
+                self._unreached,
+                end=True,
+                deferred=self._deferred_now,
+                speculate=self.skips_norm_wait,
+            )
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
@@ -262,10 +281,13 @@ class ActionScheduler:
         """The next step is expected to go as this one."""
         if self._overlap and not self._paused:
             seen = ExecutionOrder(
-                forward=tuple(self._forward), backward=tuple(self._backward),
-                update_mode=self._update_mode, deferred=self._deferred, speculates=self._speculates,
+                forward=tuple(self._forward),
+                backward=tuple(self._backward),
+                update_mode=self._update_mode,
+                deferred=self._deferred,
+                speculates=self._speculates,
                 commits=not self._by_interval,
-            )  # fmt: skip
+            )
             if seen != self._known:
                 check_order(self._spec, seen)
             self._known = seen

@@ -103,9 +103,12 @@ class PlanContext:
             self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
         )
         return profile_of_step(
-            spans, work, host_bytes=self.host_bytes, device=self.device.name,
+            spans,
+            work,
+            host_bytes=self.host_bytes,
+            device=self.device.name,
             device_bytes=self.device_bytes or 0,
-        )  # fmt: skip
+        )
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:
         """The batch in the tiles of a plan."""
@@ -270,18 +273,26 @@ class Session:
         return Counters(sum(c.bytes_read for c in own), sum(c.bytes_written for c in own))
 
     def export(
-        self, out: str | os.PathLike[str], *, dtype: str | None = None,
-        source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
+        self,
+        out: str | os.PathLike[str],
+        *,
+        dtype: str | None = None,
+        source_folder: str | os.PathLike[str] | None = None,
+        overwrite: bool = False,
         ema: bool = False,
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         """Writes the weights of the last step as a Hugging Face folder, or the adapter of a PEFT
         model as a PEFT folder. `ema`: their moving average instead, where one is kept. Of several
         ranks all call it, and the first writes."""
         source = source_folder or folder_of(self.model)
         return self.export_committed(
-            out, source_folder=source, dtype=dtype, overwrite=overwrite,
-            buffers=persistent_buffers(base_of(self.model)), ema=ema,
-        )  # fmt: skip
+            out,
+            source_folder=source,
+            dtype=dtype,
+            overwrite=overwrite,
+            buffers=persistent_buffers(base_of(self.model)),
+            ema=ema,
+        )
 
     def export_committed(
         self, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
@@ -500,13 +511,21 @@ def config_of(model: nn.Module | None) -> Any:
 
 
 def export_store(
-    store: Store | Sequence[Store], out: str | os.PathLike[str], *,
-    source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
-    buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
-    ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
-    read: ReadFlat | None = None, mark: str | None = None, chat_template: str | None = None,
+    store: Store | Sequence[Store],
+    out: str | os.PathLike[str],
+    *,
+    source_folder: str | os.PathLike[str] | None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    model: nn.Module | None = None,
+    ema: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    read: ReadFlat | None = None,
+    mark: str | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-) -> Path:  # fmt: skip
+) -> Path:
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
@@ -527,42 +546,74 @@ def export_store(
     torch_dtype = dtype_of(STATE_FORMATS[dtype or held.state_format.name])
     if adapter is not None:
         return export_adapter(
-            adapter, out, shapes=shapes, read_flat=read_flat, dtype=torch_dtype,
-            overwrite=overwrite, mark=mark,
-        )  # fmt: skip
+            adapter,
+            out,
+            shapes=shapes,
+            read_flat=read_flat,
+            dtype=torch_dtype,
+            overwrite=overwrite,
+            mark=mark,
+        )
     if buffers is None:
         buffers = {} if model is None else persistent_buffers(model)
     return _export_weights(
-        out, model=model, shapes=shapes, buffers=buffers, read_flat=read_flat,
-        dtype=torch_dtype, source_folder=source_folder, overwrite=overwrite, mark=mark,
-        chat_template=chat_template, max_shard_bytes=max_shard_bytes,
-    )  # fmt: skip
+        out,
+        model=model,
+        shapes=shapes,
+        buffers=buffers,
+        read_flat=read_flat,
+        dtype=torch_dtype,
+        source_folder=source_folder,
+        overwrite=overwrite,
+        mark=mark,
+        chat_template=chat_template,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def export_merged(
-    model: nn.Module, read: ReadFlat, out: str | os.PathLike[str], *, dtype: str,
-    source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
+    model: nn.Module,
+    read: ReadFlat,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str,
+    source_folder: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    chat_template: str | None = None, max_shard_bytes: int = SHARD_BYTES, mark: str | None = None,
-) -> Path:  # fmt: skip
+    chat_template: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    mark: str | None = None,
+) -> Path:
     """Streams the base of a PEFT model with what its adapters add into a Hugging Face folder.
     `read` has all parameters by their names in the PEFT model."""
     merged, base = MergedReader(model, read), base_of(model)
     plain = base_names(base)
     buffers = {plain[name]: buffer for name, buffer in persistent_buffers(base).items()}
     return _export_weights(
-        out, model=base, shapes=merged.shapes, buffers=buffers,
+        out,
+        model=base,
+        shapes=merged.shapes,
+        buffers=buffers,
         read_flat=_with_progress(merged.read_flat, merged.shapes, progress),
-        dtype=dtype_of(STATE_FORMATS[dtype]), source_folder=source_folder, overwrite=overwrite,
-        chat_template=chat_template, max_shard_bytes=max_shard_bytes, mark=mark,
-    )  # fmt: skip
+        dtype=dtype_of(STATE_FORMATS[dtype]),
+        source_folder=source_folder,
+        overwrite=overwrite,
+        chat_template=chat_template,
+        max_shard_bytes=max_shard_bytes,
+        mark=mark,
+    )
 
 
 def _export_weights(
-    out: str | os.PathLike[str], *, model: nn.Module | None, shapes: Mapping[str, tuple[int, ...]],
-    buffers: Mapping[str, torch.Tensor], source_folder: str | os.PathLike[str] | None,
-    read_flat: ReadFlat, **how: Any,
-) -> Path:  # fmt: skip
+    out: str | os.PathLike[str],
+    *,
+    model: nn.Module | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    buffers: Mapping[str, torch.Tensor],
+    source_folder: str | os.PathLike[str] | None,
+    read_flat: ReadFlat,
+    **how: Any,
+) -> Path:
     if source_folder is not None:
         source_folder = weights_folder(Path(source_folder))
     same_class = source_folder is not None and not is_of_another_class(model, Path(source_folder))
@@ -570,9 +621,15 @@ def _export_weights(
     generation = getattr(model, "generation_config", None) if source_folder is None else None
     saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
     return export_folder(
-        out, tensors=saved.tensors, read_flat=saved.reading(read_flat), buffers=saved.buffers,
-        source_folder=source_folder, config=config, generation_config=generation, **how,
-    )  # fmt: skip
+        out,
+        tensors=saved.tensors,
+        read_flat=saved.reading(read_flat),
+        buffers=saved.buffers,
+        source_folder=source_folder,
+        config=config,
+        generation_config=generation,
+        **how,
+    )
 
 
 def _with_progress(
@@ -762,9 +819,13 @@ class Replanner:
         options = replace(options, every_clipped=every_clipped, world=plan.world)
         try:
             return plan_for_budget(
-                context.shards, options, host_bytes=context.host_bytes, workload=context.workload,
-                profile=measured, device_bytes=context.device_bytes,
-            )  # fmt: skip
+                context.shards,
+                options,
+                host_bytes=context.host_bytes,
+                workload=context.workload,
+                profile=measured,
+                device_bytes=context.device_bytes,
+            )
         except BudgetError:
             return None
 
@@ -876,10 +937,14 @@ def _shrunk(session: Session) -> str:
     options = replace(context.options, chunk_params=session.plan.chunk_params)
     session.follow(
         lambda: closed_form_plan(
-            context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
-            profile=profile, device_bytes=room,
+            context.blocks,
+            options,
+            host_bytes=context.host_bytes,
+            workload=context.workload,
+            profile=profile,
+            device_bytes=room,
         )
-    )  # fmt: skip
+    )
     session.context = replace(context, device_bytes=room, profile=profile)
     tiles = f" in tiles of {session.plan.tiles} tokens" if session.plan.tiles else ""
     return f"{session.plan.micro_batch or 'all'}{tiles}"

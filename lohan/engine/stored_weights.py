@@ -288,9 +288,12 @@ class _SavePretrained(_Method):
     merged = False
 
     def __call__(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True,
-        state_dict: Mapping[str, Any] | None = None, **how: Any,
-    ) -> None:  # fmt: skip
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        **how: Any,
+    ) -> None:
         stored = self._stored
         if state_dict is not None:  # what is to be written is given
             own: Any = type(stored.model)
@@ -305,9 +308,11 @@ class _SavePretrained(_Method):
         if is_main_process:
             size = how.get("max_shard_size") or SHARD_BYTES
             save_into(
-                Path(save_directory), stored, merged=self.merged,
+                Path(save_directory),
+                stored,
+                merged=self.merged,
                 max_shard_bytes=parse_bytes(size, name="max_shard_size"),
-            )  # fmt: skip
+            )
 
 
 class _SaveMerged(_SavePretrained):
@@ -362,7 +367,7 @@ class _StateDict(_Method):
 class _LoadStateDict(_Method):
     def __call__(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Write values to the store, with the checks of PyTorch. Optimizer state stays as it is, as
         that of a torch optimizer would; `assign` makes no difference."""
         stored = self._stored

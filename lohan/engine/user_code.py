@@ -39,9 +39,11 @@ class WatchedParameters:
     """
 
     def __init__(
-        self, model: nn.Module, groups: Mapping[str, FlatGroup],
+        self,
+        model: nn.Module,
+        groups: Mapping[str, FlatGroup],
         parameters: Mapping[TensorKey, AttachedParameter],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._groups, self.parameters = model, groups, dict(parameters)
         self._ids = {id(parameter) for parameter in parameters.values()}
         self.frozen: frozenset[TensorKey] = frozenset()
@@ -106,9 +108,7 @@ def has_gradient_hooks(model: nn.Module) -> bool:
         )
 
 
-def run_gradient_hooks(
-    parameter: OffloadedParameter, grad: torch.Tensor
-) -> torch.Tensor | None:  # fmt: skip
+def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> torch.Tensor | None:
     """Run a parameter's hooks over its complete gradient of one backward, in the order of PyTorch,
     and return the gradient that is left."""
     shape = grad.shape
@@ -159,8 +159,9 @@ def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tenso
     if size >= READ_WARNING_BYTES:
         warnings.warn(
             f"parameter {name} is read outside the call of its block: {format_bytes(size)} are "
-            "streamed from the store each time", stacklevel=5,
-        )  # fmt: skip
+            "streamed from the store each time",
+            stacklevel=5,
+        )
     return executor.read_weight(parameter.stored_as)
 
 
@@ -170,9 +171,13 @@ class WeightRead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, stored: Any, stored_as: str, label: str,
+        ctx: Any,
+        anchor: torch.Tensor,
+        stored: Any,
+        stored_as: str,
+        label: str,
         values: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         ctx.stored, ctx.stored_as, ctx.label = stored, stored_as, label
         session = stored.running_session
         ctx.step = None if session is None else session.step
@@ -188,9 +193,7 @@ class WeightRead(torch.autograd.Function):
                 "be lost; attach the model again to train it"
             )
         wanted = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        session.executor.add_gradient(
-            ctx.stored_as, ctx.label, grad, step=ctx.step, wanted=wanted
-        )  # fmt: skip
+        session.executor.add_gradient(ctx.stored_as, ctx.label, grad, step=ctx.step, wanted=wanted)
         return None, None, None, None, None
 
 

@@ -267,9 +267,16 @@ class BlockRunner:
     the step back if a call fails."""
 
     def __init__(
-        self, groups: Sequence[FlatGroup], scheduler: ActionScheduler, collector: GradientCollector,
-        compute: SlicedCompute, *, device: Device, guarded: Guard, dequantised: Dequantised,
-    ) -> None:  # fmt: skip
+        self,
+        groups: Sequence[FlatGroup],
+        scheduler: ActionScheduler,
+        collector: GradientCollector,
+        compute: SlicedCompute,
+        *,
+        device: Device,
+        guarded: Guard,
+        dequantised: Dequantised,
+    ) -> None:
         self._groups, self._scheduler, self._collector = groups, scheduler, collector
         self._dequantised = dequantised
         self._packed = {n for n, group in enumerate(groups) if group.dequantised}
@@ -370,16 +377,21 @@ class BlockRunner:
         if part != slice(0, call.batch):
             rows = iter(call.cut.outputs)
             ours = [
-                leaf[: part.stop * each] if isinstance(leaf, torch.Tensor) and (each := next(rows))
+                leaf[: part.stop * each]
+                if isinstance(leaf, torch.Tensor) and (each := next(rows))
                 else leaf
                 for leaf in ours
-            ]  # fmt: skip
+            ]
         self.first_calls.compare_results(call.name, ours, tree_leaves(plain))
 
     def _check_gradients(
-        self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
-        weights: Weights, inputs: list[Gathered],
-    ) -> None:  # fmt: skip
+        self,
+        wrapped: WrappedSite,
+        call: SavedCall,
+        grads: tuple[torch.Tensor | None, ...],
+        weights: Weights,
+        inputs: list[Gathered],
+    ) -> None:
         """Those of the inputs of its first slice."""
         parts = call.slices(self.compute.micro_batch)
         tensors, args, kwargs = call.restore(parts[0], grad=True)

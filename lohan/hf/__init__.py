@@ -24,10 +24,15 @@ if TYPE_CHECKING:
     from lohan.hf.trl import SFTTrainer as SFTTrainer
 
 _PLACES = {
-    "LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "trl",
-    "DPOTrainer": "trl", "KTOTrainer": "trl", "RewardTrainer": "trl",
-    "ORPOTrainer": "orpo", "CPOTrainer": "orpo",
-}  # fmt: skip
+    "LohanArguments": "arguments",
+    "Trainer": "mixin",
+    "SFTTrainer": "trl",
+    "DPOTrainer": "trl",
+    "KTOTrainer": "trl",
+    "RewardTrainer": "trl",
+    "ORPOTrainer": "orpo",
+    "CPOTrainer": "orpo",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,10 +38,12 @@ class LohanArguments:
         named = os.environ.get("LOHAN_SSD", "")
         ssd = self.ssd or tuple(part for part in named.split(os.pathsep) if part) or (output_dir,)
         return Budget(
-            host=self.host or os.environ.get("LOHAN_HOST"), ssd=ssd, device=self.device_memory,
+            host=self.host or os.environ.get("LOHAN_HOST"),
+            ssd=ssd,
+            device=self.device_memory,
             durability=self.durability or os.environ.get("LOHAN_DURABILITY", "step"),
             commit_every=self.commit_every or os.environ.get("LOHAN_COMMIT_EVERY", AUTO),
-        )  # fmt: skip
+        )
 
 
 # -- From what TrainingArguments says of the optimizer to one of LoHan's ---------------------------
@@ -80,8 +82,9 @@ def moments_of(args: Any, moments: str | None) -> str:
 
 
 _SGD: dict[str, Callable[[str], Any]] = {
-    "momentum": float, "nesterov": lambda text: text.lower() in ("true", "1", "yes"),
-}  # fmt: skip
+    "momentum": float,
+    "nesterov": lambda text: text.lower() in ("true", "1", "yes"),
+}
 
 
 def _given(args: Any) -> dict[str, Any]:

@@ -81,10 +81,17 @@ class _LossesInFp32(TorchFunctionMode):
     KINDS = frozenset(
         getattr(nn.functional, name)
         for name in (
-            "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-            "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
+            "cross_entropy",
+            "nll_loss",
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "kl_div",
         )
-    )  # fmt: skip
+    )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.KINDS:
@@ -233,24 +240,30 @@ class LohanMixin(OutputStore):
                 name = self._new_store()
         try:
             self.session = attach(
-                self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
+                self.model,
+                budget=self.lohan.budget(args.output_dir),
+                resume=self._resumes,
                 store_name=name,
                 optimizer=AdamW(moments=moments) if groups is None else groups.optimizer,
                 param_groups=() if groups is None else groups,
-                batch=shapes, clip=args.max_grad_norm,
-                micro_batch=self.lohan.micro_batch, tiles=self.lohan.tiles,
+                batch=shapes,
+                clip=args.max_grad_norm,
+                micro_batch=self.lohan.micro_batch,
+                tiles=self.lohan.tiles,
                 meta={
                     "shapes": shapes_to_json(shapes),
                     OUTPUT_DIR: str(self._out.resolve()),
                     TRAINING: uuid4().hex,
                 },
-                overlap=self.lohan.overlap, update_mode=self.lohan.update_mode,
-                activations=self.lohan.activations, run_again=self._repeatable(),
+                overlap=self.lohan.overlap,
+                update_mode=self.lohan.update_mode,
+                activations=self.lohan.activations,
+                run_again=self._repeatable(),
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
                 device="cpu" if args.device.type == "cpu" else "accelerator",
                 compile=args.torch_compile_backend or True if args.torch_compile else False,
                 **self._sharing(),
-            )  # fmt: skip
+            )
         except BudgetError as error:
             if not args.auto_find_batch_size:
                 raise
@@ -603,9 +616,13 @@ class LohanMixin(OutputStore):
         )
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int,
-        resume_from_checkpoint: str | None, trial: Any,
-    ) -> tuple[int, int]:  # fmt: skip
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
         """Training resumes after the last step that was committed, not after the checkpoint."""
         known = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
         found: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]

@@ -35,9 +35,12 @@ class LionGroups(torch.optim.Optimizer):
     """The parameter groups of Lion, which torch does not have. It has no step of its own."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -48,15 +51,29 @@ class LionGroups(torch.optim.Optimizer):
 # Classes of torch that LoHan has kernels for, by the name of its own optimizer. Subclasses may
 # compute something else, so they are not accepted.
 CLASSES: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd", LionGroups: "lion",
-}  # fmt: skip
+    torch.optim.AdamW: "adamw",
+    torch.optim.SGD: "sgd",
+    LionGroups: "lion",
+}
 # Keys of a group that change an update, with the only value that LoHan's kernels have.
 FIXED = {"amsgrad": False, "maximize": False, "dampening": 0, "decoupled_weight_decay": True}
 # Keys that say how torch computes, and those that schedulers of torch add for themselves.
-WITHOUT_EFFECT = frozenset((
-    "params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr",
-    "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",
-))  # fmt: skip
+WITHOUT_EFFECT = frozenset(
+    (
+        "params",
+        "param_names",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_momentum",
+        "max_momentum",
+        "swa_lr",
+    )
+)
 
 
 def class_and_kwargs(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -134,8 +151,9 @@ class TorchGroups:
                 f"of the optimizer and do not learn, first {next(iter(trained.values()))}; set "
                 "requires_grad to False to save their optimizer state"
             )
-        first_names = {known[0]: self._index[known[0]] for known in names.values()
-                       if known[0] in self._index}  # fmt: skip
+        first_names = {
+            known[0]: self._index[known[0]] for known in names.values() if known[0] in self._index
+        }
         self._members = members_by_group(len(given.param_groups) + 1, first_names)
         self._keys = [frozenset(group) for group in given.param_groups]
         for group in given.param_groups:

@@ -214,10 +214,14 @@ class OutputStore:
             for stored in all_stored_weights_of(self.model):
                 reading.enter_context(stored.store())
             store_from_snapshot(
-                find_snapshot(self._state_folder(checkpoint)), dirs, weights_source(self.model),
-                given, durability=budget.durability, process_group=group,
+                find_snapshot(self._state_folder(checkpoint)),
+                dirs,
+                weights_source(self.model),
+                given,
+                durability=budget.durability,
+                process_group=group,
                 meta={OUTPUT_DIR: str(self._out.resolve())},
-            )  # fmt: skip
+            )
         for file in checkpoint.parent.glob(REFERENCES):
             if group.ranks.first and not (self._out / file.name).exists():
                 shutil.copyfile(file, self._out / file.name)

@@ -157,9 +157,13 @@ class OverTokens(LohanMixin):
         return self._one(model, call, loss, routes=self._routes and torch.is_grad_enabled())
 
     def _one(
-        self, model: Any, part: Part, loss: Callable[[dict[str, torch.Tensor]], torch.Tensor], *,
+        self,
+        model: Any,
+        part: Part,
+        loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+        *,
         routes: bool,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         assert self.session is not None
         world = self.session.process_group.world  # over whose losses DDP would take the mean
 

@@ -101,7 +101,7 @@ class UserSteps:
 
     def _run(
         self, backward: Callable[..., Any], loss: Any, kwargs: Any, session: Session, *, last: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         user_sums = self._sums is None and session.accumulates
         if self._sums is None and not last and not user_sums:
             self._sums = session.accumulate()

@@ -150,14 +150,25 @@ class Profile:
             common = self.link_limit / ranks or math.inf
             rates[name] = min(getattr(self, name), common)
         drives = tuple(
-            replace(d, read=d.read / ranks, write=d.write / ranks, mixed=d.mixed / ranks,
-                    bytes=d.bytes // ranks)
+            replace(
+                d,
+                read=d.read / ranks,
+                write=d.write / ranks,
+                mixed=d.mixed / ranks,
+                bytes=d.bytes // ranks,
+            )
             for d in self.drives
-        )  # fmt: skip
-        own = self if self.has_link else replace(  # Other ranks compute on the same cores.
-            self, compute=_divided(self.compute, ranks), backward=_divided(self.backward, ranks),
-            head_flops=self.head_flops / ranks,
-        )  # fmt: skip
+        )
+        own = (
+            self
+            if self.has_link
+            else replace(  # Other ranks compute on the same cores.
+                self,
+                compute=_divided(self.compute, ranks),
+                backward=_divided(self.backward, ranks),
+                head_flops=self.head_flops / ranks,
+            )
+        )
         return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
 
     def with_host(self, host_bytes: int) -> Profile:

@@ -331,9 +331,12 @@ class PlanOptions:
         Micro-batch, tiles, head slices and chunks are fixed to those of `plan`.
         """
         return replace(
-            self, micro_batch=plan.micro_batch, tiles=plan.tiles or "off",
-            head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
-        )  # fmt: skip
+            self,
+            micro_batch=plan.micro_batch,
+            tiles=plan.tiles or "off",
+            head_tokens=plan.head_tokens,
+            chunk_params=plan.chunk_params,
+        )
 
 
 def options_of(
@@ -342,9 +345,17 @@ def options_of(
     """Return the plan options of a run with these settings."""
     train, budget = config.train, config.budget
     return PlanOptions(
-        dtype=dtype, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
-        update_mode=train.update_mode, activations=activation_policy_of(train.activations),
-        clip=train.clip, kind=train.kind,
-        durability=budget.durability, minimise=minimise, world=world, can_rerun=True,
+        dtype=dtype,
+        micro_batch=train.micro_batch,
+        tiles=train.tiles,
+        overlap=train.overlap,
+        update_mode=train.update_mode,
+        activations=activation_policy_of(train.activations),
+        clip=train.clip,
+        kind=train.kind,
+        durability=budget.durability,
+        minimise=minimise,
+        world=world,
+        can_rerun=True,
         commit=commit_interval(budget.durability, budget.commit_every),
-    )  # fmt: skip
+    )

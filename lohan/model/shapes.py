@@ -96,17 +96,22 @@ class BlockShape:
         The attention work, `flops_per_context`, is multiplied by `context`.
         """
         return replace(
-            self, input_elements=self.input_elements * factor, flops=self.flops * factor,
-            tile_flops=self.tile_flops * factor, tile_elements=self.tile_elements * factor,
+            self,
+            input_elements=self.input_elements * factor,
+            flops=self.flops * factor,
+            tile_flops=self.tile_flops * factor,
+            tile_elements=self.tile_elements * factor,
             flops_per_context=self.flops_per_context * context,
             activations=tuple(
                 replace(
-                    part, elements=part.elements * factor, flops=part.flops * factor,
+                    part,
+                    elements=part.elements * factor,
+                    flops=part.flops * factor,
                     flops_per_context=part.flops_per_context * context,
                 )
                 for part in self.activations
             ),
-        )  # fmt: skip
+        )
 
     def recompute_flops_at(self, seq: int, kept: Collection[str] = ()) -> float:
         """Return the forward work to repeat if only the input and the `kept` classes are kept.
@@ -124,10 +129,11 @@ class BlockShape:
         """
         inside = [part for part in self.activations if part.tiled]
         return replace(
-            self, activations=tuple(part for part in self.activations if not part.tiled),
+            self,
+            activations=tuple(part for part in self.activations if not part.tiled),
             tile_flops=sum(part.flops for part in inside),
             tile_elements=sum(part.elements for part in inside),
-        )  # fmt: skip
+        )
 
     def by_benefit(self, seq: int) -> list[Activation]:
         """Return the classes in descending order of the benefit of keeping them."""
@@ -180,9 +186,16 @@ MASK = 0.5  # In elements: one byte instead of two.
 
 
 def gpt_block(
-    *, parameters: int, hidden: int, inner: int, dropout: bool = True, parallel: bool = False,
-    norms: int = 2, post_norm: bool = False, relu: bool = False,
-) -> BlockShape:  # fmt: skip
+    *,
+    parameters: int,
+    hidden: int,
+    inner: int,
+    dropout: bool = True,
+    parallel: bool = False,
+    norms: int = 2,
+    post_norm: bool = False,
+    relu: bool = False,
+) -> BlockShape:
     """Return a block with attention and a plain MLP.
 
     With `parallel`, both start from the block's input, with one or two `norms`. With `post_norm`,
@@ -212,9 +225,15 @@ def gpt_block(
 
 
 def gated_block(
-    *, parameters: int, hidden: int, queries: int, keys: int, inner: int, qk_norm: bool = False,
+    *,
+    parameters: int,
+    hidden: int,
+    queries: int,
+    keys: int,
+    inner: int,
+    qk_norm: bool = False,
     sandwich: bool = False,
-) -> BlockShape:  # fmt: skip
+) -> BlockShape:
     """Return a block with grouped-query attention and a gated MLP.
 
     With `sandwich`, there are norms before and after both.
@@ -284,11 +303,14 @@ def _block(
     input and output widths of its linear layers.
     """
     return BlockShape(
-        name="block", parameters=parameters, input_elements=hidden,
+        name="block",
+        parameters=parameters,
+        input_elements=hidden,
         flops=sum(part.flops for part in parts) + last,
         flops_per_context=sum(part.flops_per_context for part in parts),
-        activations=tuple(parts), linear_ends=ends,
-    )  # fmt: skip
+        activations=tuple(parts),
+        linear_ends=ends,
+    )
 
 
 def stacked(block: BlockShape, layers: int) -> tuple[BlockShape, ...]:
@@ -296,9 +318,14 @@ def stacked(block: BlockShape, layers: int) -> tuple[BlockShape, ...]:
 
 
 def gpt_shape(
-    layers: int, heads: int, hidden: int, *, vocabulary: int = 50257, positions: int = 1024,
+    layers: int,
+    heads: int,
+    hidden: int,
+    *,
+    vocabulary: int = 50257,
+    positions: int = 1024,
     name: str = "gpt",
-) -> ModelShape:  # fmt: skip
+) -> ModelShape:
     """Return the GPT of the paper: learned positions, biases, dropout, tied head.
 
     Its `temporaries` are 0, in agreement with the published results.
@@ -307,16 +334,28 @@ def gpt_shape(
     h = hidden
     block = gpt_block(parameters=12 * h * h + 13 * h, hidden=h, inner=4 * h)
     return ModelShape(
-        name=name, hidden=h, vocabulary=vocabulary, blocks=stacked(block, layers),
-        embedding_parameters=(vocabulary + positions) * h, head_parameters=0, tied=True,
-        resident_parameters=2 * h, temporaries=0.0,
-    )  # fmt: skip
+        name=name,
+        hidden=h,
+        vocabulary=vocabulary,
+        blocks=stacked(block, layers),
+        embedding_parameters=(vocabulary + positions) * h,
+        head_parameters=0,
+        tied=True,
+        resident_parameters=2 * h,
+        temporaries=0.0,
+    )
 
 
 def dit_shape(
-    layers: int, heads: int, hidden: int, *, image: int = 512, patch: int = 2, classes: int = 1000,
+    layers: int,
+    heads: int,
+    hidden: int,
+    *,
+    image: int = 512,
+    patch: int = 2,
+    classes: int = 1000,
     name: str = "dit",
-) -> ModelShape:  # fmt: skip
+) -> ModelShape:
     """Return a diffusion transformer on latents with 1/8 of the image size and four channels.
 
     This includes its embeddings (patch, time, class) and its final layer, which predicts noise and
@@ -327,12 +366,15 @@ def dit_shape(
     tokens = (image // 8 // patch) ** 2
     time = 256 * h + h + h * h + h
     return ModelShape(
-        name=name, hidden=h, vocabulary=0,
+        name=name,
+        hidden=h,
+        vocabulary=0,
         blocks=stacked(dit_block(hidden=h, sample_tokens=tokens), layers),
         embedding_parameters=pixels * h + h + time + (classes + 1) * h,
         head_parameters=2 * h * h + 2 * h + 2 * pixels * h + 2 * pixels,
-        sample_tokens=tokens, temporaries=0.0,
-    )  # fmt: skip
+        sample_tokens=tokens,
+        temporaries=0.0,
+    )
 
 
 def check_heads(name: str, heads: int, hidden: int) -> None:
@@ -462,11 +504,15 @@ def _gated_shape(keys: _Keys, family: _Gated) -> ModelShape:
     tied = keys.flag("tie_word_embeddings", default=family.tied)
     block = _gated_layer(keys, family, h)
     return ModelShape(
-        name=keys.name, hidden=h, vocabulary=vocabulary,
+        name=keys.name,
+        hidden=h,
+        vocabulary=vocabulary,
         blocks=stacked(block, keys.number("num_hidden_layers")),
-        embedding_parameters=vocabulary * h, head_parameters=0 if tied else vocabulary * h,
-        tied=tied, resident_parameters=h,
-    )  # fmt: skip
+        embedding_parameters=vocabulary * h,
+        head_parameters=0 if tied else vocabulary * h,
+        tied=tied,
+        resident_parameters=h,
+    )
 
 
 def _gated_layer(keys: _Keys, family: _Gated, h: int) -> BlockShape:
@@ -484,9 +530,13 @@ def _gated_layer(keys: _Keys, family: _Gated, h: int) -> BlockShape:
     norms = (4 if family.sandwich else 2) * h + (2 * head if family.qk_norm else 0)
     return gated_block(
         parameters=h * (queries + 2 * kv) + queries * h + 3 * h * inner + bias + norms,
-        hidden=h, queries=queries, keys=kv, inner=inner, qk_norm=family.qk_norm,
+        hidden=h,
+        queries=queries,
+        keys=kv,
+        inner=inner,
+        qk_norm=family.qk_norm,
         sandwich=family.sandwich,
-    )  # fmt: skip
+    )
 
 
 # -- GPT-2 and its relatives ----------------------------------------------------------------------
@@ -497,32 +547,48 @@ def _gpt2_shape(keys: _Keys) -> ModelShape:
     inner, vocabulary = keys.number("n_inner", default=4 * h), keys.number("vocab_size")
     positions = keys.number("n_positions", "max_position_embeddings")
     block = gpt_block(
-        parameters=4 * h * h + 4 * h + _mlp(h, inner) + 4 * h, hidden=h, inner=inner,
-        dropout=keys.share("resid_pdrop", default=0.1) > 0, relu=_relu(keys, "gelu_new"),
-    )  # fmt: skip
+        parameters=4 * h * h + 4 * h + _mlp(h, inner) + 4 * h,
+        hidden=h,
+        inner=inner,
+        dropout=keys.share("resid_pdrop", default=0.1) > 0,
+        relu=_relu(keys, "gelu_new"),
+    )
     tied = keys.flag("tie_word_embeddings", default=True)
     return ModelShape(
-        name=keys.name, hidden=h, vocabulary=vocabulary, blocks=stacked(block, layers),
+        name=keys.name,
+        hidden=h,
+        vocabulary=vocabulary,
+        blocks=stacked(block, layers),
         embedding_parameters=(vocabulary + positions) * h,
-        head_parameters=0 if tied else vocabulary * h, tied=tied, resident_parameters=2 * h,
-    )  # fmt: skip
+        head_parameters=0 if tied else vocabulary * h,
+        tied=tied,
+        resident_parameters=2 * h,
+    )
 
 
 def _gptj_shape(keys: _Keys) -> ModelShape:
     h, layers = _gpt2_sizes(keys)
     inner, vocabulary = keys.number("n_inner", default=4 * h), keys.number("vocab_size")
     block = gpt_block(
-        parameters=4 * h * h + _mlp(h, inner) + 2 * h, hidden=h, inner=inner, parallel=True,
-        norms=1, dropout=keys.share("resid_pdrop", default=0.0) > 0,
+        parameters=4 * h * h + _mlp(h, inner) + 2 * h,
+        hidden=h,
+        inner=inner,
+        parallel=True,
+        norms=1,
+        dropout=keys.share("resid_pdrop", default=0.0) > 0,
         relu=_relu(keys, "gelu_new"),
-    )  # fmt: skip
+    )
     tied = keys.flag("tie_word_embeddings", default=False)
     return ModelShape(
-        name=keys.name, hidden=h, vocabulary=vocabulary, blocks=stacked(block, layers),
+        name=keys.name,
+        hidden=h,
+        vocabulary=vocabulary,
+        blocks=stacked(block, layers),
         embedding_parameters=vocabulary * h,
-        head_parameters=vocabulary + (0 if tied else vocabulary * h), tied=tied,
+        head_parameters=vocabulary + (0 if tied else vocabulary * h),
+        tied=tied,
         resident_parameters=2 * h,
-    )  # fmt: skip
+    )
 
 
 def _neox_shape(keys: _Keys) -> ModelShape:
@@ -531,18 +597,24 @@ def _neox_shape(keys: _Keys) -> ModelShape:
     inner = keys.number("intermediate_size")
     bias = 4 * h if keys.flag("attention_bias", default=True) else 0
     block = gpt_block(
-        parameters=4 * h * h + bias + _mlp(h, inner) + 4 * h, hidden=h, inner=inner,
+        parameters=4 * h * h + bias + _mlp(h, inner) + 4 * h,
+        hidden=h,
+        inner=inner,
         parallel=keys.flag("use_parallel_residual", default=True),
         dropout=keys.share("hidden_dropout", default=0.0) > 0,
         relu=str(keys.config.get("hidden_act", "gelu")) == "relu",
-    )  # fmt: skip
+    )
     tied = keys.flag("tie_word_embeddings", default=False)
     return ModelShape(
-        name=keys.name, hidden=h, vocabulary=vocabulary,
+        name=keys.name,
+        hidden=h,
+        vocabulary=vocabulary,
         blocks=stacked(block, keys.number("num_hidden_layers")),
-        embedding_parameters=vocabulary * h, head_parameters=0 if tied else vocabulary * h,
-        tied=tied, resident_parameters=2 * h,
-    )  # fmt: skip
+        embedding_parameters=vocabulary * h,
+        head_parameters=0 if tied else vocabulary * h,
+        tied=tied,
+        resident_parameters=2 * h,
+    )
 
 
 def _opt_shape(keys: _Keys) -> ModelShape:
@@ -554,20 +626,26 @@ def _opt_shape(keys: _Keys) -> ModelShape:
     norm = 2 * h if keys.flag("layer_norm_elementwise_affine", default=True) else 0
     block = gpt_block(
         parameters=4 * h * h + 2 * h * inner + (5 * h + inner if bias else 0) + 2 * norm,
-        hidden=h, inner=inner, post_norm=not first, relu=_relu(keys, "relu"),
+        hidden=h,
+        inner=inner,
+        post_norm=not first,
+        relu=_relu(keys, "relu"),
         dropout=keys.share("dropout", default=0.1) > 0,
-    )  # fmt: skip
+    )
     tied = keys.flag("tie_word_embeddings", default=True)
     positions = (keys.number("max_position_embeddings") + 2) * h
     projections = 2 * word * h if word != h else 0
     last = first and not keys.flag("_remove_final_layer_norm", default=False)
     return ModelShape(
-        name=keys.name, hidden=h, vocabulary=vocabulary,
+        name=keys.name,
+        hidden=h,
+        vocabulary=vocabulary,
         blocks=stacked(block, keys.number("num_hidden_layers")),
         embedding_parameters=vocabulary * word + positions + projections,
-        head_parameters=0 if tied else vocabulary * word, tied=tied,
+        head_parameters=0 if tied else vocabulary * word,
+        tied=tied,
         resident_parameters=norm if last else 0,
-    )  # fmt: skip
+    )
 
 
 def _gpt2_sizes(keys: _Keys) -> tuple[int, int]:
@@ -597,14 +675,17 @@ def _dit_shape(keys: _Keys) -> ModelShape:
     block = dit_block(hidden=h, sample_tokens=tokens)
     pixels = patch * patch * made
     return ModelShape(
-        name=keys.name, hidden=h, vocabulary=0,
+        name=keys.name,
+        hidden=h,
+        vocabulary=0,
         blocks=stacked(
             replace(block, parameters=block.parameters + time + classes),
             keys.number("num_layers", default=28),
         ),
         embedding_parameters=patch * patch * given * h + h,
-        head_parameters=2 * h * h + 2 * h + pixels * h + pixels, sample_tokens=tokens,
-    )  # fmt: skip
+        head_parameters=2 * h * h + 2 * h + pixels * h + pixels,
+        sample_tokens=tokens,
+    )
 
 
 PLAIN: dict[str, Callable[[_Keys], ModelShape]] = {

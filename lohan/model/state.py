@@ -129,8 +129,13 @@ def dequantising_bytes(blocks: Blocks) -> int:
 
 FLOAT, HALF = 4, 2
 ITEM_BYTES = {
-    "float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF, "int8": 1, "uint8": 1,
-}  # fmt: skip
+    "float32": FLOAT,
+    "bfloat16": HALF,
+    "float16": HALF,
+    "int16": HALF,
+    "int8": 1,
+    "uint8": 1,
+}
 EMA = "ema"
 # Seconds per moment, measured with AVX2.
 ROUNDING_S = {"fp32": 0.0, "bf16": 0.45e-9, "int8": 1.0e-9}

@@ -105,9 +105,15 @@ def levels(memory: MemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 
 class _Pricer:
     def __init__(
-        self, profile: Profile, memory: MemoryModel, workload: BatchWorkload, plan: Plan,
-        limit: int, two_generations: bool, spill_all: bool,
-    ) -> None:  # fmt: skip
+        self,
+        profile: Profile,
+        memory: MemoryModel,
+        workload: BatchWorkload,
+        plan: Plan,
+        limit: int,
+        two_generations: bool,
+        spill_all: bool,
+    ) -> None:
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.two_generations, self.spill_all = two_generations, spill_all
         # Whether cached weights and state are written in every step.
@@ -136,9 +142,13 @@ class _Pricer:
         return made
 
     def _traffic(
-        self, compute: tuple[float, float, float], share: float, free: float, out: float,
+        self,
+        compute: tuple[float, float, float],
+        share: float,
+        free: float,
+        out: float,
         kept: float,
-    ) -> Traffic:  # fmt: skip
+    ) -> Traffic:
         """Return the traffic of a step.
 
         Free host memory is used for waiting gradients first, then for weights, then for state.
@@ -161,27 +171,38 @@ class _Pricer:
         written = trained * (fmt.state_bytes + fmt.weight_bytes)
         unwritten = 0.0 if self.writes_cached else state + weights * trained / max(n, 1.0)
         return Traffic(
-            forward_s=compute[0], backward_s=compute[1], head_s=compute[2],
-            weights=n * fmt.weight_bytes, weights_read=read_again,
-            kept=kept, out=out, gradients=trained * width,
-            state_read=trained * fmt.state_bytes - state, state_written=written - unwritten,
-            held=spilled, updated=trained * fmt.update_cost, deferred=share,
+            forward_s=compute[0],
+            backward_s=compute[1],
+            head_s=compute[2],
+            weights=n * fmt.weight_bytes,
+            weights_read=read_again,
+            kept=kept,
+            out=out,
+            gradients=trained * width,
+            state_read=trained * fmt.state_bytes - state,
+            state_written=written - unwritten,
+            held=spilled,
+            updated=trained * fmt.update_cost,
+            deferred=share,
             rounding_s=trained * fmt.rounding_s,
             update_bytes=trained * (2 * (fmt.weight_bytes + fmt.state_bytes) + width),
-            alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * fmt.weight_bytes,
+            alone=plan.device_grads == 1,
+            gathered=(plan.world - 1) * n * fmt.weight_bytes,
             reduced=(plan.world - 1) * trained * width,
-        )  # fmt: skip
+        )
 
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
         """Return the seconds of forward, of backward, and of the head, which is part of forward."""
         memory, workload = self.memory, self.workload
         alike = Counter(
             zip(
-                memory.sizes.kind.values(), memory.sizes.classes(plan.kept),
+                memory.sizes.kind.values(),
+                memory.sizes.classes(plan.kept),
                 map(memory.shares.__getitem__, memory.block_sites),
-                map(memory.unpacked.__getitem__, memory.block_sites), strict=True,
+                map(memory.unpacked.__getitem__, memory.block_sites),
+                strict=True,
             )
-        )  # fmt: skip
+        )
         first = {kind: name for name, kind in reversed(memory.sizes.kind.items())}
         forward_s = backward_s = head_s = 0.0
         for (kind, classes, share, unpacked), count in alike.items():
@@ -216,8 +237,14 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
         size, share = float(memory.site_bytes(plan, name)), memory.shares[name]
         unpacked = memory.unpacked[name]
         key = (
-            memory.sizes.kind[name], classes, size, share, unpacked, name in moved, name in staying
-        )  # fmt: skip
+            memory.sizes.kind[name],
+            classes,
+            size,
+            share,
+            unpacked,
+            name in moved,
+            name in staying,
+        )
         if key not in made:
             made[key] = replace(
                 _block_work(
@@ -231,9 +258,15 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
 
 
 def _block_work(
-    memory: MemoryModel, workload: BatchWorkload, plan: Plan, name: str, classes: frozenset[str],
-    *, trained: float, unpacked: int,
-) -> SiteWork:  # fmt: skip
+    memory: MemoryModel,
+    workload: BatchWorkload,
+    plan: Plan,
+    name: str,
+    classes: frozenset[str],
+    *,
+    trained: float,
+    unpacked: int,
+) -> SiteWork:
     """Return the compute of one block that keeps these classes.
 
     In tiles, its matrix products are smaller, and every tile adds to the sums of weight gradients,
@@ -250,14 +283,15 @@ def _block_work(
         tokens = min(tokens, tiles)
     gradients = shape.parameters * trained
     return SiteWork(
-        trained=trained, tokens=tokens,
+        trained=trained,
+        tokens=tokens,
         summed_bytes=gradients * (SUMMED * sums + _norm_bytes(memory, plan)),
         forward_flops=shape.flops_at(workload.seq) * workload.tokens,
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
         forward_bytes=TOUCHED * workload.tokens * all_elements,
         recompute_bytes=TOUCHED * workload.tokens * again,
         dequantised_bytes=DEQUANTISING * unpacked,
-    )  # fmt: skip
+    )
 
 
 def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
@@ -276,21 +310,28 @@ def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> di
     works = {
         name: SiteWork(
             forward_flops=workload.shapes[name].flops_at(workload.seq) * workload.tokens,
-            recompute_flops=0.0, tokens=micro, no_backward=True,
-            forward_bytes=TOUCHED * workload.tokens
+            recompute_flops=0.0,
+            tokens=micro,
+            no_backward=True,
+            forward_bytes=TOUCHED
+            * workload.tokens
             * (workload.shapes[name].elements + workload.shapes[name].tile_elements),
         )
         for name in memory.sizes.no_backward
-    }  # fmt: skip
+    }
     if memory.head is not None:
         share, parts = memory.shares[memory.head.name], -(-workload.tokens // plan.head_tokens)
         gradients = share * sum(memory.blocks.by_key[key].numel for key in memory.head.groups)
         sums = SUMMED * parts if parts > 1 else 0
         works[HEAD_WORK] = SiteWork(
-            forward_flops=workload.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
-            head=True, at_once=True, trained=share,
+            forward_flops=workload.head_flops,
+            recompute_flops=0.0,
+            tokens=plan.head_tokens,
+            head=True,
+            at_once=True,
+            trained=share,
             summed_bytes=gradients * (sums + _norm_bytes(memory, plan)),
-        )  # fmt: skip
+        )
     return works
 
 
@@ -383,14 +424,16 @@ def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> lis
     rate = profile.flops_at(tokens / step.slices)
     found = [
         Candidate(
-            number, part.name, width * tokens * part.elements,
+            number,
+            part.name,
+            width * tokens * part.elements,
             tokens * part.flops_at(seq) / rate
             + activation_s(profile, TOUCHED * tokens * part.elements),
             part.benefit_at(seq) / width,
         )
         for number, block in enumerate(model.blocks)
         for part in block.activations
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda one: (-one.benefit, one.name, -one.block))
 
 
@@ -467,10 +510,11 @@ def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[
         ) from None
     whole_s = sum(kind[0].recompute_s * len(kind) for kind in kinds) or 1.0
     solved = milp(
-        [-kind[0].recompute_s / whole_s for kind in kinds], integrality=[1] * len(kinds),
+        [-kind[0].recompute_s / whole_s for kind in kinds],
+        integrality=[1] * len(kinds),
         bounds=Bounds(0, [len(kind) for kind in kinds]),
         constraints=LinearConstraint([[kind[0].bytes / room for kind in kinds]], ub=1.0),
-    )  # fmt: skip
+    )
     return [round(count) for count in solved.x]
 
 
@@ -480,9 +524,12 @@ def g10(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoi
 
 
 CHOOSERS: dict[str, Callable[..., PolicyChoice]] = {
-    "holistic": algorithm1, "static": static, "capuchin": capuchin, "checkmate": checkmate,
+    "holistic": algorithm1,
+    "static": static,
+    "capuchin": capuchin,
+    "checkmate": checkmate,
     "g10": g10,
-}  # fmt: skip
+}
 HOST_ONLY = ("static", "capuchin", "checkmate")  # policies that do not use the SSD
 # Checkmate reserves memory for a tensor and for its recomputed copy at the same time.
 INPUT_COPIES = {"checkmate": 2}
@@ -497,9 +544,13 @@ def choose_by_policy(
 
 
 def _choose(
-    step: Step, model: ModelShape, tokens: float, seq: int, go_on: GoOn,
+    step: Step,
+    model: ModelShape,
+    tokens: float,
+    seq: int,
+    go_on: GoOn,
     order: Callable[[Candidate], float] | None = None,
-) -> PolicyChoice:  # fmt: skip
+) -> PolicyChoice:
     found = candidates(step, model, tokens=tokens, seq=seq)
     if order is not None:
         found.sort(key=order)
@@ -557,9 +608,14 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def resolve_activation_policy(
-    asked: str | Kept, memory: MemoryModel, workload: BatchWorkload | None, plan: Plan, *,
-    limit: int, profile: Profile | None,
-) -> Kept | None:  # fmt: skip
+    asked: str | Kept,
+    memory: MemoryModel,
+    workload: BatchWorkload | None,
+    plan: Plan,
+    *,
+    limit: int,
+    profile: Profile | None,
+) -> Kept | None:
     """Return the classes and the blocks that keep them, or None if the planner chooses them.
 
     `plan` is a plan without activations; `limit` is the budget of host memory in bytes.
@@ -580,9 +636,13 @@ def resolve_activation_policy(
     policy = ALIASES.get(asked, asked)
     blocks = tuple(workload.shapes[name] for name in memory.block_sites)
     model = ModelShape(
-        name="traced", hidden=workload.hidden, vocabulary=workload.vocabulary, blocks=blocks,
-        embedding_parameters=0, head_parameters=0,
-    )  # fmt: skip
+        name="traced",
+        hidden=workload.hidden,
+        vocabulary=workload.vocabulary,
+        blocks=blocks,
+        embedding_parameters=0,
+        head_parameters=0,
+    )
     step = _step(policy, model, memory, workload, plan, limit, profile or _ANY)
     chosen = choose_by_policy(policy, step, model, tokens=workload.tokens, seq=workload.seq)
     return by_class(chosen.classes, [part.name for part in blocks[0].by_benefit(workload.seq)])
@@ -617,10 +677,15 @@ def _step(
     inputs = input_bytes(model, workload.tokens, width)
     room = limit - memory.rest_bytes(bare) - memory.activations(bare)[INPUTS] + inputs
     return Step(
-        profile=profile, forward_s=sum(work.forward_s(profile) for work in works),
-        backward_s=sum(work.backward_s(profile) for work in works), weights=count * width,
-        gradients=count * memory.gradient_width, weights_read=count * width,
-        state_read=count * fmt.state_bytes, state_written=count * (fmt.state_bytes + width),
-        room=max(0.0, room - (INPUT_COPIES.get(policy, 1) - 1) * inputs), width=width,
+        profile=profile,
+        forward_s=sum(work.forward_s(profile) for work in works),
+        backward_s=sum(work.backward_s(profile) for work in works),
+        weights=count * width,
+        gradients=count * memory.gradient_width,
+        weights_read=count * width,
+        state_read=count * fmt.state_bytes,
+        state_written=count * (fmt.state_bytes + width),
+        room=max(0.0, room - (INPUT_COPIES.get(policy, 1) - 1) * inputs),
+        width=width,
         slices=memory.slices,
-    )  # fmt: skip
+    )

@@ -135,9 +135,16 @@ class Simulator:
         written = sum(work.written(a) for phase in last for a in phase if a.kind in WRITES)
         lane_s, world = _lane_s(costs, last), plan.world
         made = Forecast(
-            plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
-            shared_s(profile, lane_s), _bus_s(profile, work, last),
-        )  # fmt: skip
+            plan,
+            timeline,
+            world * workload.tokens,
+            world * written,
+            phases,
+            work,
+            lane_s,
+            shared_s(profile, lane_s),
+            _bus_s(profile, work, last),
+        )
         if order.commits:
             return made
         later = tuple(phase for step in chain for phase in step.values())
@@ -203,14 +210,17 @@ def _with_commits(
         steps=max(1.0, min(interval.steps or inf, (interval.seconds or inf) / step_s)),
         seconds=max(0.0, round(longer_s, 6)) + profile.commit_s,
         written_bytes=world * commit_bytes(made.work, spec),
-    )  # fmt: skip
+    )
     per_step = added.written_bytes / added.steps
     ssd_s = per_step / world / (profile.ssd_mixed or profile.ssd_write)
     lane_s = {**made.busy_s, "ssd": made.busy_s["ssd"] + ssd_s}
     return replace(
-        made, written_bytes=made.written_bytes + per_step, busy_s=lane_s,
-        shared_s=shared_s(profile, lane_s), commit=added,
-    )  # fmt: skip
+        made,
+        written_bytes=made.written_bytes + per_step,
+        busy_s=lane_s,
+        shared_s=shared_s(profile, lane_s),
+        commit=added,
+    )
 
 
 def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
@@ -285,17 +295,23 @@ def step_work(
     fmt = memory.state_format
     head = [s.name for s in blocks.sites if workload.head_group in s.groups][-1:]
     sites = tuple(
-        works.get(HEAD_WORK, _IDLE) if site.name in head
-        else works.get(site.name, _IDLE)
+        works.get(HEAD_WORK, _IDLE) if site.name in head else works.get(site.name, _IDLE)
         for site in blocks.sites
-    )  # fmt: skip
+    )
     return StepWork(
-        sites=sites, groups=tuple(group.numel for group in blocks.groups),
-        chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
-        per_parameter=BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes,
-                      gradient=memory.gradient_width, update=fmt.update_cost,
-                      rounding_s=fmt.rounding_s),
-    )  # fmt: skip
+        sites=sites,
+        groups=tuple(group.numel for group in blocks.groups),
+        chunk_params=plan.chunk_params,
+        slices=memory.slices,
+        world=plan.world,
+        per_parameter=BytesPerParameter(
+            weight=fmt.weight_bytes,
+            state=fmt.state_bytes,
+            gradient=memory.gradient_width,
+            update=fmt.update_cost,
+            rounding_s=fmt.rounding_s,
+        ),
+    )
 
 
 # -- A machine profile measured by a run: rates of its lanes from the spans of one step ------------
@@ -306,9 +322,13 @@ UNKNOWN_DRIVE = 1e9  # bytes/s; a conservative guess if the step used no drive
 
 
 def profile_of_step(
-    spans: Sequence[Span], work: StepWork, *, host_bytes: int, device: str = "cpu",
+    spans: Sequence[Span],
+    work: StepWork,
+    *,
+    host_bytes: int,
+    device: str = "cpu",
     device_bytes: int = 0,
-) -> Profile | None:  # fmt: skip
+) -> Profile | None:
     """Return the machine profile measured by one step of a run, or None if it is incomplete.
 
     The profile is incomplete if the step had no forward, backward or update, or if it moved nothing
@@ -319,9 +339,11 @@ def profile_of_step(
     layout, others = work.per_parameter, work.world - 1
     # Bytes per parameter over the link (L, D), and between this rank and the others (A, X).
     per_parameter = {
-        "L": layout.weight, "D": layout.gradient,
-        "A": others * layout.weight, "X": others * layout.gradient,
-    }  # fmt: skip
+        "L": layout.weight,
+        "D": layout.gradient,
+        "A": others * layout.weight,
+        "X": others * layout.gradient,
+    }
     linked = dict.fromkeys(per_parameter, 0.0)  # bytes
     # `updated` counts parameters, multiplied by the cost of an update relative to AdamW.
     ssd_bytes, updated = 0.0, 0.0
@@ -354,16 +376,21 @@ def profile_of_step(
     net_s = seconds.get("A", 0.0) + seconds.get("X", 0.0)
     net = (linked["A"] + linked["X"]) / net_s if net_s else 0.0
     return Profile(
-        name="this run", device=device, device_bytes=device_bytes, compute=((1.0, rate),),
+        name="this run",
+        device=device,
+        device_bytes=device_bytes,
+        compute=((1.0, rate),),
         # A run that trains only the head measures no backward of a block.
         backward=((1.0, gradients / back_s),) if gradients else (),
         head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
-        h2d=h2d, d2h=d2h,
+        h2d=h2d,
+        d2h=d2h,
         # 0 means that ranks communicate over the links. It is used unless the network is slower.
         net=net if net < min(h2d, d2h) else 0.0,
-        host_bytes=host_bytes, adam=updated / seconds["U"],
+        host_bytes=host_bytes,
+        adam=updated / seconds["U"],
         drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),
-    )  # fmt: skip
+    )
 
 
 def _ssd_bytes(kind: str, rest: str, work: StepWork) -> float:
@@ -374,9 +401,11 @@ def _ssd_bytes(kind: str, rest: str, work: StepWork) -> float:
     if kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
         return work.out_bytes(int(rest))
     per_parameter = {
-        Op.READ_STATE: layout.state, Op.WRITE: layout.state + layout.weight,
-        Op.SPILL_GRADIENTS: layout.gradient, Op.FETCH_GRADIENTS: layout.gradient,
-    }  # fmt: skip
+        Op.READ_STATE: layout.state,
+        Op.WRITE: layout.state + layout.weight,
+        Op.SPILL_GRADIENTS: layout.gradient,
+        Op.FETCH_GRADIENTS: layout.gradient,
+    }
     if kind not in per_parameter:
         return 0.0
     group, chunk = rest.split(".")

@@ -122,7 +122,11 @@ def load_of_shape(
         return Footprint(found)
 
     return BatchWorkload(
-        batch=batch, seq=seq, measure=footprint, hidden=model.hidden, vocabulary=model.vocabulary,
+        batch=batch,
+        seq=seq,
+        measure=footprint,
+        hidden=model.hidden,
+        vocabulary=model.vocabulary,
         head_group=_head_group(model) if model.vocabulary else None,
         text=not model.sample_tokens,
         shapes={
@@ -131,7 +135,7 @@ def load_of_shape(
         },
         tiles=tiles,
         tiled=lambda tokens: load_of_shape(model, batch=batch, seq=seq, dtype=dtype, tiles=tokens),
-    )  # fmt: skip
+    )
 
 
 def _block(number: int) -> str:
@@ -223,9 +227,13 @@ class PlanProblem:
         """Call a function of the planner with the arguments of this problem."""
         options = replace(self.options, device_overhead=self.overhead(self.host_bytes))
         return size(
-            self.blocks, options, host_bytes=self.host_bytes, workload=self.workload,
-            profile=self.rank_machine, device_bytes=self.device_bytes,
-        )  # fmt: skip
+            self.blocks,
+            options,
+            host_bytes=self.host_bytes,
+            workload=self.workload,
+            profile=self.rank_machine,
+            device_bytes=self.device_bytes,
+        )
 
     def best_plan(self) -> tuple[Plan, Forecast | None]:
         return self.sized(partial(plan_with_forecast, simulator=self.simulator))
@@ -338,9 +346,13 @@ def solve(problem: PlanProblem) -> MachinePlan:
         check_order(spec_of(problem.blocks, plan, two_generations=two_generations), order)
     return MachinePlan(
         **{field.name: getattr(problem, field.name) for field in fields(PlanProblem)},
-        plan=plan, order=order, forecast=made, clipped=clipped, without_binding_s=faster_s,
+        plan=plan,
+        order=order,
+        forecast=made,
+        clipped=clipped,
+        without_binding_s=faster_s,
         scarce=scarce,
-    )  # fmt: skip
+    )
 
 
 def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
@@ -418,12 +430,18 @@ def problem_of(request: PlanRequest) -> PlanProblem:
         return tuple(card_overhead(machine.device_bytes, host_bytes).items())
 
     return PlanProblem(
-        model=request.model.name, parameters=request.model.parameters, batch=request.batch,
-        machine=machine, options=replace(request.options, world=request.ranks),
-        host_bytes=request.host // request.ranks, device_bytes=machine.device_bytes or None,
-        overhead=overhead, blocks=request.blocks,
-        workload=workload_of(request), drive_bytes=sum(drive.bytes for drive in machine.drives),
-    )  # fmt: skip
+        model=request.model.name,
+        parameters=request.model.parameters,
+        batch=request.batch,
+        machine=machine,
+        options=replace(request.options, world=request.ranks),
+        host_bytes=request.host // request.ranks,
+        device_bytes=machine.device_bytes or None,
+        overhead=overhead,
+        blocks=request.blocks,
+        workload=workload_of(request),
+        drive_bytes=sum(drive.bytes for drive in machine.drives),
+    )
 
 
 def workload_of(request: PlanRequest) -> BatchWorkload:

@@ -95,9 +95,12 @@ def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
         moving = [*moving, call.moved][-rules.moving :]
         held = sum(sizes[key] for key in rules.held if first.get(key, -1) > number)
         yield {
-            INPUTS: inputs, KEPT: kept + sum(moving), WAITING: rules.width * held,
-            STREAMS: call.streams, WORK: call.forward,
-        }  # fmt: skip
+            INPUTS: inputs,
+            KEPT: kept + sum(moving),
+            WAITING: rules.width * held,
+            STREAMS: call.streams,
+            WORK: call.forward,
+        }
 
 
 def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
@@ -111,9 +114,12 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
         in_flight = sum(passing[max(0, len(passing) - rules.groups + 1) :])
         waiting = rules.width * (held + in_flight) + FLOAT * sum(unfinished.values())
         yield {
-            INPUTS: inputs, KEPT: kept + moving, WAITING: waiting, STREAMS: call.streams,
+            INPUTS: inputs,
+            KEPT: kept + moving,
+            WAITING: waiting,
+            STREAMS: call.streams,
             WORK: call.work,
-        }  # fmt: skip
+        }
         inputs, kept = inputs - call.inputs, kept - call.kept
         for group in call.groups:
             if group.frozen or group.resident:
@@ -197,9 +203,11 @@ def _backward_on_device(sites: Sequence[SiteBytes], common: CommonBytes) -> Iter
         if (peak := (there, staying, site.backward)) not in seen:
             seen.add(peak)
             yield {
-                GRADIENTS: there, STAYING: staying, STREAMS: common.other_slices,
+                GRADIENTS: there,
+                STAYING: staying,
+                STREAMS: common.other_slices,
                 WORK: site.backward,
-            }  # fmt: skip
+            }
         passing = [*passing[-common.groups :], site.gradients]
         staying -= site.stays
 
@@ -370,13 +378,15 @@ class DeviceMemoryModel:
         if key not in self._moments:
             head = host.head.groups if host.head is not None else ()
             common = CommonBytes(
-                stream=host.stream, outside=host.found.outside, head=host.head_work(plan),
+                stream=host.stream,
+                outside=host.found.outside,
+                head=host.head_work(plan),
                 # Gradients of the whole batch, where a block's work has those of a slice.
                 other_slices=2 * int((1 - host.slice) * host.stream),
                 head_gradients=0 if plan.head_alone else plan.world * self._gradients_of(head),
                 groups=plan.device_grads,
                 sums=host.slices > 1,
-            )  # fmt: skip
+            )
             self._moments[key] = peak_device(self._site_bytes(plan), common)
         return self._moments[key]
 
@@ -469,11 +479,19 @@ class MemoryModel:
     has a memory of its own; otherwise compute works in host memory."""
 
     def __init__(
-        self, blocks: Blocks, dtype: str, workload: BatchWorkload | None, micro_batch: int | None,
-        *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
-        kind: StateKind = DEFAULT_KIND, world: int = 1,
+        self,
+        blocks: Blocks,
+        dtype: str,
+        workload: BatchWorkload | None,
+        micro_batch: int | None,
+        *,
+        has_own_memory: bool = False,
+        generations: int = 2,
+        gradients_on_ssd: bool | None = None,
+        kind: StateKind = DEFAULT_KIND,
+        world: int = 1,
         device_overhead: Iterable[tuple[str, int]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
         self.state_format = state_format_of(dtype, kind)
         self._world = world
@@ -515,15 +533,24 @@ class MemoryModel:
 
     @classmethod
     def of(
-        cls, blocks: Blocks, plan: Plan, workload: BatchWorkload | None, *,
+        cls,
+        blocks: Blocks,
+        plan: Plan,
+        workload: BatchWorkload | None,
+        *,
         has_own_memory: bool = False,
-    ) -> MemoryModel:  # fmt: skip
+    ) -> MemoryModel:
         """For what a plan was made for."""
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
-            blocks, plan.dtype, workload, plan.micro_batch, has_own_memory=has_own_memory,
-            kind=plan.kind, world=plan.world,
-        )  # fmt: skip
+            blocks,
+            plan.dtype,
+            workload,
+            plan.micro_batch,
+            has_own_memory=has_own_memory,
+            kind=plan.kind,
+            world=plan.world,
+        )
 
     def with_ledger(self, plan: Plan) -> Plan:
         device = self._on_device.ledger(plan) | self._overhead if self.has_own_memory else {}
@@ -734,9 +761,11 @@ class MemoryModel:
             streams, work = found.outside + self.stream, self.head_work(plan)
             calls.append(Call(groups=groups[self.head.name], streams=streams, work=work))
         rules = Rules(
-            held=self._held(plan), groups=plan.grad_groups, width=self.gradient_width,
+            held=self._held(plan),
+            groups=plan.grad_groups,
+            width=self.gradient_width,
             moving=plan.act_buffers,
-        )  # fmt: skip
+        )
         return peak_host(calls, rules)
 
     def _call(self, plan: Plan, name: str, groups: tuple[FlatGroup, ...]) -> Call:
@@ -745,12 +774,15 @@ class MemoryModel:
         site, kept = self.found.sites[name], self.sizes.bytes_of(plan.kept, name)
         moved, inputs = name in plan.spilled_sites, site.input_bytes
         return Call(
-            groups=groups, inputs=0 if moved else inputs, kept=0 if moved else kept,
-            moved=inputs + kept if moved else 0, forward=site.forward_bytes,
+            groups=groups,
+            inputs=0 if moved else inputs,
+            kept=0 if moved else kept,
+            moved=inputs + kept if moved else 0,
+            forward=site.forward_bytes,
             work=max(0, site.peak_bytes - kept // self.slices),
             # Gradients of the whole batch, where a block's work has those of a slice.
             streams=2 * (self.stream - self.stream // self.slices),
-        )  # fmt: skip
+        )
 
 
 def dequantised_ledger(blocks: Blocks, weight_bytes: int) -> HeldBytes:

@@ -48,9 +48,14 @@ SPARE_SHARE = 0.03  # share of the budget that is reserved for rounding by the a
 
 
 def closed_form_plan(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
-    profile: Profile | None = None, device_bytes: int | None = None,
-) -> Plan:  # fmt: skip
+    blocks: Blocks,
+    options: PlanOptions,
+    *,
+    host_bytes: int,
+    workload: BatchWorkload | None = None,
+    profile: Profile | None = None,
+    device_bytes: int | None = None,
+) -> Plan:
     """Return the best plan according to the closed form, or raise a BudgetError.
 
     Several micro-batch sizes are tried, because a smaller one leaves the device more room for
@@ -74,9 +79,14 @@ def closed_form_plan(
 
 
 def check_fits(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
-    profile: Profile | None = None, device_bytes: int | None = None,
-) -> Plan:  # fmt: skip
+    blocks: Blocks,
+    options: PlanOptions,
+    *,
+    host_bytes: int,
+    workload: BatchWorkload | None = None,
+    profile: Profile | None = None,
+    device_bytes: int | None = None,
+) -> Plan:
     """Return any plan that fits, or raise a BudgetError if the run is not possible.
 
     Only the largest and the smallest micro-batch are tried. A smaller micro-batch needs less
@@ -228,9 +238,14 @@ WHOLE = 0.99
 
 
 def plan_for_budget(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
-    profile: Profile | None = None, device_bytes: int | None = None,
-) -> Plan:  # fmt: skip
+    blocks: Blocks,
+    options: PlanOptions,
+    *,
+    host_bytes: int,
+    workload: BatchWorkload | None = None,
+    profile: Profile | None = None,
+    device_bytes: int | None = None,
+) -> Plan:
     """Return the plan that a run follows, or raise a BudgetError.
 
     In addition to `closed_form_plan`, it chooses the commit interval if the user does not set it,
@@ -240,9 +255,14 @@ def plan_for_budget(
     if workload is not None and profile is not None:
         simulator = Simulator(profile, blocks, workload, options.two_generations)
     plan, known = plan_with_forecast(
-        blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
-        device_bytes=device_bytes, simulator=simulator,
-    )  # fmt: skip
+        blocks,
+        options,
+        host_bytes=host_bytes,
+        workload=workload,
+        profile=profile,
+        device_bytes=device_bytes,
+        simulator=simulator,
+    )
     if simulator is None or not plan.may_speculate(two_generations=options.two_generations):
         return plan
     if options.every_clipped:  # The forecast assumes clipped steps, so it cannot be used here.
@@ -273,20 +293,30 @@ def foreseen(
 
 
 def plan_with_forecast(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
-    profile: Profile | None, device_bytes: int | None, simulator: Simulator | None,
-) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    blocks: Blocks,
+    options: PlanOptions,
+    *,
+    host_bytes: int,
+    workload: BatchWorkload | None,
+    profile: Profile | None,
+    device_bytes: int | None,
+    simulator: Simulator | None,
+) -> tuple[Plan, Forecast | None]:
     """Return the plan of `plan_for_budget` and, if it was simulated last, its forecast.
 
     `simulator` is None if the batch or the machine is not known.
     """
     search = _PlanSearch(
         partial(
-            closed_form_plan, blocks, host_bytes=host_bytes, workload=workload, profile=profile,
+            closed_form_plan,
+            blocks,
+            host_bytes=host_bytes,
+            workload=workload,
+            profile=profile,
             device_bytes=device_bytes,
         ),
         simulator,
-    )  # fmt: skip
+    )
     made = search.best(options)
     if options.minimise != "writes" or simulator is None:
         return made
@@ -544,9 +574,12 @@ def _resting_s(made: Forecast) -> float:
 
 
 def _best_level(
-    made: Forecast, known: list[Kept], simulated: Callable[[Kept], Forecast], *,
+    made: Forecast,
+    known: list[Kept],
+    simulated: Callable[[Kept], Forecast],
+    *,
     near: Sequence[Kept],
-) -> Forecast:  # fmt: skip
+) -> Forecast:
     """Return the forecast of the fastest level of activations that the search finds.
 
     The search simulates levels over the whole range, or the levels `near` if there are any, and
@@ -628,9 +661,16 @@ def _enough(fits: Callable[[int], bool], little: int) -> int:
 
 
 def forward_plan(
-    blocks: Blocks, dtype: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
-    host_bytes: int, device_bytes: int | None, needs: Mapping[str, int],
-) -> Plan:  # fmt: skip
+    blocks: Blocks,
+    dtype: str,
+    *,
+    chunk_params: int,
+    micro_batch: int | None,
+    head_tokens: int,
+    host_bytes: int,
+    device_bytes: int | None,
+    needs: Mapping[str, int],
+) -> Plan:
     """Return the plan that uses `host_bytes` best, or raise a BudgetError.
 
     `needs` are the bytes that compute needs besides the weights, by owner. They are in host memory,
@@ -638,10 +678,16 @@ def forward_plan(
     """
     widest = max((len(site.groups) for site in blocks.sites), default=1)
     plan = Plan(
-        dtype=dtype, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,
-        weight_slots=widest, window=0, ring=0, grad_groups=0,
+        dtype=dtype,
+        micro_batch=micro_batch,
+        chunk_params=chunk_params,
+        head_tokens=head_tokens,
+        weight_slots=widest,
+        window=0,
+        ring=0,
+        grad_groups=0,
         device_slots=min(2 * widest, DEVICE_SLOTS) if device_bytes is not None else 0,
-    )  # fmt: skip
+    )
     plan = _with_ledger(plan, blocks, needs)
     for tier, limit in (("device", device_bytes or 0), ("host", host_bytes)):
         if plan.tier_bytes(tier) > limit:
@@ -669,8 +715,10 @@ def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
         CACHED_WEIGHTS: (resident + sum(moving[key] for key in cached)) * width,
     }
     compute = {
-        "resident parameters": resident * width, **dequantised_ledger(blocks, width), **needs,
-    }  # fmt: skip
+        "resident parameters": resident * width,
+        **dequantised_ledger(blocks, width),
+        **needs,
+    }
     if plan.device_slots:
         device = {"weights": plan.device_slots * max(moving.values(), default=0) * width, **compute}
     else:

@@ -188,11 +188,17 @@ class Sizer:
         self.blocks, self.options, self.workload, self.profile = blocks, options, workload, profile
         self.micro_batch, self.device = micro_batch, device
         self.memory = MemoryModel(
-            blocks, options.dtype, workload, micro_batch, has_own_memory=self.device > 0,
+            blocks,
+            options.dtype,
+            workload,
+            micro_batch,
+            has_own_memory=self.device > 0,
             generations=2 if options.two_generations else 1,
-            gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
+            gradients_on_ssd=options.gradients_on_ssd,
+            kind=options.kind,
+            world=options.world,
             device_overhead=options.device_overhead,
-        )  # fmt: skip
+        )
         self.moving = self.memory.moving
 
     def smallest(self, host_bytes: int) -> Plan:
@@ -206,16 +212,26 @@ class Sizer:
         small = self._small_groups()
         slots = self._widest_without(small)
         plan = Plan(
-            dtype=options.dtype, micro_batch=self.micro_batch, tiles=self._tiles,
+            dtype=options.dtype,
+            micro_batch=self.micro_batch,
+            tiles=self._tiles,
             overlap=options.overlap,
-            update_mode=options.update_mode, clip=options.clip,
-            kind=options.kind, can_rerun=options.can_rerun, commit=options.commit or EVERY_STEP,
+            update_mode=options.update_mode,
+            clip=options.clip,
+            kind=options.kind,
+            can_rerun=options.can_rerun,
+            commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
-            weight_slots=slots, host_cached_weights=small, window=0, ring=1, grad_groups=1,
+            weight_slots=slots,
+            host_cached_weights=small,
+            window=0,
+            ring=1,
+            grad_groups=1,
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
-            staying=self.memory.staying, world=options.world,
-        )  # fmt: skip
+            staying=self.memory.staying,
+            world=options.world,
+        )
         if plan.needs_all_gradients:
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
@@ -309,10 +325,14 @@ class Sizer:
             plan = fill.if_fits(plan, act_buffers=ACT_BUFFERS)
         if plan.overlap:
             for change in (
-                {"ring": 2}, {"weight_slots": plan.weight_slots + 1, "window": 1}, {"ring": 3},
-                {"weight_slots": plan.weight_slots + 2, "window": 1}, {"grad_groups": 2},
-                {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
-            ):  # fmt: skip
+                {"ring": 2},
+                {"weight_slots": plan.weight_slots + 1, "window": 1},
+                {"ring": 3},
+                {"weight_slots": plan.weight_slots + 2, "window": 1},
+                {"grad_groups": 2},
+                {"ring": 4},
+                {"weight_slots": plan.weight_slots + 3, "window": 2},
+            ):
                 plan = fill.if_fits(plan, **change)
         choice = self._choice(plan, limit, self._by_policy(plan, limit))
         if choice is None or not self.device or plan.device_grads == 1:
@@ -362,18 +382,28 @@ class Sizer:
     def _by_policy(self, plan: Plan, limit: int) -> Kept | None:
         """Return the classes that the user's policy keeps; None if the planner chooses them."""
         return resolve_activation_policy(
-            self.options.activations, self.memory, self.workload, plan, limit=limit,
+            self.options.activations,
+            self.memory,
+            self.workload,
+            plan,
+            limit=limit,
             profile=self.profile,
-        )  # fmt: skip
+        )
 
     def _choice(self, plan: Plan, limit: int, kept: Kept | None) -> Choice | None:
         if self.profile is None or self.workload is None or not self.memory.block_sites:
             return None
         return choose(
-            self.profile, self.memory, self.workload, plan, limit=limit,
-            two_generations=self.options.two_generations, minimise=self.options.minimise,
-            kept=kept, spill_all=self.options.spill_all,
-        )  # fmt: skip
+            self.profile,
+            self.memory,
+            self.workload,
+            plan,
+            limit=limit,
+            two_generations=self.options.two_generations,
+            minimise=self.options.minimise,
+            kept=kept,
+            spill_all=self.options.spill_all,
+        )
 
     def _smallest_chunk(self) -> int:
         largest = max(group.numel for group in self.blocks.groups)

@@ -155,9 +155,15 @@ def waiting(policy: Policy, model: ModelShape, profile: Profile, tokens: float) 
 
 
 def needs(
-    policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int,
-    kept: float = 0.0, spilled: float = 0.0,
-) -> Needs:  # fmt: skip
+    policy: Policy,
+    model: ModelShape,
+    profile: Profile,
+    *,
+    batch: int,
+    seq: int,
+    kept: float = 0.0,
+    spilled: float = 0.0,
+) -> Needs:
     """Return the memory requirements of a policy.
 
     `kept` are the bytes of activations that leave each device, at least those of the block inputs.
@@ -277,34 +283,58 @@ _LOHAN = Policy(
     name="lohan",
     about="the paper as published: everything on SSD, updates while backward runs, activations by"
     " Algorithm 1",
-    weights="ssd", state="ssd", inputs="host", activations="holistic", update_mode="optimized",
-    free=True, prefetch=2, sum_rate=17 * GB, whole_recompute=False, stall=1 / 3,
+    weights="ssd",
+    state="ssd",
+    inputs="host",
+    activations="holistic",
+    update_mode="optimized",
+    free=True,
+    prefetch=2,
+    sum_rate=17 * GB,
+    whole_recompute=False,
+    stall=1 / 3,
     # Host: P32, m, v, P16 and G16 of four blocks (16 each), G32 of four (4 each), weights of four.
     host=MemoryFormula(per_block=88.0, fixed=20 * GB),
     # Weights of two blocks, gradients of one and of a quarter of the next; the CUDA context.
-    device=MemoryFormula(per_block=6.5, fixed=0.5 * GB), peers=2.0, op_s=0.005,
+    device=MemoryFormula(per_block=6.5, fixed=0.5 * GB),
+    peers=2.0,
+    op_s=0.005,
     largest_tensor=2.0**32,
-)  # fmt: skip
+)
 
 _SLIDEFORMER = Policy(
     name="slideformer",
     about="states in host memory, block inputs too, all else recomputed by fused kernels; updates"
     " while backward runs",
-    weights="host", state="host", inputs="host", update_mode="optimized", prefetch=2,
-    whole_recompute=False, touched=_FUSED,
+    weights="host",
+    state="host",
+    inputs="host",
+    update_mode="optimized",
+    prefetch=2,
+    whole_recompute=False,
+    touched=_FUSED,
     # Host: P32, m and v; buffers for P16 and gradients, shared by all layers.
-    host=MemoryFormula(per_parameter=13.4), device=_TWO_BLOCKS,
-)  # fmt: skip
+    host=MemoryFormula(per_parameter=13.4),
+    device=_TWO_BLOCKS,
+)
 
 _ZERO_INFINITY = Policy(
     name="zero-infinity",
     about="states and gradients on SSD, block inputs in host memory, all else recomputed; updates"
     " after backward, one tensor at a time",
-    weights="ssd", state="ssd", gradients="ssd", inputs="host", prefetch=0, ring=1,
+    weights="ssd",
+    state="ssd",
+    gradients="ssd",
+    inputs="host",
+    prefetch=0,
+    ring=1,
     # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of the swapper.
-    host=MemoryFormula(per_parameter=5.0, fixed=70 * GB), device=_TWO_BLOCKS, logit_bytes=_LOGITS,
-    compute_share=0.67, op_s=0.005,
-)  # fmt: skip
+    host=MemoryFormula(per_parameter=5.0, fixed=70 * GB),
+    device=_TWO_BLOCKS,
+    logit_bytes=_LOGITS,
+    compute_share=0.67,
+    op_s=0.005,
+)
 
 _ZERO_OFFLOAD = Policy(
     name="zero-offload",
@@ -324,45 +354,81 @@ _COLOSSAL_AI = Policy(
     name="colossal-ai",
     about="weights in chunks in host memory, optimizer state in one file on SSD, read and written"
     " by one thread after backward",
-    weights="host", state="ssd", inputs="device", ring=1,
+    weights="host",
+    state="ssd",
+    inputs="device",
+    ring=1,
     host=MemoryFormula(per_parameter=8.0, fixed=10 * GB),
     # Two chunks of weights, gradients and their fp32 copies with state: 16 each, and padding.
-    device=MemoryFormula(per_block=34.0), logit_bytes=6.0, io_rate=4.9 * GB,
-)  # fmt: skip
+    device=MemoryFormula(per_block=34.0),
+    logit_bytes=6.0,
+    io_rate=4.9 * GB,
+)
 
 _FLASHNEURON = Policy(
     name="flashneuron",
     about="states on the device, all activations on SSD",
-    weights="device", state="device", gradients="device", inputs="ssd", optimizer="gpu",
-    activations="g10", device=MemoryFormula(per_parameter=16.0), whole_recompute=False,
-)  # fmt: skip
+    weights="device",
+    state="device",
+    gradients="device",
+    inputs="ssd",
+    optimizer="gpu",
+    activations="g10",
+    device=MemoryFormula(per_parameter=16.0),
+    whole_recompute=False,
+)
 
 _G10 = Policy(
     name="g10",
     about="states and all activations on SSD by GPUDirect, updates on the GPU after backward",
-    weights="ssd", state="ssd", inputs="ssd", optimizer="gpu", activations="g10", prefetch=2,
-    ring=8, whole_recompute=False, device=_TWO_BLOCKS,
-)  # fmt: skip
+    weights="ssd",
+    state="ssd",
+    inputs="ssd",
+    optimizer="gpu",
+    activations="g10",
+    prefetch=2,
+    ring=8,
+    whole_recompute=False,
+    device=_TWO_BLOCKS,
+)
 
 _MEGATRON = Policy(
     name="megatron",
     about="everything in the memories of several GPUs, which share each block",
-    weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
-    model_parallel=True, device=MemoryFormula(per_parameter=16.0), compute_share=0.68,
-)  # fmt: skip
+    weights="device",
+    state="device",
+    gradients="device",
+    inputs="device",
+    optimizer="gpu",
+    model_parallel=True,
+    device=MemoryFormula(per_parameter=16.0),
+    compute_share=0.68,
+)
 
 _FAST_DIT = Policy(
     name="fast-dit",
     about="everything on the device, block inputs kept, all else recomputed",
-    weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
+    weights="device",
+    state="device",
+    gradients="device",
+    inputs="device",
+    optimizer="gpu",
     # Weights, gradients, m and v in fp32, and 16-bit weights for compute; the CUDA context.
-    device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB), compute_share=0.88,
-)  # fmt: skip
+    device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB),
+    compute_share=0.88,
+)
 
 _ALL = (
-    _LOHAN, _SLIDEFORMER, _ZERO_INFINITY, _ZERO_OFFLOAD, _COLOSSAL_AI, _FLASHNEURON, _G10,
-    _MEGATRON, _FAST_DIT,
-)  # fmt: skip
+    _LOHAN,
+    _SLIDEFORMER,
+    _ZERO_INFINITY,
+    _ZERO_OFFLOAD,
+    _COLOSSAL_AI,
+    _FLASHNEURON,
+    _G10,
+    _MEGATRON,
+    _FAST_DIT,
+)
 POLICIES = {policy.name: policy for policy in _ALL}
 AUTO = "auto"  # LoHan as implemented by this package; see compare.py
 
@@ -384,9 +450,10 @@ def with_choices(
 ) -> Policy:
     """Return the policy with the user's choices, or raise a ConfigError if they are not free."""
     wanted = replace(
-        chosen, update_mode=update_mode or chosen.update_mode,
+        chosen,
+        update_mode=update_mode or chosen.update_mode,
         activations=activations or chosen.activations,
-    )  # fmt: skip
+    )
     settings = {
         "update_mode": (chosen.update_mode, wanted.update_mode),
         "activations": (chosen.activations, wanted.activations),
@@ -429,9 +496,14 @@ class Batch:
 
 
 def block_work(
-    block: BlockShape, *, tokens: float, seq: int, kept: Collection[str] = (), whole: bool = False,
+    block: BlockShape,
+    *,
+    tokens: float,
+    seq: int,
+    kept: Collection[str] = (),
+    whole: bool = False,
     touched: float = 1.0,
-) -> SiteWork:  # fmt: skip
+) -> SiteWork:
     """Return the compute of one block.
 
     With `whole`, recomputation runs to the end of the block unless all activations are kept.
@@ -467,18 +539,26 @@ def _block_site(
     policy: Policy, block: BlockShape, names: Collection[str], batch: Batch, gpus: int
 ) -> SiteWork:
     site = block_work(
-        block, tokens=batch.tokens, seq=batch.seq, kept=names, whole=policy.whole_recompute,
+        block,
+        tokens=batch.tokens,
+        seq=batch.seq,
+        kept=names,
+        whole=policy.whole_recompute,
         touched=policy.touched,
-    )  # fmt: skip
+    )
     kept = sum(part.elements for part in block.activations if part.name in names)
     kept += block.input_elements
     size = 0.0 if policy.inputs == "device" else ELEMENT_BYTES * batch.tokens * kept
     cut = gpus if policy.model_parallel else 1
     return replace(
-        site, kept_bytes=size, out_bytes=size * batch.spilled * gpus,
-        forward_flops=site.forward_flops / cut, recompute_flops=site.recompute_flops / cut,
-        forward_bytes=site.forward_bytes / cut, recompute_bytes=site.recompute_bytes / cut,
-    )  # fmt: skip
+        site,
+        kept_bytes=size,
+        out_bytes=size * batch.spilled * gpus,
+        forward_flops=site.forward_flops / cut,
+        recompute_flops=site.recompute_flops / cut,
+        forward_bytes=site.forward_bytes / cut,
+        recompute_bytes=site.recompute_bytes / cut,
+    )
 
 
 ChunkSizes = tuple[tuple[int, ...], ...]
@@ -499,9 +579,14 @@ def _cut(parameters: int) -> tuple[int, ...]:
 
 
 def spec_of(
-    policy: Policy, model: ModelShape, chunk_sizes: ChunkSizes, sites: Sequence[SiteWork], *,
-    gpus: int, spill_gradients: bool,
-) -> ScheduleSpec:  # fmt: skip
+    policy: Policy,
+    model: ModelShape,
+    chunk_sizes: ChunkSizes,
+    sites: Sequence[SiteWork],
+    *,
+    gpus: int,
+    spill_gradients: bool,
+) -> ScheduleSpec:
     groups = range(len(chunk_sizes))
     blocks = range(1, len(model.blocks) + 1)
     head = groups[-1] if model.head_parameters else 0
@@ -644,17 +729,24 @@ class PolicyResult:
         """Return the result without the timeline; if it is not feasible, its numbers are None."""
         made: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
         numbers: dict[str, Any] = {
-            "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
-            "lane_busy_s": self.lane_busy_s, "kept_bytes": self.kept_bytes,
-        }  # fmt: skip
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "lane_busy_s": self.lane_busy_s,
+            "kept_bytes": self.kept_bytes,
+        }
         made |= {name: value if self.feasible else None for name, value in numbers.items()}
         return {**made, "peak_bytes": self.peak_bytes}
 
 
 def run(
-    policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int,
+    policy: Policy,
+    model: ModelShape,
+    profile: Profile,
+    *,
+    batch: int,
+    seq: int,
     swapped: float | None = None,
-) -> PolicyResult:  # fmt: skip
+) -> PolicyResult:
     """Simulate a policy on a machine.
 
     `batch` is the total of all GPUs. `swapped` are the bytes of activations that leave each device;
@@ -669,9 +761,11 @@ def run(
     if asked.reason:
         return PolicyResult(feasible=False, reason=asked.reason, peak_bytes=asked.peaks)
     share = Batch(
-        tokens=tokens, seq=model.sample_tokens or seq, kept=kept.classes,
+        tokens=tokens,
+        seq=model.sample_tokens or seq,
+        kept=kept.classes,
         spilled=spilled / (profile.gpus * kept.bytes),
-    )  # fmt: skip
+    )
     timeline = _simulated(policy, model, profile, share)
     return _outcome(policy, model, profile, batch, seq, kept, asked, timeline)
 
@@ -749,9 +843,12 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)
     spec = spec_of(policy, model, chunk_sizes, sites, gpus=profile.gpus, spill_gradients=on_ssd)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1,
-        per_parameter=policy.layout, chunk_sizes=chunk_sizes,
-    )  # fmt: skip
+        sites=sites,
+        groups=tuple(map(sum, chunk_sizes)),
+        chunk_params=1,
+        per_parameter=policy.layout,
+        chunk_sizes=chunk_sizes,
+    )
     phases: list[Schedule] = []
     for phase_of in steps(spec, order_of(spec, policy.update_mode), STEPS):
         for name, phase in phase_of.items():
@@ -768,12 +865,22 @@ def _updates(policy: Policy, phase: Schedule) -> Schedule:
 
 
 def _outcome(
-    policy: Policy, model: ModelShape, profile: Profile, batch: int, seq: int, kept: PolicyChoice,
-    asked: Needs, timeline: Timeline,
-) -> PolicyResult:  # fmt: skip
+    policy: Policy,
+    model: ModelShape,
+    profile: Profile,
+    batch: int,
+    seq: int,
+    kept: PolicyChoice,
+    asked: Needs,
+    timeline: Timeline,
+) -> PolicyResult:
     tokens = batch * (model.sample_tokens or seq)
     return PolicyResult(
-        feasible=True, step_s=timeline.step_s, tokens_per_s=tokens / timeline.step_s,
-        lane_busy_s=timeline.busy_s(), peak_bytes=asked.peaks, timeline=timeline,
+        feasible=True,
+        step_s=timeline.step_s,
+        tokens_per_s=tokens / timeline.step_s,
+        lane_busy_s=timeline.busy_s(),
+        peak_bytes=asked.peaks,
+        timeline=timeline,
         kept_bytes=0.0 if policy.inputs == "device" else kept.bytes,
-    )  # fmt: skip
+    )

@@ -132,9 +132,11 @@ def wear_of(drives: Sequence[Drive], written_bytes: float) -> Wear:
     each = written_bytes / max(1, len(drives))
     shares = [(each / d.endurance_bytes, d.usd) for d in drives if d.endurance_bytes]
     return Wear(
-        written_bytes, len(drives), max((share for share, _ in shares), default=0.0),
+        written_bytes,
+        len(drives),
+        max((share for share, _ in shares), default=0.0),
         sum(share * usd for share, usd in shares),
-    )  # fmt: skip
+    )
 
 
 def drives_at(folders: Iterable[Path]) -> list[Drive]:
@@ -160,9 +162,13 @@ def _rated(name: str, facts: DriveFacts | None) -> Drive:
 
 
 def written_per_step(
-    blocks: Blocks, workload: BatchWorkload, plan: Plan, *, two_generations: bool,
+    blocks: Blocks,
+    workload: BatchWorkload,
+    plan: Plan,
+    *,
+    two_generations: bool,
     has_own_memory: bool,
-) -> float:  # fmt: skip
+) -> float:
     """Return the bytes that all ranks write to SSD in a step that is not clipped.
 
     The step's share of a commit is included if the interval is a number of steps. No profile of the
@@ -192,18 +198,18 @@ class Alternative:
 
 
 def alternatives(
-    now: Forecast, options: PlanOptions, host_bytes: int,
+    now: Forecast,
+    options: PlanOptions,
+    host_bytes: int,
     planned: Callable[[PlanOptions, int], Forecast],
-) -> Iterator[Alternative]:  # fmt: skip
+) -> Iterator[Alternative]:
     """Yield the options with which fewer bytes are written, fewest bytes first.
 
     All alternatives use the micro-batch and the tiles of the current forecast `now`. `host_bytes`
     is the host memory of all ranks. `planned` returns the forecast of the run with other options
     and host memory, or raises a BudgetError.
     """
-    options = replace(
-        options, micro_batch=now.plan.micro_batch, tiles=now.plan.tiles or "off"
-    )  # fmt: skip
+    options = replace(options, micro_batch=now.plan.micro_batch, tiles=now.plan.tiles or "off")
     found = []
     for option, changed, host, note in _candidates(now, options, host_bytes):
         with suppress(BudgetError):
@@ -243,9 +249,12 @@ def _candidates(
 
 
 def wear_lines(
-    drives: Sequence[Drive], written_bytes: float, *, steps: int | None,
+    drives: Sequence[Drive],
+    written_bytes: float,
+    *,
+    steps: int | None,
     instead: Sequence[Alternative] = (),
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return lines that describe the wear of one step, of the whole run, and of alternatives.
 
     If the number of steps is not known, the wear of 1000 steps is described.

@@ -76,8 +76,13 @@ class Op(StrEnum):
 
 
 OPS_OF_LANE = {
-    "compute": "FBE", "ssd": "RSWPGOIC", "optimizer": "UH", "h2d": "LV", "d2h": "KD", "net": "AX",
-}  # fmt: skip
+    "compute": "FBE",
+    "ssd": "RSWPGOIC",
+    "optimizer": "UH",
+    "h2d": "LV",
+    "d2h": "KD",
+    "net": "AX",
+}
 LANE_OF = {Op(letter): lane for lane, letters in OPS_OF_LANE.items() for letter in letters}
 _TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
 
@@ -98,9 +103,13 @@ class Action(_Fields):
     __slots__ = ()
 
     def __new__(
-        cls, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
+        cls,
+        kind: Op,
+        index: int = -1,
+        chunk: int = -1,
+        at: tuple[int, ...] = (),
         waits: tuple[str, ...] = (),
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         name: str = kind
         if chunk >= 0:
             name = kind + f"{index}.{chunk}"

@@ -60,19 +60,31 @@ def split_buffers(
 
 
 SITE_OPS = (
-    Op.FORWARD, Op.BACKWARD, Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS, Op.SPILL_ACTIVATIONS,
+    Op.FORWARD,
+    Op.BACKWARD,
+    Op.OFFLOAD_ACTIVATIONS,
+    Op.RESTORE_ACTIVATIONS,
+    Op.SPILL_ACTIVATIONS,
     Op.FETCH_ACTIVATIONS,
-)  # fmt: skip
+)
 GROUP_OPS = (
-    Op.READ_WEIGHTS, Op.SUM_SQUARES, Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.ALL_GATHER,
+    Op.READ_WEIGHTS,
+    Op.SUM_SQUARES,
+    Op.LOAD_WEIGHTS,
+    Op.OFFLOAD_GRADIENTS,
+    Op.ALL_GATHER,
     Op.REDUCE_SCATTER,
-)  # fmt: skip
+)
 
 
 def validate(
-    schedule: Schedule, spec: ScheduleSpec, buffers: BufferState, *, whole: bool = False,
+    schedule: Schedule,
+    spec: ScheduleSpec,
+    buffers: BufferState,
+    *,
+    whole: bool = False,
     by_interval: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Raise a LohanError that names the token of the first invalid action.
 
     `buffers` is the state from which the schedule was built. With `whole`, the schedule starts at
@@ -146,9 +158,11 @@ class _Check:
             self.fail(action, "there is no such site, group or chunk")
         for wait in action.waits:
             match = NAME.fullmatch(wait)
-            if match is None or match[1] not in LANE_OF or not self._exists(
-                match[1], int(match[2] or -1), int(match[3] or -1)
-            ):  # fmt: skip
+            if (
+                match is None
+                or match[1] not in LANE_OF
+                or not self._exists(match[1], int(match[2] or -1), int(match[3] or -1))
+            ):
                 self.fail(action, f"waits for {wait}, which no schedule of this spec has")
         sizes = self._sizes(action)
         least = len(sizes)
@@ -173,10 +187,17 @@ class _Check:
         if action.kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
             return moved + on_device
         return {
-            "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
-            "P": (stage,), "G": (stage,), "L": (slots, len(self.device)), "O": act, "I": act,
+            "R": (slots,),
+            "S": (ring,),
+            "U": (ring, slots, stage),
+            "W": (ring, slots),
+            "P": (stage,),
+            "G": (stage,),
+            "L": (slots, len(self.device)),
+            "O": act,
+            "I": act,
             "A": (len(self.device),),
-        }.get(action.kind, ())  # fmt: skip
+        }.get(action.kind, ())
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
         if kind in (Op.BACKWARD_DONE, Op.END_STEP):

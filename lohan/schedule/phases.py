@@ -73,9 +73,14 @@ class Builder:
     """
 
     def __init__(
-        self, spec: ScheduleSpec, buffers: BufferState, update_mode: str = "optimized", *,
-        held_before: bool = False, defer_writes: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ScheduleSpec,
+        buffers: BufferState,
+        update_mode: str = "optimized",
+        *,
+        held_before: bool = False,
+        defer_writes: bool = False,
+    ) -> None:
         self.spec, self.update_mode, self.held_before = spec, update_mode, held_before
         self.out: list[Action] = []
         self.uses = buffers.uses.copy()
@@ -106,14 +111,25 @@ class Builder:
     def result(self) -> tuple[Schedule, BufferState]:
         """Return the schedule and the state of slots and buffers after it."""
         return tuple(self.out), BufferState(
-            tuple(self.slots), tuple(self.device), self.uses, self.ring.taken, self.staging.taken,
-            self.acts.taken, self.device_acts.taken, tuple(self.behind), tuple(self.second_updates),
-        )  # fmt: skip
+            tuple(self.slots),
+            tuple(self.device),
+            self.uses,
+            self.ring.taken,
+            self.staging.taken,
+            self.acts.taken,
+            self.device_acts.taken,
+            tuple(self.behind),
+            tuple(self.second_updates),
+        )
 
     def emit(
-        self, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
+        self,
+        kind: Op,
+        index: int = -1,
+        chunk: int = -1,
+        at: tuple[int, ...] = (),
         *more: Effect,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add an action. `more` are effects that depend on the phase and not only on the action."""
         self.emit_action(Action(kind, index, chunk, at), *more)
 
@@ -280,9 +296,14 @@ class Builder:
         return buffer
 
     def update(
-        self, group: int, only: Sequence[int] | None = None, *, write: bool = True,
-        frees: Sequence[Effect] = (), second: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        group: int,
+        only: Sequence[int] | None = None,
+        *,
+        write: bool = True,
+        frees: Sequence[Effect] = (),
+        second: bool = False,
+    ) -> None:
         """Read, update and write all chunks of a group, or `only` some of them.
 
         Without `write`, the chunks are written by a second update. `frees` are the effects on the
@@ -336,9 +357,14 @@ class Builder:
 
 
 def forward(
-    spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, deferred: Sequence[int] = (),
-    end_step: bool = False, training: bool = True,
-) -> tuple[Schedule, BufferState]:  # fmt: skip
+    spec: ScheduleSpec,
+    buffers: BufferState,
+    order: Sequence[int],
+    *,
+    deferred: Sequence[int] = (),
+    end_step: bool = False,
+    training: bool = True,
+) -> tuple[Schedule, BufferState]:
     """Return the schedule of forward over the sites in `order`.
 
     The updates of `deferred` groups belong to the previous step. Each of them runs before its group
@@ -652,9 +678,14 @@ def one_backward(
 
 
 def updates(
-    spec: ScheduleSpec, buffers: BufferState, groups: Sequence[int], *,
-    deferred: Sequence[int] = (), end: bool = False, speculate: bool = False,
-) -> tuple[Schedule, BufferState]:  # fmt: skip
+    spec: ScheduleSpec,
+    buffers: BufferState,
+    groups: Sequence[int],
+    *,
+    deferred: Sequence[int] = (),
+    end: bool = False,
+    speculate: bool = False,
+) -> tuple[Schedule, BufferState]:
     """Return the schedule of updates of groups whose gradients are complete.
 
     The gradients of `deferred` groups are held instead. With `end`, backward ends first, and the

@@ -523,10 +523,13 @@ def lane_seconds(profile: Profile, t: Traffic) -> tuple[LaneSeconds, LaneSeconds
         "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
         "d2h": t.gradients / profile.d2h if link else 0.0,
         "net": (t.gathered + t.reduced) / profile.net_rate,
-        "ssd": _seconds_at(t.weights_read, read) + _seconds_at(t.out, read) + (1 - d) * state_s
-        + _seconds_at(t.held, write) + _seconds_at(t.held, read),
+        "ssd": _seconds_at(t.weights_read, read)
+        + _seconds_at(t.out, read)
+        + (1 - d) * state_s
+        + _seconds_at(t.held, write)
+        + _seconds_at(t.held, read),
         "optimizer": (1 - d) * update_s,
-    }  # fmt: skip
+    }
     if link and profile.host_rate:
         updates = t.state_read + t.state_written + t.update_bytes
         ahead = t.weights + t.weights_read + t.kept + t.out + d * updates

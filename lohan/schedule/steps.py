@@ -100,11 +100,14 @@ def planned_order(
     learning = [n for n, site in enumerate(sites) if _learns(blocks, site)]
     reached = sites[learning[0] :] if learning else sites
     return ExecutionOrder(
-        forward=sites, backward=reached[::-1], update_mode=plan.update_mode, overlap=plan.overlap,
+        forward=sites,
+        backward=reached[::-1],
+        update_mode=plan.update_mode,
+        overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
         speculates=plan.may_speculate(two_generations=two_generations) and not clipped,
         commits=not (two_generations and plan.commits_by_interval),
-    )  # fmt: skip
+    )
 
 
 def _learns(blocks: Blocks, site: int) -> bool:
@@ -153,9 +156,11 @@ def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Pha
 
 
 def chain_of(
-    spec: ScheduleSpec, order: ExecutionOrder, commits: Sequence[bool],
+    spec: ScheduleSpec,
+    order: ExecutionOrder,
+    commits: Sequence[bool],
     speculates: Sequence[bool] = (),
-) -> Iterator[Phases]:  # fmt: skip
+) -> Iterator[Phases]:
     """Yield the phases of consecutive steps.
 
     `commits` says for each step whether it commits, `speculates` whether it runs updates before the
@@ -193,9 +198,14 @@ def _overlapped(
         # Backward runs updates of this step, so those of the step before have to come first.
         late, buffers = sched.write_behind(spec, buffers)
     backward, buffers = sched.backward(
-        spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,
-        unreached=_unreached(spec, order), speculate=order.speculates,
-    )  # fmt: skip
+        spec,
+        buffers,
+        order.backward,
+        update_mode=order.update_mode,
+        deferred=order.deferred,
+        unreached=_unreached(spec, order),
+        speculate=order.speculates,
+    )
     after: Schedule = ()
     if order.deferred and not order.deferred_to_forward:
         after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, end_step=True)

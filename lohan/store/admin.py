@@ -288,10 +288,13 @@ def snapshot(
             raise StoreError(f"{made} is the store itself; choose another place for snapshots")
     _remove_if_there(partial)
     with Store.create(
-        partial, [region for region in store.regions if with_fixed or not region.fixed],
-        durability="checkpoint", engine=engine, first_generation=store.generation,
+        partial,
+        [region for region in store.regions if with_fixed or not region.fixed],
+        durability="checkpoint",
+        engine=engine,
+        first_generation=store.generation,
         with_scratch=False,
-    ) as copy:  # fmt: skip
+    ) as copy:
         extents = [store.layout.find(e.key, e.chunk) for e in copy.layout.durable]
         shared = {extent for extent in extents if copy.share(store, extent)}
         _copy_state(store, copy, [extent for extent in extents if extent not in shared])
@@ -364,9 +367,14 @@ def restore(
 
         def create() -> Store:
             return Store.create(
-                partial, source.regions, durability=durability, weights=weights, engine=engine,
-                first_generation=source.generation, final_dirs=paths,
-            )  # fmt: skip
+                partial,
+                source.regions,
+                durability=durability,
+                weights=weights,
+                engine=engine,
+                first_generation=source.generation,
+                final_dirs=paths,
+            )
 
         try:
             copy = create()

@@ -200,9 +200,13 @@ class Volume:
         return self._engine.write(self._files[disk_slot, extent.directory], extent.offset, buffer)
 
     def share(
-        self, disk_slot: int, extent: Extent, source: Volume, from_disk_slot: int,
+        self,
+        disk_slot: int,
+        extent: Extent,
+        source: Volume,
+        from_disk_slot: int,
         from_extent: Extent,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Clone a chunk of another volume by reflink; return whether the file system can.
 
         The two chunks share their blocks until one of them is overwritten. If the result is False,

@@ -260,10 +260,18 @@ class Store:
     """
 
     def __init__(
-        self, volume: Volume, manifest: Manifest, checksums: Checksums, lock: StoreLock, *,
+        self,
+        volume: Volume,
+        manifest: Manifest,
+        checksums: Checksums,
+        lock: StoreLock,
+        *,
         status: Status,
-        verify: Verify, timeout_s: float, barrier: Barrier | None, created: Sequence[Path] = (),
-    ) -> None:  # fmt: skip
+        verify: Verify,
+        timeout_s: float,
+        barrier: Barrier | None,
+        created: Sequence[Path] = (),
+    ) -> None:
         """Initialise a store whose files are open and locked.
 
         `manifest` and `checksums` describe the committed generation. `created` lists the
@@ -291,12 +299,21 @@ class Store:
     @classmethod
     @files.storage_errors("creating a store")
     def create(
-        cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
-        durability: str = "step", weights: Sequence[float] | None = None,
-        engine: str | IOEngine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
-        first_generation: int = 0, with_scratch: bool = True, barrier: Barrier | None = None,
+        cls,
+        dirs: Dirs,
+        regions: Iterable[Region],
+        *,
+        meta: Mapping[str, Any] | None = None,
+        durability: str = "step",
+        weights: Sequence[float] | None = None,
+        engine: str | IOEngine = "auto",
+        verify: Verify = "first-read",
+        timeout_s: float = 60.0,
+        first_generation: int = 0,
+        with_scratch: bool = True,
+        barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Create the files of a new store, which becomes valid with its first commit.
 
         `close` removes a store that was never committed. If there is too little space, nothing is
@@ -307,10 +324,15 @@ class Store:
         paths, disk_slots = files.store_dirs(dirs), disk_slot_count(durability)
         layout = plan_layout(regions, directories=len(paths), weights=weights)
         manifest = Manifest(  # Written to disk by the first commit.
-            uuid=str(uuid4()), generation=first_generation - 1, durability=durability, clean=False,
-            count=len(paths), layout_sha256=layout.digest(), sums_crc32c=0,
+            uuid=str(uuid4()),
+            generation=first_generation - 1,
+            durability=durability,
+            clean=False,
+            count=len(paths),
+            layout_sha256=layout.digest(),
+            sums_crc32c=0,
             meta=plain_json(meta or {}),
-        )  # fmt: skip
+        )
         for path in paths:
             files.check_vacant(path)
         needed = needed_bytes(paths, layout, disk_slots=disk_slots, with_scratch=with_scratch)
@@ -326,9 +348,16 @@ class Store:
             raise
         checksums = np.zeros(len(layout.durable), dtype=np.uint32)
         store = cls(
-            volume, manifest, checksums, lock, status=Status.CREATING, verify=verify,
-            timeout_s=timeout_s, barrier=barrier, created=created,
-        )  # fmt: skip
+            volume,
+            manifest,
+            checksums,
+            lock,
+            status=Status.CREATING,
+            verify=verify,
+            timeout_s=timeout_s,
+            barrier=barrier,
+            created=created,
+        )
         try:
             write_identities(paths, final_dirs or paths, uuid=manifest.uuid, layout=layout)
             volume.create_files(with_scratch=with_scratch)
@@ -347,9 +376,15 @@ class Store:
     @classmethod
     @files.storage_errors("opening a store")
     def open(
-        cls, dirs: Dirs, *, engine: str | IOEngine = "auto", verify: Verify = "first-read",
-        timeout_s: float = 60.0, with_scratch: bool = True, barrier: Barrier | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        dirs: Dirs,
+        *,
+        engine: str | IOEngine = "auto",
+        verify: Verify = "first-read",
+        timeout_s: float = 60.0,
+        with_scratch: bool = True,
+        barrier: Barrier | None = None,
+    ) -> Self:
         """Open the committed generation of a store.
 
         The first directory is enough to find the others, unless it was moved.
@@ -370,10 +405,15 @@ class Store:
             lock.release()
             raise
         return cls(
-            volume, manifest, checksums, lock, status=Status.CLEAN, verify=verify,
+            volume,
+            manifest,
+            checksums,
+            lock,
+            status=Status.CLEAN,
+            verify=verify,
             timeout_s=timeout_s,
             barrier=barrier,
-        )  # fmt: skip
+        )
 
     @files.storage_errors("closing a store")
     def close(self) -> None:
@@ -513,9 +553,15 @@ class Store:
         return True
 
     def _submit(
-        self, kind: Kind, disk_slot: int, extent: Extent, buffer: Buffer, *, crc: int | None,
+        self,
+        kind: Kind,
+        disk_slot: int,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        crc: int | None,
         attempt: int,
-    ) -> Ticket:  # fmt: skip
+    ) -> Ticket:
         """Submit I/O for a reserved chunk, and release the chunk if the engine refuses it."""
         submit = self._volume.read if kind == "read" else self._volume.write
         try:

@@ -81,9 +81,14 @@ WSL_CONFIG = "%UserProfile%\\.wslconfig"
 def check_machine() -> Iterator[Finding]:
     """Yield all findings about this machine, ordered by importance."""
     for check in (
-        check_python, check_packages, check_core, check_device, check_memory, check_locked,
+        check_python,
+        check_packages,
+        check_core,
+        check_device,
+        check_memory,
+        check_locked,
         check_system,
-    ):  # fmt: skip
+    ):
         yield from check()
 
 
@@ -153,16 +158,19 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
         return Finding("device", OK, f"{count} x {name} ({kind}), {cpu}")
     if nvidia:
         return Finding(
-            "device", WARNING,
+            "device",
+            WARNING,
             f"the NVIDIA driver is there, but torch {torch.__version__} does not use it; "
             f"compute runs on {cpu}",
             "install a CUDA build of torch whose version the driver knows (nvidia-smi)",
-        )  # fmt: skip
+        )
     return Finding(
-        "device", WARNING, f"no accelerator found; compute runs on {cpu}",
+        "device",
+        WARNING,
+        f"no accelerator found; compute runs on {cpu}",
         "right but slow: good for small models and tests; `lohan plan --machine` tells what a GPU "
         "would do",
-    )  # fmt: skip
+    )
 
 
 # -- Memory and system -----------------------------------------------------------------------------
@@ -180,10 +188,11 @@ def check_memory() -> Iterator[Finding]:
         yield Finding("memory limit", OK, "no cgroup limit")
     else:
         yield Finding(
-            "memory limit", WARNING if limit < total // 2 else OK,
+            "memory limit",
+            WARNING if limit < total // 2 else OK,
             f"the cgroup (container or service) allows {format_bytes(limit)}",
             "keep --host about 1 GiB below it; file caches of the process count too",
-        )  # fmt: skip
+        )
 
 
 def check_locked(*, accelerator: bool | None = None) -> Iterator[Finding]:
@@ -203,10 +212,12 @@ def check_locked(*, accelerator: bool | None = None) -> Iterator[Finding]:
     else:
         state, text = OK, f"{text}; only a device would need more"
     yield Finding(
-        "locked memory", state, text,
+        "locked memory",
+        state,
+        text,
         "ulimit -l unlimited, or memlock in /etc/security/limits.conf; CUDA pins memory without "
         "this limit, other devices may not",
-    )  # fmt: skip
+    )
 
 
 def has_accelerator() -> bool:
@@ -223,10 +234,12 @@ def check_system() -> Iterator[Finding]:
         yield Finding("system", PROBLEM, f"{platform.system()} {release}", "LoHan needs Linux")
     elif "microsoft" in release.lower():
         yield Finding(
-            "system", WARNING, f"Linux {release} under WSL2",
+            "system",
+            WARNING,
+            f"Linux {release} under WSL2",
             f"WSL2 gets half of the memory unless {WSL_CONFIG} says otherwise, and folders below "
             "/mnt/c go through the network file system 9p: keep --ssd inside the Linux disk",
-        )  # fmt: skip
+        )
     else:
         yield Finding("system", OK, f"Linux {release}")
 
@@ -278,15 +291,28 @@ def _kind(path: Path) -> Finding:
 
 
 _SLOW_FILE_SYSTEMS = (
-    (MEMORY, "it lies in memory", "state there takes the memory it should save and is gone after a "
-     "reboot; choose a folder on a drive"),
-    (NETWORK, "it is reached over a network or another system",
-     "every step moves the whole state; choose a local NVMe drive"),
-    (("overlay",), "the writable layer of a container",
-     "mount a folder of the host's NVMe drive into the container (docker run -v)"),
-    (COPY_ON_WRITE, "copies on every write",
-     "ext4 or XFS is faster; on btrfs, chattr +C for an empty folder turns copying off"),
-)  # fmt: skip
+    (
+        MEMORY,
+        "it lies in memory",
+        "state there takes the memory it should save and is gone after a "
+        "reboot; choose a folder on a drive",
+    ),
+    (
+        NETWORK,
+        "it is reached over a network or another system",
+        "every step moves the whole state; choose a local NVMe drive",
+    ),
+    (
+        ("overlay",),
+        "the writable layer of a container",
+        "mount a folder of the host's NVMe drive into the container (docker run -v)",
+    ),
+    (
+        COPY_ON_WRITE,
+        "copies on every write",
+        "ext4 or XFS is faster; on btrfs, chattr +C for an empty folder turns copying off",
+    ),
+)
 
 
 def _space(path: Path) -> Finding:
@@ -316,9 +342,11 @@ def drive_finding(subject: str, drive: DriveFacts) -> Finding:
         text += "; wear not readable without root"
     if drive.rotating:
         return Finding(
-            subject, WARNING, f"{text}; says that it rotates",
+            subject,
+            WARNING,
+            f"{text}; says that it rotates",
             "a hard disk is far too slow; virtual disks say so too, `lohan profile` measures them",
-        )  # fmt: skip
+        )
     return Finding(subject, OK, text)
 
 
@@ -347,10 +375,12 @@ def _tried(subject: str, folder: Path) -> Iterator[Finding]:
             yield Finding(subject, OK, "O_DIRECT works")
         else:
             yield Finding(
-                subject, WARNING, "the file system refuses O_DIRECT",
+                subject,
+                WARNING,
+                "the file system refuses O_DIRECT",
                 "transfers go through the page cache, which costs memory and speed; use ext4 or "
                 "XFS on a local drive",
-            )  # fmt: skip
+            )
 
 
 def _why() -> str:
@@ -380,6 +410,8 @@ def check_shared(ssd: Sequence[Path]) -> Iterator[Finding]:
             other = seen.setdefault(path.stat().st_dev, path)
             if other is not path:
                 yield Finding(
-                    str(path), WARNING, f"on the same file system as {other}",
+                    str(path),
+                    WARNING,
+                    f"on the same file system as {other}",
                     "one --ssd per drive; two on one drive only take turns",
-                )  # fmt: skip
+                )

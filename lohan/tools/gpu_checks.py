@@ -72,8 +72,9 @@ def device(bench: Bench) -> CheckResult:
             "memory": format_bytes(properties.total_memory),
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda, "hip": torch.version.hip,
-        }  # fmt: skip
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+        }
     return CheckResult({"free_bytes": free}, facts | pcie_link_of(torch_device))
 
 
@@ -221,10 +222,12 @@ def optimizer(bench: Bench) -> CheckResult:
     with busy_links(opened, 64 * MiB if bench.real else 64 * KiB):
         during = adam_figure(sizes, opened.default_dtype)
         during.measure(seconds)
-    return CheckResult({
-        "adam": sizes.chunk_params / alone.median_s,
-        "adam_beside_copies": sizes.chunk_params / during.median_s,
-    })  # fmt: skip
+    return CheckResult(
+        {
+            "adam": sizes.chunk_params / alone.median_s,
+            "adam_beside_copies": sizes.chunk_params / during.median_s,
+        }
+    )
 
 
 @contextmanager
@@ -268,18 +271,27 @@ class Trained:
 
 
 def trained(
-    bench: Bench, model: nn.Module, batches: Batches, name: str, *, late: bool = False,
+    bench: Bench,
+    model: nn.Module,
+    batches: Batches,
+    name: str,
+    *,
+    late: bool = False,
     **options: Any,
-) -> Trained:  # fmt: skip
+) -> Trained:
     """Train a copy of the model; with `late`, on a device with random pauses on its lanes."""
     folder = bench.folder / name
     folder.mkdir()
     losses = []
     opened = bench.open_late() if late else bench.open()
     with attach(
-        copy.deepcopy(model), optimizer=AdamW(lr=1e-3), device=opened, batch=batches[0],
-        budget=Budget(host="1GiB", ssd=[folder], durability="step"), **options,
-    ) as session:  # fmt: skip
+        copy.deepcopy(model),
+        optimizer=AdamW(lr=1e-3),
+        device=opened,
+        batch=batches[0],
+        budget=Budget(host="1GiB", ssd=[folder], durability="step"),
+        **options,
+    ) as session:
         torch.manual_seed(11)
         for batch in batches:
             losses.append(step(session, batch))
@@ -320,11 +332,20 @@ def llama(bench: Bench, **sizes: Any) -> nn.Module:
     from transformers import LlamaConfig
 
     width = 512 if bench.real else 32
-    config = LlamaConfig(**{
-        "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 3,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 999,
-        "max_position_embeddings": 4096, "use_cache": False, "tie_word_embeddings": False, **sizes,
-    })  # fmt: skip
+    config = LlamaConfig(
+        **{
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 999,
+            "max_position_embeddings": 4096,
+            "use_cache": False,
+            "tie_word_embeddings": False,
+            **sizes,
+        }
+    )
     return _model_of(config)
 
 
@@ -332,10 +353,18 @@ def gpt2(bench: Bench) -> nn.Module:
     from transformers import GPT2Config
 
     config = GPT2Config(
-        n_embd=512 if bench.real else 32, n_layer=3, n_head=4, vocab_size=999, n_positions=512,
-        bos_token_id=1, eos_token_id=2, use_cache=False, attn_pdrop=0.2, resid_pdrop=0.1,
+        n_embd=512 if bench.real else 32,
+        n_layer=3,
+        n_head=4,
+        vocab_size=999,
+        n_positions=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        attn_pdrop=0.2,
+        resid_pdrop=0.1,
         embd_pdrop=0.1,
-    )  # fmt: skip
+    )
     return _model_of(config)
 
 
@@ -455,10 +484,12 @@ def memory(bench: Bench) -> CheckResult:
     batches = tokens(bench, 4, seq=1024 if bench.real else 64)
     limit = 4 * GiB if bench.real else 96 * MiB
     with attach(
-        model.to(torch.bfloat16) if bench.real else model, optimizer=AdamW(lr=1e-4),
-        device=bench.open(limit), batch=batches[0],
+        model.to(torch.bfloat16) if bench.real else model,
+        optimizer=AdamW(lr=1e-4),
+        device=bench.open(limit),
+        batch=batches[0],
         budget=Budget(host="4GiB" if bench.real else "256MiB", ssd=[bench.folder]),
-    ) as session:  # fmt: skip
+    ) as session:
         module.reset_peak_memory_stats()
         for number, batch in enumerate(batches):
             step(session, batch)
@@ -489,9 +520,13 @@ def training(bench: Bench) -> CheckResult:
     budget = Budget(host="8GiB" if bench.real else "256MiB", ssd=ssd)
     losses, ends, launched_s = [], [], []
     with attach(
-        model, optimizer=AdamW(lr=1e-4), device=bench.open(limit), batch=batches[0], budget=budget,
+        model,
+        optimizer=AdamW(lr=1e-4),
+        device=bench.open(limit),
+        batch=batches[0],
+        budget=budget,
         profile=rates,
-    ) as session:  # fmt: skip
+    ) as session:
         spans: list[Span] = []
         for batch in batches:
             session.executor.trace.take_step()
@@ -519,16 +554,25 @@ def training(bench: Bench) -> CheckResult:
     }
     if made.binding == "compute":
         figures["device_busy"] = share
-    return CheckResult(figures, {
-        "parameters": parameters, "tokens": batches[0]["input_ids"].numel(), "seq": seq,
-        "losses": losses, "plain_losses": wanted, "steps_s": steps_s,
-        "forecast_s": made.step_s, "forecast_lanes_s": made.busy_s,
-        "binding": made.binding,
-        "device_busy": share, "profile": asdict(rates),
-        "last_step": [
-            (s.lane, s.name, s.start_s - start, s.stop_s - start) for s in spans[:4000]
-        ],
-    })  # fmt: skip
+    return CheckResult(
+        figures,
+        {
+            "parameters": parameters,
+            "tokens": batches[0]["input_ids"].numel(),
+            "seq": seq,
+            "losses": losses,
+            "plain_losses": wanted,
+            "steps_s": steps_s,
+            "forecast_s": made.step_s,
+            "forecast_lanes_s": made.busy_s,
+            "binding": made.binding,
+            "device_busy": share,
+            "profile": asdict(rates),
+            "last_step": [
+                (s.lane, s.name, s.start_s - start, s.stop_s - start) for s in spans[:4000]
+            ],
+        },
+    )
 
 
 # Bytes per parameter of plain torch: 16-bit weight and gradient, fp32 master, gradient and moments.
@@ -541,9 +585,14 @@ def trial_model(bench: Bench, device_bytes: int) -> tuple[nn.Module, Batches]:
         return llama(bench), tokens(bench, 6)
     layers = max(2, min(16, int(0.6 * device_bytes / PLAIN_BYTES / LAYER)))
     model = llama(
-        bench, hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
-        num_key_value_heads=8, num_hidden_layers=layers, vocab_size=32000,
-    )  # fmt: skip
+        bench,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=layers,
+        vocab_size=32000,
+    )
     return model.to(torch.bfloat16), tokens(bench, 6, seq=1024, vocab=32000)
 
 
@@ -552,11 +601,18 @@ def effort_for(bench: Bench, width: int) -> Effort:
         sizes = Sizes(hidden=width, inner=11 * width // 4, heads=width // 64, vocabulary=32000)
         return Effort(sizes=sizes, drive_bytes=1 * GiB)
     return Effort(
-        sizes=Sizes(hidden=width, inner=2 * width, heads=4, vocabulary=128, copies=1,
-                    chunk_params=2**12),
-        tokens=(8, 32), head_tokens=8, seconds=0.0, compute_seconds=1.0, drive_seconds=0.02,
-        drive_bytes=1 * MiB, chunk_bytes=64 * KiB, link_bytes=1 * MiB,
-    )  # fmt: skip
+        sizes=Sizes(
+            hidden=width, inner=2 * width, heads=4, vocabulary=128, copies=1, chunk_params=2**12
+        ),
+        tokens=(8, 32),
+        head_tokens=8,
+        seconds=0.0,
+        compute_seconds=1.0,
+        drive_seconds=0.02,
+        drive_bytes=1 * MiB,
+        chunk_bytes=64 * KiB,
+        link_bytes=1 * MiB,
+    )
 
 
 def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[float]:
@@ -598,13 +654,25 @@ class Check:
 CHECKS: dict[str, Check] = {
     run.__name__.replace("_", "-"): Check(run, deadline_s)
     for run, deadline_s in (
-        (device, 120), (pinning, 120), (pinnable, 180), (queue, 120),
-        (links, 120), (waits, 120), (direct_io, 180), (matmul, 180), (block, 180),
-        (optimizer, 180), (overlap, 300), (saved_activations, 300),
-        (padded_dropout, 300), (tied_weights, 300), (large_buffer, 300), (memory, 600),
+        (device, 120),
+        (pinning, 120),
+        (pinnable, 180),
+        (queue, 120),
+        (links, 120),
+        (waits, 120),
+        (direct_io, 180),
+        (matmul, 180),
+        (block, 180),
+        (optimizer, 180),
+        (overlap, 300),
+        (saved_activations, 300),
+        (padded_dropout, 300),
+        (tied_weights, 300),
+        (large_buffer, 300),
+        (memory, 600),
         (training, 1800),
     )
-}  # fmt: skip
+}
 
 
 def card_name(device_name: str) -> str:
@@ -621,8 +689,13 @@ def allocator() -> dict[str, int]:
     """Return the statistics of torch's allocator that this backend provides."""
     with suppress(AttributeError, RuntimeError, AssertionError):
         found = torch.get_device_module().memory_stats()
-        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries",
-                 "num_ooms", "inactive_split_bytes.all.peak")  # fmt: skip
+        names = (
+            "allocated_bytes.all.peak",
+            "reserved_bytes.all.peak",
+            "num_alloc_retries",
+            "num_ooms",
+            "inactive_split_bytes.all.peak",
+        )
         return {name: found[name] for name in names if name in found}
     return {}
 
@@ -640,10 +713,11 @@ def run_here(name: str, device_name: str, folder: Path) -> dict[str, Any]:
         state = "wrong" if isinstance(error, Wrong) else "failed"
         notes = getattr(error, "__notes__", [])
         made |= {
-            "state": state, "foreseen": isinstance(error, LohanError),
+            "state": state,
+            "foreseen": isinstance(error, LohanError),
             "error": "\n".join([f"{type(error).__name__}: {error}", *notes]),
             "traceback": traceback.format_exc(),
-        }  # fmt: skip
+        }
     return made | {"allocator": allocator()}
 
 

@@ -27,9 +27,13 @@ class LateDevice(AcceleratorDevice):
     """
 
     def __init__(
-        self, memory: int | None = None, *, number: int | None = None,
-        pause: Callable[[int], Any] | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        memory: int | None = None,
+        *,
+        number: int | None = None,
+        pause: Callable[[int], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__(memory, number=number)
         self._pause: Callable[[int], Any] = pause or torch.cuda._sleep
         self._random = random.Random(seed)

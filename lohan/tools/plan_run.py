@@ -51,9 +51,12 @@ from lohan.util.units import GiB, MiB, parse_bytes
 
 
 def plan_traced(
-    config: Config, profile: Profile | None = None, *, minimise: str = "time",
+    config: Config,
+    profile: Profile | None = None,
+    *,
+    minimise: str = "time",
     inputs: Inputs | None = None,
-) -> MachinePlan:  # fmt: skip
+) -> MachinePlan:
     """Return the plan of a run with these settings, its forecast and the alternatives.
 
     Raise the same BudgetError as the run would. The forecast is for a machine with this profile.
@@ -93,11 +96,18 @@ def traced_problem(
         )
         host_bytes -= device_bytes
     return PlanProblem(
-        model=str(config.model), parameters=whole.parameters, batch=whole_batch, machine=machine,
-        options=options, host_bytes=host_bytes, device_bytes=device_bytes,
-        overhead=lambda host_bytes: overhead, blocks=blocks, workload=workload,
+        model=str(config.model),
+        parameters=whole.parameters,
+        batch=whole_batch,
+        machine=machine,
+        options=options,
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        overhead=lambda host_bytes: overhead,
+        blocks=blocks,
+        workload=workload,
         site_order=partial(site_order, model, blocks, workload),
-    )  # fmt: skip
+    )
 
 
 def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: Plan) -> list[int]:
@@ -166,9 +176,12 @@ class Case:
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
         return plan_for_budget(
-            self.blocks, self.options.fixed_by(self.plan), host_bytes=host_bytes,
-            workload=self.workload, profile=machine,
-        )  # fmt: skip
+            self.blocks,
+            self.options.fixed_by(self.plan),
+            host_bytes=host_bytes,
+            workload=self.workload,
+            profile=machine,
+        )
 
 
 def case_of(
@@ -188,9 +201,14 @@ def case_of(
     options = replace(options_of(config, dtype=followed.dtype), kind=followed.kind)
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(
-        blocks, workload_of(model, blocks, batch), followed, profile, options, plan["host_bytes"],
+        blocks,
+        workload_of(model, blocks, batch),
+        followed,
+        profile,
+        options,
+        plan["host_bytes"],
         max(1, len(config.budget.ssd)),
-    )  # fmt: skip
+    )
 
 
 def changes(case: Case) -> list[Change]:

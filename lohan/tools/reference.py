@@ -182,9 +182,12 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
     from_folder: Callable[..., nn.Module] = AutoModelForCausalLM.from_pretrained
     try:
         model: Any = from_folder(
-            str(recipe.model), dtype=dtype, local_files_only=True, use_safetensors=True,
+            str(recipe.model),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
             trust_remote_code=False,
-        )  # fmt: skip
+        )
     except (OSError, ValueError) as error:
         raise ModelError(
             "transformers, with which a run is compared, cannot load this model: "
@@ -272,10 +275,12 @@ def noise_run(
     for step in range(recipe.steps):
         losses.append(abs(run.step(step) - reference.losses[step]))
         with reference.open(step + 1) as file:
-            weights.append({
-                name: float((master.detach() - file.get_tensor(name)).norm())
-                for name, master in run.masters.items()
-            })  # fmt: skip
+            weights.append(
+                {
+                    name: float((master.detach() - file.get_tensor(name)).norm())
+                    for name, master in run.masters.items()
+                }
+            )
         advance(step + 1, recipe.steps)
     del run
     gc.collect()

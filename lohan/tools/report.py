@@ -174,14 +174,25 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
         for lane, row in sorted({(span.lane, span.row) for span in spans}):
             title = LANES[lane] + (f" +{row}" if row else "")
             events.append(
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane * ROWS + row,
-                 "args": {"name": title}}
-            )  # fmt: skip
+                {
+                    "name": "thread_name",
+                    "ph": "M",
+                    "pid": rank,
+                    "tid": lane * ROWS + row,
+                    "args": {"name": title},
+                }
+            )
         events += [
-            {"name": s.name, "ph": "X", "pid": rank, "tid": s.lane * ROWS + s.row,
-             "ts": s.start - origin, "dur": s.stop - s.start}
+            {
+                "name": s.name,
+                "ph": "X",
+                "pid": rank,
+                "tid": s.lane * ROWS + s.row,
+                "ts": s.start - origin,
+                "dur": s.stop - s.start,
+            }
             for s in spans
-        ]  # fmt: skip
+        ]
     trace_output(path, "move it away").write(json.dumps(trace_object(events)).encode())
 
 
@@ -247,10 +258,17 @@ def read_run(folder: RunFolder) -> RunRecord:
 
 Number = int | float
 _STEP: dict[str, Any] = {
-    "loss": Number, "step_s": float, "rss_bytes": float, "tokens_per_s": float,
-    "busy": dict[str, float], "grad_norm": Number | None, "lr": Number | None,
-    "ssd_read_bytes": int, "ssd_written_bytes": int, "reward_accuracy": Number,
-}  # fmt: skip
+    "loss": Number,
+    "step_s": float,
+    "rss_bytes": float,
+    "tokens_per_s": float,
+    "busy": dict[str, float],
+    "grad_norm": Number | None,
+    "lr": Number | None,
+    "ssd_read_bytes": int,
+    "ssd_written_bytes": int,
+    "reward_accuracy": Number,
+}
 _EVALUATION: dict[str, Any] = {"eval_loss": Number}
 _SAMPLES: dict[str, Any] = {"samples": list[dict[str, str]]}
 _MAY_LACK = {
@@ -266,16 +284,23 @@ _MAY_LACK = {
 _PREDICTED = dict[str, Any] | None
 _EVENTS: dict[str, dict[str, Any]] = {
     "start": {
-        "total": int, "shape": dict[str, int] | None, "versions": dict[str, str],
-        "machine": dict[str, str | int], "parameters": int | None, "ranks": int | None,
+        "total": int,
+        "shape": dict[str, int] | None,
+        "versions": dict[str, str],
+        "machine": dict[str, str | int],
+        "parameters": int | None,
+        "ranks": int | None,
         "instead": list[Alternative],
     },
     "plan": {"host_bytes": int, "plan": Plan, "predicted": _PREDICTED, "origin": str | None},
     "measured": {"profile": dict[str, Any], "predicted": _PREDICTED},
-}  # fmt: skip
+}
 _FIGURES: dict[str, Any] = {
-    "step_s": float, "lane_s": dict[str, float], "tokens": Number, "written_bytes": Number,
-}  # fmt: skip
+    "step_s": float,
+    "lane_s": dict[str, float],
+    "tokens": Number,
+    "written_bytes": Number,
+}
 
 
 def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
@@ -403,12 +428,17 @@ def timeline(run: RunRecord) -> dict[str, Any] | None:
         ],
         "rows": sorted({(_number(span), span.row) for span in shown}),
         "spans": [
-            [_number(s), s.row, s.name, round((s.start - low) / 1e3, 4),
-             round((s.stop - s.start) / 1e3, 4)]
+            [
+                _number(s),
+                s.row,
+                s.name,
+                round((s.start - low) / 1e3, 4),
+                round((s.stop - s.start) / 1e3, 4),
+            ]
             for s in shown
         ],
         "length": round((high - low) / 1e3, 4),
-    }  # fmt: skip
+    }
 
 
 def _number(span: Traced) -> int:
@@ -494,17 +524,20 @@ def rewards_card(run: RunRecord) -> str:
 
 
 REWARDS = {
-    "rewards": "Rewards of chosen and rejected answers", "margins": "Margin: chosen minus rejected",
+    "rewards": "Rewards of chosen and rejected answers",
+    "margins": "Margin: chosen minus rejected",
     "accuracy": "Accuracy: share of pairs with the chosen answer ahead",
-}  # fmt: skip
+}
 
 
 def reward_charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
     """Return the reward charts: steps as curves, evaluations as dots."""
     found = {}
     for name, keys in (
-        ("rewards", ("chosen", "rejected")), ("margins", ("margin",)), ("accuracy", ("accuracy",)),
-    ):  # fmt: skip
+        ("rewards", ("chosen", "rejected")),
+        ("margins", ("margin",)),
+        ("accuracy", ("accuracy",)),
+    ):
         lines = []
         for number, key in enumerate(keys):
             ink = {"ink": f"--c{2 * number}"}
@@ -525,19 +558,28 @@ def lanes_card(run: RunRecord, advice: Advice) -> str:
     for lane in LANES:
         wanted = promise.get("lane_s", {}).get(lane, 0.0)
         if lane in measured or wanted:
-            rows.append(_lane_row(lane, wanted if promise else None, measured.get(lane, 0.0),
-                                  max(step_s, promise.get("step_s", 0.0))))  # fmt: skip
+            rows.append(
+                _lane_row(
+                    lane,
+                    wanted if promise else None,
+                    measured.get(lane, 0.0),
+                    max(step_s, promise.get("step_s", 0.0)),
+                )
+            )
     whole = promise.get("step_s")
     step = ("whole step", f"{whole:.3g} s" if whole else "-", f"{step_s:.3g} s")
     rows.append([*step, _ratio(whole, step_s, step_s), ""])
     head = ("lane", "predicted", "measured", "difference", "predicted above, measured below")
     lines.append(table(head, rows, numbers=(1, 2, 3)))
-    lines.append(note(
-        f"Busy seconds per step. Predicted from {origin}; measured: median of "
-        f"{counted(len(run.steady), 'step')} with the last plan." if promise else
-        "No prediction: the run had no profile of the machine (`lohan profile`) and was too short "
-        "to measure itself."
-    ))  # fmt: skip
+    lines.append(
+        note(
+            f"Busy seconds per step. Predicted from {origin}; measured: median of "
+            f"{counted(len(run.steady), 'step')} with the last plan."
+            if promise
+            else "No prediction: the run had no profile of the machine (`lohan profile`) and was too short "  # noqa: E501
+            "to measure itself."
+        )
+    )
     return card("What a step is spent on", *lines)
 
 
@@ -573,9 +615,9 @@ def _advice(advice: Advice, measured: Mapping[str, float], step_s: float) -> str
         lines.append(note("Neither another drive nor more host memory would make it faster."))
     lines.append(f'<div class="pair">{"".join(tables)}</div>')
     if advice.changes:
-        lines.append(note(
-            "Planned and simulated for the rates that this run measured, each change alone."
-        ))  # fmt: skip
+        lines.append(
+            note("Planned and simulated for the rates that this run measured, each change alone.")
+        )
     elif advice.reason:
         lines.append(note(f"What would help is not known: {advice.reason}."))
     return "".join(lines)
@@ -595,8 +637,9 @@ def timeline_card(run: RunRecord, shown: Mapping[str, Any] | None) -> str:
     return card(
         "Timeline of two steps",
         note("From the end of one backward to that of the one after the next."),
-        tools, '<canvas id="timeline" tabindex="0" aria-label="What every lane did when"></canvas>',
-    )  # fmt: skip
+        tools,
+        '<canvas id="timeline" tabindex="0" aria-label="What every lane did when"></canvas>',
+    )
 
 
 def memory_card(run: RunRecord) -> str:
@@ -605,20 +648,27 @@ def memory_card(run: RunRecord) -> str:
         return ""
     budget = plan["host_bytes"]
     rows = [
-        [entry["owner"], entry["tier"], format_bytes(entry["bytes"]),
-         f"{100 * entry['bytes'] / budget:.1f} %" if entry["tier"] == "host" else ""]
+        [
+            entry["owner"],
+            entry["tier"],
+            format_bytes(entry["bytes"]),
+            f"{100 * entry['bytes'] / budget:.1f} %" if entry["tier"] == "host" else "",
+        ]
         for entry in plan["plan"]["ledger"]
-    ]  # fmt: skip
+    ]
     ledger = table(("owner", "tier", "bytes", "of --host"), rows, numbers=(2, 3))
     return card(
         "Memory",
-        note("What the plan gives to whom in host memory, and what was resident: Python, torch "
-              "and transformers come on top of the plan."),
+        note(
+            "What the plan gives to whom in host memory, and what was resident: Python, torch "
+            "and transformers come on top of the plan."
+        ),
         '<div class="pair">',
         chart("memory", "Plan of host memory, and --host", tall=True),
         chart("resident", "Resident memory of the process", tall=True),
-        "</div>", f"<details><summary>Ledger</summary>{ledger}</details>",
-    )  # fmt: skip
+        "</div>",
+        f"<details><summary>Ledger</summary>{ledger}</details>",
+    )
 
 
 def _written_per_step(run: RunRecord) -> float:
@@ -653,10 +703,13 @@ def wear_card(run: RunRecord) -> str:
             rows.append([told, life, f"{format_usd(wear.usd)} of its price"])
     for other in run.last("start").get("instead", []):
         wear = wear_of(drives, other["written_bytes"]).times(planned)
-        rows.append([
-            Markup(f"with <code>{text(other['option'])}</code>"), describe_wear(wear),
-            f"{format_seconds(other['step_s'])} per step, as planned; {other['note']}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                Markup(f"with <code>{text(other['option'])}</code>"),
+                describe_wear(wear),
+                f"{format_seconds(other['step_s'])} per step, as planned; {other['note']}",
+            ]
+        )
     for folder in folders:
         for drive in drives_of(folder):
             known = drive.health
@@ -712,18 +765,28 @@ def settings_card(run: RunRecord) -> str:
 def page(run: RunRecord, advice: Advice) -> str:
     shown = timeline(run)
     sections = [
-        learning_card(run), rewards_card(run), lanes_card(run, advice), timeline_card(run, shown),
-        memory_card(run), wear_card(run), samples_card(run), example_card(run),
+        learning_card(run),
+        rewards_card(run),
+        lanes_card(run, advice),
+        timeline_card(run, shown),
+        memory_card(run),
+        wear_card(run),
+        samples_card(run),
+        example_card(run),
         settings_card(run),
-    ]  # fmt: skip
+    ]
     name = run.folder.path.name
     return Template(_file("page.html")).substitute(
-        title=text(f"{name} - LoHan run report"), heading=text(name), facts=text(_facts(run)),
-        style=_file("style.css"), script=_file("script.js"), tiles=_tiles(run),
+        title=text(f"{name} - LoHan run report"),
+        heading=text(name),
+        facts=text(_facts(run)),
+        style=_file("style.css"),
+        script=_file("script.js"),
+        tiles=_tiles(run),
         sections="\n".join(section for section in sections if section),
         footer=text(f"{run.folder.path} \u00b7 made by lohan report; this file loads nothing."),
         data=script_json(_data(run, shown)),
-    )  # fmt: skip
+    )
 
 
 def _file(name: str) -> str:

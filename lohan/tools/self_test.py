@@ -53,31 +53,38 @@ class Bound:
 
 GBS, TFLOPS, GPS = (1e9, "GB/s"), (1e12, "TFLOP/s"), (1e9, "G parameters/s")
 UNITS: dict[str, tuple[float, str]] = {
-    "pin_rate": GBS, "h2d": GBS, "d2h": GBS, "both_ways": GBS, "matmul": TFLOPS,
-    "block_forward": TFLOPS, "block_backward": TFLOPS, "adam": GPS, "adam_beside_copies": GPS,
+    "pin_rate": GBS,
+    "h2d": GBS,
+    "d2h": GBS,
+    "both_ways": GBS,
+    "matmul": TFLOPS,
+    "block_forward": TFLOPS,
+    "block_backward": TFLOPS,
+    "adam": GPS,
+    "adam_beside_copies": GPS,
     "free_bytes": (2**30, "GiB"),
-}  # fmt: skip
+}
 ADVICE = {
     "free_bytes": "another program holds memory of the device: nvidia-smi names it",
     "pin_rate": "little free memory, or a virtual machine: close other programs",
     "h2d": "the PCIe slot is narrow or old, or the card shares lanes with a drive: look at the "
-           "width in the report (current_link_width), and at the mainboard's manual",
+    "width in the report (current_link_width), and at the mainboard's manual",
     "waiting_cpu": "waits take a core away from the optimizer: send the report",
     "registered_read": "drives are slower into pinned memory: send the report",
     "matmul": "the card is throttled or busy: nvidia-smi shows clocks, power limit and other users",
     "adam": "too few cores, or memory in one channel: OMP_NUM_THREADS must not be set low, and "
-            "memory modules belong in pairs",
+    "memory modules belong in pairs",
     "adam_beside_copies": "copies and optimizer share one memory: a second channel helps most",
     "reserved_of_planned": "the plan knows too little of this card's memory; --device-memory 1 GiB "
-                           "below what is free is safe meanwhile: send the report",
+    "below what is free is safe meanwhile: send the report",
     "step_of_forecast": "the forecast does not fit this machine: send the report",
     "pinnable_share": "plans with more host memory than can be pinned copy through pageable "
-                      "memory, which is much slower: lower --host to what could be pinned",
+    "memory, which is much slower: lower --host to what could be pinned",
     "copy_beside_launches_s": "copies wait while many launches are queued: send the report",
     "alloc_retries": "the allocator frees its cache in the middle of a run, which stops the "
-                     "device: --device-memory 1 GiB below what is free helps; send the report",
+    "device: --device-memory 1 GiB below what is free helps; send the report",
     "device_busy": "the device waits for the host: send the report",
-}  # fmt: skip
+}
 ADVICE |= {"d2h": ADVICE["h2d"], "both_ways": ADVICE["h2d"]}
 ADVICE |= dict.fromkeys(("block_forward", "block_backward"), ADVICE["matmul"])
 
@@ -86,13 +93,18 @@ ADVICE |= dict.fromkeys(("block_forward", "block_backward"), ADVICE["matmul"])
 # direction and 40 GB/s in both.
 _FREE, _MATMUL, _BLOCK, _LINK, _BOTH = 0.96, 0.9375, 0.75, 0.76, 1.67
 _ANY = {
-    "pin_rate": Bound(least=1e9), "waiting_cpu": Bound(most=0.25),
-    "registered_read": Bound(least=0.95), "adam": Bound(least=1.8e9),
-    "adam_beside_copies": Bound(least=1.0e9), "reserved_of_planned": Bound(most=1.05),
-    "pinnable_share": Bound(least=1.0), "copy_beside_launches_s": Bound(most=0.02),
-    "alloc_retries": Bound(most=0.0), "device_busy": Bound(least=0.85),
+    "pin_rate": Bound(least=1e9),
+    "waiting_cpu": Bound(most=0.25),
+    "registered_read": Bound(least=0.95),
+    "adam": Bound(least=1.8e9),
+    "adam_beside_copies": Bound(least=1.0e9),
+    "reserved_of_planned": Bound(most=1.05),
+    "pinnable_share": Bound(least=1.0),
+    "copy_beside_launches_s": Bound(most=0.02),
+    "alloc_retries": Bound(most=0.0),
+    "device_busy": Bound(least=0.85),
     "step_of_forecast": Bound(most=1.25),
-}  # fmt: skip
+}
 
 
 def expected(card: str, pcie_link: Mapping[str, str]) -> dict[str, Bound]:
@@ -110,9 +122,10 @@ def expected(card: str, pcie_link: Mapping[str, str]) -> dict[str, Bound]:
         backward = preset.get("backward", preset["compute"])[-1][1]
         made |= {
             "free_bytes": Bound(_FREE * preset["device_bytes"]),
-            "matmul": Bound(_MATMUL * forward), "block_forward": Bound(_BLOCK * forward),
+            "matmul": Bound(_MATMUL * forward),
+            "block_forward": Bound(_BLOCK * forward),
             "block_backward": Bound(_BLOCK * backward),
-        }  # fmt: skip
+        }
     return made
 
 
@@ -146,8 +159,9 @@ class Compared:
         text = f"{self.name.replace('_', ' ')} {self.value / scale:.3g} {unit}".rstrip()
         if self.note or self.bound is None:
             return f"{text} ({self.note})" if self.note else text
-        sign, limit = ("<=", self.bound.most) if self.bound.least is None else (
-            ">=", self.bound.least)  # fmt: skip
+        sign, limit = (
+            ("<=", self.bound.most) if self.bound.least is None else (">=", self.bound.least)
+        )
         return f"{text} ({sign} {(limit or 0.0) / scale:.3g})"
 
 
@@ -185,10 +199,14 @@ def run_check(name: str, device: str, folder: Path, **env: str) -> dict[str, Any
         command = [sys.executable, "-m", MODULE, name, device, str(folder), str(result)]
         # cuBLAS is deterministic only with this workspace setting, which it reads when it starts.
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
             env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env},
-        )  # fmt: skip
+        )
         try:
             printed, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
@@ -312,20 +330,32 @@ def report(found: Sequence[Checked], device: str) -> str:
         "memory": format_bytes(total_memory_bytes()),
         "checks": [
             {
-                "name": each.name, "about": CHECKS[each.name].about, "state": each.state,
+                "name": each.name,
+                "about": CHECKS[each.name].about,
+                "state": each.state,
                 "error": each.error,
                 "figures": [
-                    {"name": f.name, "value": f.value, "ok": f.ok, "note": f.note,
-                     "least": f.bound and f.bound.least, "most": f.bound and f.bound.most}
+                    {
+                        "name": f.name,
+                        "value": f.value,
+                        "ok": f.ok,
+                        "note": f.note,
+                        "least": f.bound and f.bound.least,
+                        "most": f.bound and f.bound.most,
+                    }
                     for f in each.figures
                 ],
-                **{key: each.result[key] for key in ("facts", "traceback", "allocator")
-                   if key in each.result},
-                "printed": each.printed, "launch_blocking": each.again,
+                **{
+                    key: each.result[key]
+                    for key in ("facts", "traceback", "allocator")
+                    if key in each.result
+                },
+                "printed": each.printed,
+                "launch_blocking": each.again,
             }
             for each in found
         ],
-    }  # fmt: skip
+    }
     return json.dumps(made, indent=1).replace(str(Path.home()), "~") + "\n"
 
 

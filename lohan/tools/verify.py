@@ -129,11 +129,13 @@ def judge_losses(
 ) -> list[Verdict]:
     return [
         Verdict(
-            "loss", number + 1, abs(one - two),
+            "loss",
+            number + 1,
+            abs(one - two),
             tolerance.loss * abs(two) + (NOISE * noise.losses[number] if noise else 0.0),
         )
         for number, (one, two) in enumerate(zip(found, expected, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def judge_weights(
@@ -143,13 +145,17 @@ def judge_weights(
     made = []
     for number, step in enumerate(steps):
         noisy = _allowances(step, noise.weights[number]) if noise else [0.0] * len(step)
-        made.append([
-            Verdict(
-                each.name, number + 1, each.distance,
-                tolerance.update * each.update + ROUNDING * (number + 1) * each.size + more,
-            )
-            for each, more in zip(step, noisy, strict=True)
-        ])  # fmt: skip
+        made.append(
+            [
+                Verdict(
+                    each.name,
+                    number + 1,
+                    each.distance,
+                    tolerance.update * each.update + ROUNDING * (number + 1) * each.size + more,
+                )
+                for each, more in zip(step, noisy, strict=True)
+            ]
+        )
     return made
 
 
@@ -287,9 +293,16 @@ class RunResult:
 
 
 def lohan_run(
-    recipe: Recipe, config: Config, inputs: Inputs, reference: Trajectory | None, display: Display,
-    *, stepwise: bool, from_host: int | None = None, group: ProcessGroup = ALONE,
-) -> RunResult:  # fmt: skip
+    recipe: Recipe,
+    config: Config,
+    inputs: Inputs,
+    reference: Trajectory | None,
+    display: Display,
+    *,
+    stepwise: bool,
+    from_host: int | None = None,
+    group: ProcessGroup = ALONE,
+) -> RunResult:
     """Run the recipe through LoHan.
 
     With `stepwise`, every step is committed before the next, and its weights are compared with the
@@ -319,9 +332,13 @@ def lohan_run(
 
 
 def open_smallest(
-    folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
+    folder: RunFolder,
+    config: Config,
+    inputs: Inputs,
+    display: Display,
+    from_host: int | None,
     group: ProcessGroup,
-) -> Session:  # fmt: skip
+) -> Session:
     """Open the session with the smallest sufficient host budget, starting from `from_host`.
 
     With a full budget, a copy with few layers would fit in memory, and nothing would stream.
@@ -382,12 +399,13 @@ def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Diff
             wanted = after.get_tensor(key) if key in trained else frozen
             apart = weight - wanted
             yield Difference(
-                name=key, distance=float(apart.norm()),
+                name=key,
+                distance=float(apart.norm()),
                 largest=float(apart.abs().max()) if apart.numel() else 0.0,
                 update=float((wanted - first).norm()) if key in trained else 0.0,
                 size=float(wanted.norm()),
                 count=wanted.numel(),
-            )  # fmt: skip
+            )
     for key in sorted(missing):
         yield Difference(key, float("inf"), float("inf"), 0.0, 0.0, 0)
 
@@ -420,9 +438,11 @@ class RunMode:
 
     def of(self, config: Config) -> Config:
         train = replace(
-            config.train, update_mode=self.update_mode, activations=self.activations,
+            config.train,
+            update_mode=self.update_mode,
+            activations=self.activations,
             overlap=self.overlap,
-        )  # fmt: skip
+        )
         return replace(config, train=train)
 
 
@@ -480,9 +500,13 @@ class Verification:
 
 
 def verify(
-    config: Config, display: Display, *, steps: int = 5, layers: int | None = None,
+    config: Config,
+    display: Display,
+    *,
+    steps: int = 5,
+    layers: int | None = None,
     every_mode: bool = False,
-) -> Verification | None:  # fmt: skip
+) -> Verification | None:
     """Compare the first steps of a run with plain PyTorch, and return the result.
 
     All files are temporary and are removed. With several ranks, the first returns the result and
@@ -507,10 +531,14 @@ def verify(
             share = config.budget.host * copy.layers // copy.all_layers
             from_host = align_up(share, PAGE)
         recipe = Recipe(
-            model=own.model, train=own.train, dtype=training_dtype(own), seed=own.seed, steps=steps,
+            model=own.model,
+            train=own.train,
+            dtype=training_dtype(own),
+            seed=own.seed,
+            steps=steps,
             total=inputs.total,
             batch=lambda step: inputs.train_examples.batch(step, own.train.batch),
-        )  # fmt: skip
+        )
         trial = _Trial(recipe, own, inputs, display, from_host, group)
         reference = None
         if group.ranks.first:
@@ -524,9 +552,16 @@ def verify(
         adapted = load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter)
         parameters = cut(adapted).parameters
         return Verification(
-            config, copy, parameters, recipe.total, reference.losses, noise, tolerance, compared,
+            config,
+            copy,
+            parameters,
+            recipe.total,
+            reference.losses,
+            noise,
+            tolerance,
+            compared,
             notes,
-        )  # fmt: skip
+        )
 
 
 def _check_comparable(config: Config) -> None:
@@ -559,11 +594,14 @@ def _copied(config: Config, into: Path, layers: int | None, notes: list[str]) ->
 def _steps_only(config: Config, model: Path, drives: Sequence[Path]) -> Config:
     """Return the settings without evaluation, samples, snapshots, export and logs."""
     return replace(
-        config, model=model, out=drives[0] / "run", sample=SampleConfig(),
+        config,
+        model=model,
+        out=drives[0] / "run",
+        sample=SampleConfig(),
         eval=replace(config.eval, data=None, every=None, early_stop=0),
         budget=replace(config.budget, ssd=tuple(drives), snapshot_every=0),
         output=replace(config.output, export=False, trace=False, export_best=False, log=()),
-    )  # fmt: skip
+    )
 
 
 Runs = tuple[RunMode, RunResult, RunResult]
@@ -586,10 +624,18 @@ class _Trial:
         made = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
-            made.append(lohan_run(
-                self.recipe, mode.of(replace(self.config, out=out)), self.inputs, reference,
-                self.display, stepwise=stepwise, from_host=self.from_host, group=self.group,
-            ))  # fmt: skip
+            made.append(
+                lohan_run(
+                    self.recipe,
+                    mode.of(replace(self.config, out=out)),
+                    self.inputs,
+                    reference,
+                    self.display,
+                    stepwise=stepwise,
+                    from_host=self.from_host,
+                    group=self.group,
+                )
+            )
             self.advance(str(mode))(number + 1, 2)
         return made[0], made[1]
 

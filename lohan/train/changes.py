@@ -9,24 +9,61 @@ from lohan.config import fields_of
 from lohan.errors import ConfigError
 
 # None of these settings determines which examples a step uses or what the store contains.
-RESUMABLE = frozenset({
-    *(f"train.{name}" for name in (
-        "micro_batch", "tiles", "lr", "schedule", "schedule_steps", "warmup", "min_lr_ratio",
-        "weight_decay", "beta1", "beta2", "eps", "momentum", "clip", "update_mode",
-        "activations", "overlap", "compile",
-    )),
-    *(f"budget.{name}" for name in (
-        "host", "device", "device_memory", "link", "ssd", "commit_every", "snapshot_every",
-        "snapshot_dir",
-    )),
-    "eval.every", "eval.early_stop", "sample.every", "sample.tokens", "output.export",
-    "output.export_dtype", "output.export_best", "output.trace", "output.log",
-})  # fmt: skip
+RESUMABLE = frozenset(
+    {
+        *(
+            f"train.{name}"
+            for name in (
+                "micro_batch",
+                "tiles",
+                "lr",
+                "schedule",
+                "schedule_steps",
+                "warmup",
+                "min_lr_ratio",
+                "weight_decay",
+                "beta1",
+                "beta2",
+                "eps",
+                "momentum",
+                "clip",
+                "update_mode",
+                "activations",
+                "overlap",
+                "compile",
+            )
+        ),
+        *(
+            f"budget.{name}"
+            for name in (
+                "host",
+                "device",
+                "device_memory",
+                "link",
+                "ssd",
+                "commit_every",
+                "snapshot_every",
+                "snapshot_dir",
+            )
+        ),
+        "eval.every",
+        "eval.early_stop",
+        "sample.every",
+        "sample.tokens",
+        "output.export",
+        "output.export_dtype",
+        "output.export_best",
+        "output.trace",
+        "output.log",
+    }
+)
 INSTEAD = {  # advice for settings that a resumed run may not change
-    "train.steps": "use --steps", "train.epochs": "use --steps", "budget.gpus": "use --gpus",
+    "train.steps": "use --steps",
+    "train.epochs": "use --steps",
+    "budget.gpus": "use --gpus",
     "train.batch": "the batch decides which examples each step has; to go on with another, start a "
     "new run from the exported model: lohan export RUN --out DIR, then lohan train --model DIR",
-}  # fmt: skip
+}
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:

@@ -252,9 +252,12 @@ def _text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tenso
     """Make inputs for SD3."""
     noisy, target, levels = flow(given[LATENT], noising.shift, generator)
     return {
-        "hidden_states": noisy, TEXT: given[TEXT], POOLED: given[POOLED],
-        "timestep": levels * TIMES, TARGET: target,
-    }  # fmt: skip
+        "hidden_states": noisy,
+        TEXT: given[TEXT],
+        POOLED: given[POOLED],
+        "timestep": levels * TIMES,
+        TARGET: target,
+    }
 
 
 def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
@@ -264,10 +267,14 @@ def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -
     grid = torch.zeros(height, width, 3)
     grid[..., 1], grid[..., 2] = torch.arange(height)[:, None], torch.arange(width)
     made = {
-        "hidden_states": packed(noisy), TEXT: given[TEXT], POOLED: given[POOLED],
-        "timestep": levels, "img_ids": grid.view(-1, 3),
-        "txt_ids": torch.zeros(given[TEXT].shape[1], 3), TARGET: packed(target),
-    }  # fmt: skip
+        "hidden_states": packed(noisy),
+        TEXT: given[TEXT],
+        POOLED: given[POOLED],
+        "timestep": levels,
+        "img_ids": grid.view(-1, 3),
+        "txt_ids": torch.zeros(given[TEXT].shape[1], 3),
+        TARGET: packed(target),
+    }
     if noising.config.get("guidance_embeds"):
         made["guidance"] = torch.full((len(noisy),), GUIDANCE)
     return made
@@ -337,9 +344,10 @@ class Diffusion(Task[Noised]):
     def check(self, config: Config) -> None:
         diffusers_folder_of(config)
         texts = {
-            "--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts),
+            "--pack": config.train.pack,
+            "--sample-prompts": bool(config.sample.prompts),
             "--lora": bool(config.train.lora),
-        }  # fmt: skip
+        }
         asked = [name for name, wanted in texts.items() if wanted]
         if asked:
             raise ConfigError(
@@ -367,10 +375,12 @@ class Diffusion(Task[Noised]):
             if noising.classes is not None:
                 classes = _classes(samples, source, config, noising)
             examples = read_samples(
-                samples, companions=companions, classes=classes,
+                samples,
+                companions=companions,
+                classes=classes,
                 of_image=_encoder(folder, noising, samples, config.budget.host),
                 progress=partial(data.progress, "reading"),
-            )  # fmt: skip
+            )
 
             def checked() -> Iterator[tuple[str, Arrays]]:
                 for name, arrays in examples:

@@ -116,9 +116,14 @@ def source_of(folder: Path) -> Source:
 
 @contextmanager
 def open_stream(
-    source: Source, shape: Shape, budget: Budget, *, device: str = "cpu",
-    dtype: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Session]:  # fmt: skip
+    source: Source,
+    shape: Shape,
+    budget: Budget,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Session]:
     """Open the model in evaluation mode, with its memory planned for `shape` within the budget.
 
     The weights of a model folder, or of a run with several ranks, are copied to `budget.ssd`.
@@ -144,9 +149,16 @@ def open_stream(
         host = budget.host_bytes()
         chunk = held.chunk_params if stores else CHUNK_PARAMS
         plan = _plan(
-            model, blocks, shape, dtype, host=host, device=room, chunk_params=chunk,
-            torch_device=opened.torch_device, overhead=device_overhead(opened, model, host),
-        )  # fmt: skip
+            model,
+            blocks,
+            shape,
+            dtype,
+            host=host,
+            device=room,
+            chunk_params=chunk,
+            torch_device=opened.torch_device,
+            overhead=device_overhead(opened, model, host),
+        )
         if len(stores) == 1:
             store = stores[0]
         else:
@@ -154,9 +166,13 @@ def open_stream(
             own = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
             dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or own]
             created = create_weights_store(
-                store_reader(*stores) if stores else source_of_model(model), blocks, dtype,
-                chunk_params=plan.chunk_params, dirs=dirs, progress=progress,
-            )  # fmt: skip
+                store_reader(*stores) if stores else source_of_model(model),
+                blocks,
+                dtype,
+                chunk_params=plan.chunk_params,
+                dirs=dirs,
+                progress=progress,
+            )
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
@@ -166,9 +182,17 @@ def open_stream(
 
 
 def _plan(
-    model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, host: int, device: int | None,
-    chunk_params: int, torch_device: torch.device, overhead: Iterable[tuple[str, int]],
-) -> Plan:  # fmt: skip
+    model: nn.Module,
+    blocks: Blocks,
+    shape: Shape,
+    dtype: str,
+    *,
+    host: int,
+    device: int | None,
+    chunk_params: int,
+    torch_device: torch.device,
+    overhead: Iterable[tuple[str, int]],
+) -> Plan:
     """Return a plan with the largest micro-batch that fits.
 
     A batch that fills a cache cannot be divided.
@@ -180,14 +204,24 @@ def _plan(
     while True:
         try:
             return forward_plan(
-                blocks, dtype, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
-                head_tokens=head, chunk_params=chunk_params,
+                blocks,
+                dtype,
+                host_bytes=host,
+                device_bytes=device,
+                micro_batch=micro_batch,
+                head_tokens=head,
+                chunk_params=chunk_params,
                 needs=needs_of(
-                    model, blocks, shape, dtype, micro_batch=micro_batch, head=head,
+                    model,
+                    blocks,
+                    shape,
+                    dtype,
+                    micro_batch=micro_batch,
+                    head=head,
                     torch_device=torch_device,
                 )
                 | dict(overhead),
-            )  # fmt: skip
+            )
         except BudgetError:
             if micro_batch == 1 or shape.cache_tokens:
                 raise
@@ -237,9 +271,15 @@ def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def needs_of(
-    model: nn.Module, blocks: Blocks, shape: Shape, dtype: str, *, micro_batch: int, head: int,
+    model: nn.Module,
+    blocks: Blocks,
+    shape: Shape,
+    dtype: str,
+    *,
+    micro_batch: int,
+    head: int,
     torch_device: torch.device = CPU,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Return the bytes needed in addition to the weights, by owner.
 
     The head processes `head` tokens at a time or, in generation, the last token of each row.
@@ -247,9 +287,13 @@ def needs_of(
     config: Any = model.config
     text, width = config.get_text_config(), STATE_FORMATS[dtype].weight_bytes
     found = measure(
-        model, blocks, batch_of(shape), micro_batch=micro_batch, torch_device=torch_device,
+        model,
+        blocks,
+        batch_of(shape),
+        micro_batch=micro_batch,
+        torch_device=torch_device,
         training=False,
-    )  # fmt: skip
+    )
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
     found.sites.pop(sites.get(last, ""), None)  # the head never gets all tokens at once
@@ -313,10 +357,15 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module, dataset: Examples, *, batch: int, task: Task[Any],
+    model: nn.Module,
+    dataset: Examples,
+    *,
+    batch: int,
+    task: Task[Any],
     progress: Callable[[int, int], None] = lambda done, total: None,
-    stop: Callable[[], bool] = lambda: False, loss_of: Callable[[Batch], float] | None = None,
-) -> Evaluation | None:  # fmt: skip
+    stop: Callable[[], bool] = lambda: False,
+    loss_of: Callable[[Batch], float] | None = None,
+) -> Evaluation | None:
     """Evaluate every row of the dataset once, or return None if `stop` interrupts.
 
     `loss_of` computes the loss of a batch if it is not just the model's own, as with several ranks.
@@ -454,9 +503,13 @@ def encode_prompts(encoder: Encoder, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def generate(
-    model: nn.Module, encoder: Encoder, prompts: Sequence[Sequence[int]], sampling: Sampling, *,
+    model: nn.Module,
+    encoder: Encoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
     streamer: Any = None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return the text that follows each prompt.
 
     Short prompts are padded on the left, and the padding is masked.
@@ -472,9 +525,14 @@ def generate(
     with forward_only(model):
         torch.manual_seed(sampling.seed)
         out = causal.generate(
-            input_ids=ids, attention_mask=mask, use_cache=True, streamer=streamer,
-            pad_token_id=pad, max_new_tokens=sampling.max_new_tokens, **_choice(sampling),
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=mask,
+            use_cache=True,
+            streamer=streamer,
+            pad_token_id=pad,
+            max_new_tokens=sampling.max_new_tokens,
+            **_choice(sampling),
+        )
     return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in out]
 
 
@@ -498,10 +556,19 @@ Scored = tuple[float, bool]
 
 
 def run_tasks(
-    model_or_run: Path, tasks: Sequence[str], *, budget: Budget, device: str, dtype: str | None,
-    batch: int, seq: int, limit: int | None, fewshot: int | None, folder: Path | None,
+    model_or_run: Path,
+    tasks: Sequence[str],
+    *,
+    budget: Budget,
+    device: str,
+    dtype: str | None,
+    batch: int,
+    seq: int,
+    limit: int | None,
+    fewshot: int | None,
+    folder: Path | None,
     shown: Display,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the results of each task by metric, as the harness reports them."""
     try:
         import lm_eval
@@ -526,17 +593,26 @@ def run_tasks(
     @contextlib.contextmanager
     def opened(shape: Shape) -> Iterator[Session]:
         with open_stream(
-            source, shape, budget, device=device, dtype=dtype,
+            source,
+            shape,
+            budget,
+            device=device,
+            dtype=dtype,
             progress=lambda done, total: shown.advance("loading", done, total),
-        ) as session:  # fmt: skip
+        ) as session:
             yield session
 
     streamed = Streamed(source, opened, batch=batch, seq=seq, shown=shown)
     try:
         found = lm_eval.simple_evaluate(
-            model=_as_lm(streamed), tasks=list(tasks), task_manager=manager, limit=limit,
-            num_fewshot=fewshot, log_samples=False, bootstrap_iters=0,
-        )  # fmt: skip
+            model=_as_lm(streamed),
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=fewshot,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"--tasks: the harness cannot run {', '.join(tasks)}: {first_line(error)}; data of its "
@@ -559,10 +635,14 @@ class Streamed:
     """
 
     def __init__(
-        self, source: Source,
-        opened: Callable[[Shape], contextlib.AbstractContextManager[Session]], *, batch: int,
-        seq: int, shown: Display,
-    ) -> None:  # fmt: skip
+        self,
+        source: Source,
+        opened: Callable[[Shape], contextlib.AbstractContextManager[Session]],
+        *,
+        batch: int,
+        seq: int,
+        shown: Display,
+    ) -> None:
         self.encoder = Encoder(source.folder, template=source.template)
         self.tokenizer: Any = self.encoder.tokenizer("--tasks")
         self.batch, self.seq = batch, seq
@@ -709,9 +789,11 @@ def _as_lm(streamed: Streamed) -> Any:
             windows, owners = [], []
             for owner, request in enumerate(requests):
                 every = utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
-                    max_seq_len=streamed.seq - 1, context_len=1,
-                )  # fmt: skip
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=streamed.seq - 1,
+                    context_len=1,
+                )
                 for window in map(utils.make_disjoint_window, every):
                     windows.append(window)
                     owners.append(owner)

@@ -51,11 +51,14 @@ from lohan.util.units import counted, format_bytes
 
 
 TASKS: dict[str, Task[Any]] = {
-    "language": CausalLM(), "diffusion": Diffusion(), "preference": Preference(),
-    "reward": Reward(), "vision-language": VisionLanguage(),
+    "language": CausalLM(),
+    "diffusion": Diffusion(),
+    "preference": Preference(),
+    "reward": Reward(),
+    "vision-language": VisionLanguage(),
     "image-classification": supervised.ImageClassification(),
     **{task.name: task for task in supervised.TEXT_TASKS},
-}  # fmt: skip
+}
 MADE_FOR = {  # maps transformers' auto class to a task
     supervised.ImageClassification.KIND: "image-classification",
     VisionLanguage.KIND: "vision-language",
@@ -126,9 +129,13 @@ def open_inputs(
     """
     task = task_of(config)
     data = DataRequest(
-        sources=config.data, cache=folder.data, config=config, option="--data", resume=resume,
+        sources=config.data,
+        cache=folder.data,
+        config=config,
+        option="--data",
+        resume=resume,
         progress=display.advance,
-    )  # fmt: skip
+    )
     train = task.prepare(data)
     display.note(task.describe(train, config))
     held = None
@@ -166,9 +173,14 @@ def _prompts(config: Config) -> Prompts | None:
 
 
 def open_session(
-    folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool,
+    folder: RunFolder,
+    config: Config,
+    inputs: Inputs,
+    display: Display,
+    *,
+    resume: bool,
     group: ProcessGroup = ALONE,
-) -> Session:  # fmt: skip
+) -> Session:
     train, budget = config.train, config.budget
     if train.deterministic and budget.device != "cpu":
         fix_cublas_workspace()
@@ -185,25 +197,34 @@ def open_session(
         optimizer=train.optimizer_with(lr),
         param_groups=train.param_groups_with(inputs.total),
         budget=Budget(
-            host=budget.host, ssd=ssd_folders, durability=budget.durability,
+            host=budget.host,
+            ssd=ssd_folders,
+            durability=budget.durability,
             commit_every=budget.commit_every,
         ),
         device=device,
-        batch=inputs.shapes(config, group), clip=train.clip,
+        batch=inputs.shapes(config, group),
+        clip=train.clip,
         trace=config.output.trace,
-        process_group=group, compile=train.compile, base=train.base or "",
+        process_group=group,
+        compile=train.compile,
+        base=train.base or "",
         deterministic=train.deterministic,
         offload_policy=OffloadPolicy(
-            activations=activation_policy_of(train.activations), update_mode=train.update_mode,
-            overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
+            activations=activation_policy_of(train.activations),
+            update_mode=train.update_mode,
+            overlap=train.overlap,
+            micro_batch=train.micro_batch,
+            tiles=train.tiles,
             run_again=True,
             profile=known_profile(ssd_folders, config.budget),
         ),
         store_policy=StorePolicy(
-            store_name=name, resume=resume,
+            store_name=name,
+            resume=resume,
             progress=lambda done, all_: display.advance("loading", done, all_),
         ),
-    )  # fmt: skip
+    )
     try:
         if inputs.prompts is not None:
             check_room(session.plan, inputs.prompts)

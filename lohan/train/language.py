@@ -124,11 +124,17 @@ def tokenised(data: DataRequest, model: Any, *, preferences: bool = False) -> Da
     if ready is not None:
         return ready
     made = tokenise(
-        data.sources, model_dir=config.model, cache_dir=data.cache, seq=config.train.seq,
-        seed=config.seed, template=config.train.chat_template, option=data.option,
+        data.sources,
+        model_dir=config.model,
+        cache_dir=data.cache,
+        seq=config.train.seq,
+        seed=config.seed,
+        template=config.train.chat_template,
+        option=data.option,
         vocab_size=vocab_size,
-        progress=partial(data.progress, "tokenising"), preferences=preferences,
-    )  # fmt: skip
+        progress=partial(data.progress, "tokenising"),
+        preferences=preferences,
+    )
     kept = len(made.ratings) or made.summary.examples // (2 if preferences else 1)
     check_dropped(data, made.summary.dropped, kept)
     return made
@@ -167,9 +173,11 @@ class VisionLanguage(Task[Fields]):
             return rows_with_images(rows, path, made)
 
         ready = data.fields(
-            examples, show=made.shown, collate=made.collate,
+            examples,
+            show=made.shown,
+            collate=made.collate,
             about=lambda: {"files": made.images.files, "cut": made.cut, "dropped": made.dropped},
-        )  # fmt: skip
+        )
         if ready is None:
             raise DataError(
                 f"{data.sources[0].path}: no example is left to train on ({made.dropped} dropped: "
@@ -198,10 +206,12 @@ class VisionLanguage(Task[Fields]):
         The values matter because the positions of image tokens depend on them.
         """
         if examples:
-            return inputs_of(max(
-                (next(one.passes(config.train.batch)) for one in examples),
-                key=lambda batch: batch["input_ids"].numel(),
-            ))  # fmt: skip
+            return inputs_of(
+                max(
+                    (next(one.passes(config.train.batch)) for one in examples),
+                    key=lambda batch: batch["input_ids"].numel(),
+                )
+            )
         made = Conversations(load_processor(config.model), config.model, config.train.seq)
         return inputs_of(made.example(config.train.batch))
 

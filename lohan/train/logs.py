@@ -53,11 +53,16 @@ class Journal:
         workload = self._session.context.workload
         shape = None if workload is None else {"batch": workload.batch, "seq": workload.seq}
         self._write(
-            "start", time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            total=total, shape=shape, versions=versions(), machine=machine(),
-            parameters=self._session.context.blocks.parameters, ranks=self._session.plan.world,
+            "start",
+            time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            total=total,
+            shape=shape,
+            versions=versions(),
+            machine=machine(),
+            parameters=self._session.context.blocks.parameters,
+            ranks=self._session.plan.world,
             instead=[asdict(other) for other in instead],
-        )  # fmt: skip
+        )
         self._planned()
 
     def follow(self) -> None:
@@ -71,9 +76,12 @@ class Journal:
         if self._known is not None and session.context.workload is not None:
             predicted = figures(session.context.forecast(self._known, session.plan))
         self._write(
-            "plan", host_bytes=session.host_bytes, plan=session.plan.to_json(),
-            predicted=predicted, origin=self._origin,
-        )  # fmt: skip
+            "plan",
+            host_bytes=session.host_bytes,
+            plan=session.plan.to_json(),
+            predicted=predicted,
+            origin=self._origin,
+        )
 
     def after_step(self, row: Mapping[str, Any], spans: Sequence[Span]) -> None:
         self._since += 1
@@ -118,9 +126,11 @@ class NullJournal:
 
 def figures(made: Forecast) -> dict[str, Any]:
     return {
-        "step_s": made.step_s, "lane_s": made.busy_s, "tokens": made.tokens,
+        "step_s": made.step_s,
+        "lane_s": made.busy_s,
+        "tokens": made.tokens,
         "written_bytes": made.written_bytes,
-    }  # fmt: skip
+    }
 
 
 def versions() -> dict[str, str]:
@@ -135,9 +145,11 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     return {
-        "node": platform.node(), "system": f"{platform.system()} {platform.release()}",
-        "threads": torch.get_num_threads(), "memory_bytes": total_memory_bytes(),
-    }  # fmt: skip
+        "node": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "threads": torch.get_num_threads(),
+        "memory_bytes": total_memory_bytes(),
+    }
 
 
 # -- Metrics for TensorBoard and Weights & Biases, in addition to the run's own log ----------------
@@ -206,9 +218,12 @@ class WeightsAndBiases:
         import wandb
 
         self._run: Any = wandb.init(
-            dir=str(folder.path), name=folder.path.name, id=folder.tag(config), resume="allow",
+            dir=str(folder.path),
+            name=folder.path.name,
+            id=folder.tag(config),
+            resume="allow",
             config=tomllib.loads(config.to_toml()),
-        )  # fmt: skip
+        )
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._run.log(dict(scalars(row)), step=row["step"])

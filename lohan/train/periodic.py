@@ -35,10 +35,18 @@ class PeriodicTasks:
     """The tasks that run after every step, and once when a run starts or resumes."""
 
     def __init__(
-        self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
-        meter: Meter, display: Display, loggers: Sequence[Logger], stop: Callable[[], bool],
+        self,
+        session: Session,
+        folder: RunFolder,
+        config: Config,
+        inputs: Inputs,
+        *,
+        meter: Meter,
+        display: Display,
+        loggers: Sequence[Logger],
+        stop: Callable[[], bool],
         catch_up: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._session, self._folder, self._config, self._inputs = session, folder, config, inputs
         group = session.process_group
         self._first = group.ranks.first
@@ -79,10 +87,14 @@ class PeriodicTasks:
         self._catch_up()
         with self._meter.aside():
             found = evaluate(
-                self._session.model, held, batch=self._config.train.batch, stop=self._stop,
-                task=self._inputs.task, loss_of=self._loss,
+                self._session.model,
+                held,
+                batch=self._config.train.batch,
+                stop=self._stop,
+                task=self._inputs.task,
+                loss_of=self._loss,
                 progress=lambda done, total: self._display.advance("evaluating", done, total),
-            )  # fmt: skip
+            )
         if found is None:  # The evaluation was interrupted, and is repeated when the run resumes.
             return
         better = self._history.improves(found.loss)
@@ -116,11 +128,14 @@ class PeriodicTasks:
         mark = export_mark(self._folder, self._config) if self._first else None
         with self._meter.aside(), users_umask():
             self._session.export_committed(
-                self._folder.best, source_folder=self._config.model, mark=mark,
-                dtype=self._config.output.export_dtype, overwrite=True,
+                self._folder.best,
+                source_folder=self._config.model,
+                mark=mark,
+                dtype=self._config.output.export_dtype,
+                overwrite=True,
                 chat_template=chosen_template(self._config.train.chat_template),
                 progress=lambda done, total: self._display.advance("exporting", done, total),
-            )  # fmt: skip
+            )
 
     # -- Samples -----------------------------------------------------------------------------------
 

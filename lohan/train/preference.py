@@ -138,9 +138,13 @@ class Preference(Task[Preferences]):
                 return all_reduce_sum(float(values.mean()) * (scale * count))
 
             answers = Answers(
-                sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable"),
+                sums(logps, answer),
+                counts,
+                batch.get("reference"),
+                whole,
+                batch.get("desirable"),
                 mean,
-            )  # fmt: skip
+            )
             losses, rewards = LOSSES[config.loss](answers, config)
             note(batch.get("stats"), *answers.halves(rewards.detach()), answers.desirable, mean)
             total: torch.Tensor = losses.sum() * scale
@@ -291,9 +295,12 @@ def logp_loss_of(
 
 
 def note(
-    stats: Stats | None, first: torch.Tensor, second: torch.Tensor,
-    desirable: torch.Tensor | None, mean: Callable[[torch.Tensor], float],
-) -> None:  # fmt: skip
+    stats: Stats | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    desirable: torch.Tensor | None,
+    mean: Callable[[torch.Tensor], float],
+) -> None:
     """Record the rewards of the whole batch in `stats`. All ranks must call it."""
     if stats is None:
         return

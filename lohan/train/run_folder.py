@@ -663,9 +663,10 @@ def _without_store(folder: RunFolder, config: Config) -> str:
     if not folder.metrics_file.exists():
         return f"{found}; {mount}start it again with the same `lohan train` command"
     parts = {
-        "the exported model": folder.model, "the best one": folder.best,
+        "the exported model": folder.model,
+        "the best one": folder.best,
         "the averaged one": folder.ema,
-    }  # fmt: skip
+    }
     left = ", ".join(["its log", *(what for what, path in parts.items() if path.exists())])
     return (
         f"{found}, so it can neither go on nor be exported; what is left: {left}; {mount}train "
@@ -681,9 +682,12 @@ def reshard_stores(folder: RunFolder, config: Config, world: int, display: Displ
             "commits are agreed step by step; resume with --gpus 1"
         )
     reshard_to_world(
-        partial(folder.ssd_folders, config), folder.store_name(config), world, note=display.note,
+        partial(folder.ssd_folders, config),
+        folder.store_name(config),
+        world,
+        note=display.note,
         progress=lambda done, total: display.advance("resharding", done, total),
-    )  # fmt: skip
+    )
 
 
 def undo_start(folder: RunFolder, config: Config) -> None:

@@ -52,9 +52,12 @@ from lohan.train.task import (
 from lohan.util.units import align_up, counted
 
 PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
-    "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModelForMaskedLM",
-)  # fmt: skip
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForMaskedLM",
+)
 SHORT = 4096  # A block of text with at most this many characters is joined to the one before.
 SPAN = ("start_positions", "end_positions")
 FILLED = {"labels": IGNORE, "token_type_ids": 0}  # padding values of fields that are not tokens
@@ -130,7 +133,7 @@ class Supervised(Task[Fields]):
             show=partial(shown, kind, texts),
             collate=kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit),
             draw=masking_of(texts) if kind == MASKED else None,
-        )  # fmt: skip
+        )
         assert ready is not None
         return ready
 
@@ -268,9 +271,11 @@ class ImageClassification(Task[Fields]):
             return rows(path, made, data)
 
         ready = data.fields(
-            examples, about=lambda: {"files": made.images.files}, show=made.shown,
+            examples,
+            about=lambda: {"files": made.images.files},
+            show=made.shown,
             collate=made.collate,
-        )  # fmt: skip
+        )
         if ready is None:
             raise DataError(f"{data.sources[0].path}: holds no examples; check {data.option}")
         made.images.restore(ready.about)

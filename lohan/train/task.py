@@ -85,9 +85,13 @@ class DataRequest:
     progress: OnProgress
 
     def fields(
-        self, examples: Callable[[Path], Iterable[Row]], *, about: Callable[[], Mapping[str, Any]],
-        show: Callable[[Row], Mapping[str, str]], **how: Any,
-    ) -> Fields | None:  # fmt: skip
+        self,
+        examples: Callable[[Path], Iterable[Row]],
+        *,
+        about: Callable[[], Mapping[str, Any]],
+        show: Callable[[Row], Mapping[str, str]],
+        **how: Any,
+    ) -> Fields | None:
         """Return the fields of `examples`, called for each file, or None if there are none.
 
         `how` is passed on to `open_fields`.
@@ -278,9 +282,11 @@ class Share:
         """
         executor = self.session.executor
         return (
-            not self.session.process_group.several and executor.device.torch_device.type != "cpu"
-            and executor.store.durability == "step" and not executor.plan.commits_by_interval
-        )  # fmt: skip
+            not self.session.process_group.several
+            and executor.device.torch_device.type != "cpu"
+            and executor.store.durability == "step"
+            and not executor.plan.commits_by_interval
+        )
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:
         """Return the loss for backward, and a function that reads the loss of the whole batch.

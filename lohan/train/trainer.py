@@ -156,9 +156,13 @@ def begin(
 
 @owner_only()
 def resume(
-    folder: RunFolder, display: Display, *, steps: int | None = None, keep_schedule: bool = False,
+    folder: RunFolder,
+    display: Display,
+    *,
+    steps: int | None = None,
+    keep_schedule: bool = False,
     changes: Mapping[str, Any] | None = None,
-) -> RunResult:  # fmt: skip
+) -> RunResult:
     """Continue a run from its last committed step. Every rank calls it.
 
     With another number of `steps`, the learning rate follows its schedule over those, unless
@@ -176,9 +180,14 @@ def resume(
             return show_finished(folder, config, *ended, display)
         check_machine(config, group)
         session, inputs, config = resume_session(
-            folder, config, display, group, steps=steps, keep_schedule=keep_schedule,
+            folder,
+            config,
+            display,
+            group,
+            steps=steps,
+            keep_schedule=keep_schedule,
             has_changes=bool(changes),
-        )  # fmt: skip
+        )
         return run(session, folder, config, inputs, display)
 
 
@@ -197,9 +206,15 @@ def show_finished(
 
 
 def resume_session(
-    folder: RunFolder, config: Config, display: Display, group: ProcessGroup, *,
-    steps: int | None, keep_schedule: bool = False, has_changes: bool = False,
-) -> tuple[Session, Inputs, Config]:  # fmt: skip
+    folder: RunFolder,
+    config: Config,
+    display: Display,
+    group: ProcessGroup,
+    *,
+    steps: int | None,
+    keep_schedule: bool = False,
+    has_changes: bool = False,
+) -> tuple[Session, Inputs, Config]:
     """Open the store and the data of a run, and save changed settings in run.toml."""
     before = folder.config().train
     if steps is not None:
@@ -309,7 +324,7 @@ def schedule_note(
 
 def run(
     session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
-) -> RunResult:  # fmt: skip
+) -> RunResult:
     """Run the training loop.
 
     Each iteration is one step. Its commit may run during the next one.
@@ -334,9 +349,16 @@ def run(
             inputs.task.before_training(session, examples, config, display.advance)
         meter = Meter(session, session.executor.trace)
         periodic = PeriodicTasks(
-            session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
-            stop=stopping, catch_up=log.catch_up,
-        )  # fmt: skip
+            session,
+            folder,
+            config,
+            inputs,
+            meter=meter,
+            display=display,
+            loggers=loggers,
+            stop=stopping,
+            catch_up=log.catch_up,
+        )
         guard, replanner = OomGuard(session, display.note), Replanner(session)
         journal = Journal(folder, session) if group.ranks.first else NullJournal()
         journal.began(total=total, instead=instead)
@@ -382,9 +404,12 @@ def show_start(session: Session, config: Config, display: Display) -> None:
 
 
 def one_step(
-    session: Session, config: Config, inputs: Inputs, meter: Meter,
+    session: Session,
+    config: Config,
+    inputs: Inputs,
+    meter: Meter,
     pending: UnloggedRows | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run forward and backward of one batch and return its row of metrics.
 
     The manifest of the step contains the row, and those of earlier steps that may not be logged yet
@@ -463,18 +488,23 @@ def show_commits(session: Session, display: Display) -> None:
 
 
 def show_wear(
-    session: Session, folders: Sequence[Path], total: int, instead: Sequence[Alternative],
+    session: Session,
+    folders: Sequence[Path],
+    total: int,
+    instead: Sequence[Alternative],
     display: Display,
-) -> None:  # fmt: skip
+) -> None:
     """Report the wear of the drives by the remaining steps."""
     context, steps = session.context, total - session.step
     if context.workload is None or steps <= 0:
         return
     written = written_per_step(
-        context.shards, context.workload, session.plan,
+        context.shards,
+        context.workload,
+        session.plan,
         two_generations=context.options.two_generations,
         has_own_memory=context.device.has_own_memory,
-    )  # fmt: skip
+    )
     lines = wear_lines(drives_at(folders), written, steps=steps, instead=instead)
     for line in lines:
         display.note(line)
@@ -496,9 +526,13 @@ def sparing_options(session: Session) -> list[Alternative]:
     def planned(options: PlanOptions, host: int) -> Forecast:
         options = replace(options, head_tokens=session.plan.head_tokens)
         plan = plan_for_budget(
-            context.blocks, options, host_bytes=host, workload=workload, profile=profile,
+            context.blocks,
+            options,
+            host_bytes=host,
+            workload=workload,
+            profile=profile,
             device_bytes=context.device_bytes,
-        )  # fmt: skip
+        )
         return context.forecast(profile, plan)
 
     now = context.forecast(profile, session.plan)
@@ -577,11 +611,15 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
         mark = export_mark(folder, config) if first else None
         with users_umask():
             session.export_committed(
-                out, source_folder=config.model, mark=mark,
-                dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
+                out,
+                source_folder=config.model,
+                mark=mark,
+                dtype=config.output.export_dtype,
+                overwrite=True,
+                ema=out == folder.ema,
                 chat_template=chosen_template(config.train.chat_template),
                 progress=lambda done, all_: display.advance("exporting", done, all_),
-            )  # fmt: skip
+            )
         display.note(f"{what}: {out}")
 
 

@@ -148,9 +148,10 @@ def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
         for found in re.findall(r"\{[^{}]*\}", entry):
             if found not in (RANK, HOST):
                 raise wrong(
-                    name, entry,
+                    name,
+                    entry,
                     f"{RANK} or {HOST} where something is to be filled in, not {found}",
-                )  # fmt: skip
+                )
     return paths
 
 
@@ -332,14 +333,30 @@ Sections = Mapping[str, Mapping[str, FieldInfo]]
 
 # Names in other trainers for settings that LoHan has.
 OTHER_NAMES = {
-    "learning_rate": "lr", "batch_size": "batch", "per_device_train_batch_size": "batch",
-    "max_steps": "steps", "num_train_epochs": "epochs", "num_epochs": "epochs",
-    "max_length": "seq", "max_seq_length": "seq", "sequence_len": "seq", "cutoff_len": "seq",
-    "warmup_steps": "warmup", "warmup_ratio": "warmup", "max_grad_norm": "clip",
-    "gradient_clipping": "clip", "lr_scheduler_type": "schedule", "lr_scheduler": "schedule",
-    "output_dir": "out", "optim": "optimizer", "model_name_or_path": "model", "base_model": "model",
-    "lora_r": "lora", "sample_packing": "pack", "packing": "pack",
-}  # fmt: skip
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "per_device_train_batch_size": "batch",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_length": "seq",
+    "max_seq_length": "seq",
+    "sequence_len": "seq",
+    "cutoff_len": "seq",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "max_grad_norm": "clip",
+    "gradient_clipping": "clip",
+    "lr_scheduler_type": "schedule",
+    "lr_scheduler": "schedule",
+    "output_dir": "out",
+    "optim": "optimizer",
+    "model_name_or_path": "model",
+    "base_model": "model",
+    "lora_r": "lora",
+    "sample_packing": "pack",
+    "packing": "pack",
+}
 
 
 def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:

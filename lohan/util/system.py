@@ -105,11 +105,31 @@ def return_freed_memory() -> None:
 
 SYS, PROC = Path("/sys"), Path("/proc")
 MEMORY = frozenset({"tmpfs", "ramfs"})
-NETWORK = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "beegfs", "afs", "9p",
-    "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.rclone", "fuse.mount-s3",
-    "virtiofs", "drvfs", "gpfs", "ocfs2",
-})  # fmt: skip
+NETWORK = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "ceph",
+        "glusterfs",
+        "lustre",
+        "beegfs",
+        "afs",
+        "9p",
+        "fuse.sshfs",
+        "fuse.s3fs",
+        "fuse.gcsfuse",
+        "fuse.glusterfs",
+        "fuse.rclone",
+        "fuse.mount-s3",
+        "virtiofs",
+        "drvfs",
+        "gpfs",
+        "ocfs2",
+    }
+)
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 UNIT = 512_000  # In bytes: the unit in which NVMe counts written data.
 _ADMIN_COMMAND, _GET_LOG, _HEALTH, _LOG_BYTES = 0xC0484E41, 0x02, 0x02, 512
@@ -198,11 +218,12 @@ def _disks(node: Path) -> set[Path]:
 def facts_of(disk: Path) -> DriveFacts:
     rotating = _text(disk / "queue/rotational")
     return DriveFacts(
-        name=disk.name, model=_text(disk / "device/model"),
+        name=disk.name,
+        model=_text(disk / "device/model"),
         rotating=None if rotating is None else rotating == "1",
         health=health_of(Path("/dev") / disk.name) if disk.name.startswith("nvme") else None,
         bytes=512 * int(_text(disk / "size") or 0),
-    )  # fmt: skip
+    )
 
 
 def _text(file: Path) -> str | None:
@@ -218,23 +239,38 @@ class _Command(ctypes.Structure):
     """The struct nvme_passthru_cmd of linux/nvme_ioctl.h."""
 
     _fields_ = (
-        ("opcode", ctypes.c_uint8), ("flags", ctypes.c_uint8), ("reserved", ctypes.c_uint16),
-        ("nsid", ctypes.c_uint32), ("cdw2", ctypes.c_uint32), ("cdw3", ctypes.c_uint32),
-        ("metadata", ctypes.c_uint64), ("addr", ctypes.c_uint64),
-        ("metadata_len", ctypes.c_uint32), ("data_len", ctypes.c_uint32),
-        ("cdw10", ctypes.c_uint32), ("cdw11", ctypes.c_uint32), ("cdw12", ctypes.c_uint32),
-        ("cdw13", ctypes.c_uint32), ("cdw14", ctypes.c_uint32), ("cdw15", ctypes.c_uint32),
-        ("timeout_ms", ctypes.c_uint32), ("result", ctypes.c_uint32),
-    )  # fmt: skip
+        ("opcode", ctypes.c_uint8),
+        ("flags", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint16),
+        ("nsid", ctypes.c_uint32),
+        ("cdw2", ctypes.c_uint32),
+        ("cdw3", ctypes.c_uint32),
+        ("metadata", ctypes.c_uint64),
+        ("addr", ctypes.c_uint64),
+        ("metadata_len", ctypes.c_uint32),
+        ("data_len", ctypes.c_uint32),
+        ("cdw10", ctypes.c_uint32),
+        ("cdw11", ctypes.c_uint32),
+        ("cdw12", ctypes.c_uint32),
+        ("cdw13", ctypes.c_uint32),
+        ("cdw14", ctypes.c_uint32),
+        ("cdw15", ctypes.c_uint32),
+        ("timeout_ms", ctypes.c_uint32),
+        ("result", ctypes.c_uint32),
+    )
 
 
 def health_of(device: Path) -> Health | None:
     """Return the health of an NVMe drive, or None if it cannot be read or is not permitted."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     command = _Command(
-        opcode=_GET_LOG, nsid=0xFFFFFFFF, addr=ctypes.addressof(log), data_len=_LOG_BYTES,
-        cdw10=(_LOG_BYTES // 4 - 1) << 16 | _HEALTH, timeout_ms=1000,
-    )  # fmt: skip
+        opcode=_GET_LOG,
+        nsid=0xFFFFFFFF,
+        addr=ctypes.addressof(log),
+        data_len=_LOG_BYTES,
+        cdw10=(_LOG_BYTES // 4 - 1) << 16 | _HEALTH,
+        timeout_ms=1000,
+    )
     try:
         fd = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

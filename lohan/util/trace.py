@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 from lohan.util.files import OutputFile, write_atomic
 
 LANE_NAMES = {
-    "compute": "compute", "h2d": "link to the device", "d2h": "link from the device",
-    "ssd": "drives", "optimizer": "optimizer", "net": "exchange between ranks",
-}  # fmt: skip
+    "compute": "compute",
+    "h2d": "link to the device",
+    "d2h": "link from the device",
+    "ssd": "drives",
+    "optimizer": "optimizer",
+    "net": "exchange between ranks",
+}
 LANES = tuple(LANE_NAMES)
 _WRITER = {"writer": "lohan"}  # Identifies a trace that LoHan has written.
 
@@ -91,9 +95,12 @@ def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, fl
 
 
 def overlap_shares(
-    spans: Sequence[Span], lanes: Collection[str], others: Collection[str], start_s: float,
+    spans: Sequence[Span],
+    lanes: Collection[str],
+    others: Collection[str],
+    start_s: float,
     stop_s: float,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return, by action name, the share of its time in which one of the other lanes was busy.
 
     Only actions of `lanes` that begin between the two times are included. Actions with the same

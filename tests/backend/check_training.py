@@ -55,9 +55,13 @@ def on_cpu(kind: str) -> Result:
     with TemporaryDirectory() as place, sdpa_kernel(SDPBackend.MATH):
         made = batches(4, batch=4, seq=24)
         return train(
-            small_model(kind), made, Path(place), micro_batch=2, overlap=False,
+            small_model(kind),
+            made,
+            Path(place),
+            micro_batch=2,
+            overlap=False,
             update_mode="serial",
-        )  # fmt: skip
+        )
 
 
 def same(found: Result, wanted: Result) -> None:
@@ -76,9 +80,16 @@ def test_language_models(kind, mode, activations, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         found = train(
-            small_model(kind), made, tmp_path, seed=1, batch=made[0], micro_batch=2, device=there(),
-            update_mode=mode, activations=activations,
-        )  # fmt: skip
+            small_model(kind),
+            made,
+            tmp_path,
+            seed=1,
+            batch=made[0],
+            micro_batch=2,
+            device=there(),
+            update_mode=mode,
+            activations=activations,
+        )
     same(found, on_cpu(kind))
     after = trial.counts()
     assert all(after[name] > before[name] + 10 for name in ("operators", "copies in", "copies out"))

@@ -13,14 +13,26 @@ from lohan.capture.footprint import EFFICIENT, FLASH, attention_workspace, measu
 BATCH, SEQ = 4, 128
 CONFIGS = {
     "llama": LlamaConfig(
-        hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=500, use_cache=False,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        use_cache=False,
     ),
     "gpt2": GPT2Config(
-        n_embd=128, n_layer=2, n_head=4, vocab_size=500, n_positions=SEQ, use_cache=False,
-        resid_pdrop=0.1, attn_pdrop=0.0, embd_pdrop=0.0,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        vocab_size=500,
+        n_positions=SEQ,
+        use_cache=False,
+        resid_pdrop=0.1,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
     ),
-}  # fmt: skip
+}
 LAYER = {"llama": "model.layers.1", "gpt2": "transformer.h.1"}
 
 

@@ -104,8 +104,11 @@ def test_round_trip(saved, tmp_path):
 def test_runs_are_as_long_as_they_can_be():
     rows = torch.tensor([4, 5, 0, 1, 2, 3, 6])
     assert runs_of(rows, 10, [("a", 3), ("b", 4)]) == (
-        Run("b", 10, 20), Run("a", 0, 30), Run("b", 0, 10), Run("b", 30, 10),
-    )  # fmt: skip
+        Run("b", 10, 20),
+        Run("a", 0, 30),
+        Run("b", 0, 10),
+        Run("b", 30, 10),
+    )
     with pytest.raises(AssertionError):
         Assembly((3, 10), (Run("a", 0, 20),))
 

@@ -59,8 +59,9 @@ def test_same_logits_after_reload(tmp_path: Path, family: str, shard_bytes: int)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
-    out = export(model, tmp_path / "out", source_folder=tmp_path / "in",
-                 max_shard_bytes=shard_bytes)  # fmt: skip
+    out = export(
+        model, tmp_path / "out", source_folder=tmp_path / "in", max_shard_bytes=shard_bytes
+    )
     assert (out / "model.safetensors.index.json").exists() == (shard_bytes == 20_000)
     again = reload(out)
     assert torch.equal(logits(again), logits(model))
@@ -161,8 +162,14 @@ def test_failure_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> 
         calls.clear()
         wanted = StorageIOError if isinstance(error, OSError) else type(error)
         with pytest.raises(wanted):
-            export(model, out, source_folder=tmp_path / "in", read_flat=read_flat,
-                   max_shard_bytes=20_000, overwrite=True)  # fmt: skip
+            export(
+                model,
+                out,
+                source_folder=tmp_path / "in",
+                read_flat=read_flat,
+                max_shard_bytes=20_000,
+                overwrite=True,
+            )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "old"]
     assert torch.equal(logits(reload(tmp_path / "old")), logits(other))
 

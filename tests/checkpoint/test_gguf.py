@@ -18,9 +18,15 @@ from tests.models import attached, batches, loss_of
 gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 90,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES)}  # by architecture
 
 

@@ -108,8 +108,11 @@ def test_errors_name_the_folder_and_the_next_move(tmp_path: Path) -> None:
     fails("model_type 'no-such-type'", model_type="no-such-type")
     fails("model_type None", hidden_size=3)
     fails("quantized", model_type="llama", quantization_config={"quant_method": "hqq"})
-    fails("LlamaForDreaming is not a model that LoHan loads", model_type="llama",
-          architectures=["LlamaForDreaming"])  # fmt: skip
+    fails(
+        "LlamaForDreaming is not a model that LoHan loads",
+        model_type="llama",
+        architectures=["LlamaForDreaming"],
+    )
     fails("cannot use config.json", model_type="llama", hidden_size="wide")
     for wrong in ([5], "LlamaForCausalLM", {"a": 1}):
         shown = re.escape(json.dumps(wrong))

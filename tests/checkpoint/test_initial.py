@@ -15,18 +15,29 @@ from lohan.checkpoint.sources import InitialValues, seed_of
 from lohan.errors import LohanError
 
 SMALL = {
-    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CONFIGS: dict[str, Any] = {
     "llama": hf.LlamaConfig(**SMALL, attention_bias=True, pad_token_id=3),
     "tied": hf.LlamaConfig(**SMALL, tie_word_embeddings=True, pad_token_id=3),
     "gpt2": hf.GPT2Config(vocab_size=264, n_embd=64, n_layer=2, n_head=4, n_positions=64),
     "mamba": hf.MambaConfig(vocab_size=264, hidden_size=64, state_size=4, num_hidden_layers=2),
     "mixtral": hf.MixtralConfig(**SMALL, num_local_experts=4),
-    "t5": hf.T5Config(vocab_size=264, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
-                      architectures=["T5ForConditionalGeneration"]),
-}  # fmt: skip
+    "t5": hf.T5Config(
+        vocab_size=264,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        architectures=["T5ForConditionalGeneration"],
+    ),
+}
 
 
 def values_of(model: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:

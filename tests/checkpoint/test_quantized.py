@@ -194,9 +194,23 @@ def test_every_byte_of_mxfp4(tmp_path):
 
 
 NF4 = [
-    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105003, 0.0,
-    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
-]  # fmt: skip
+    -1.0,
+    -0.6961928,
+    -0.52507305,
+    -0.3949175,
+    -0.28444138,
+    -0.18477343,
+    -0.09105003,
+    0.0,
+    0.0795803,
+    0.1609302,
+    0.2461123,
+    0.33791524,
+    0.44070983,
+    0.562617,
+    0.72295684,
+    1.0,
+]
 
 
 def bitsandbytes_4bit(
@@ -278,8 +292,10 @@ def test_bitsandbytes_that_is_not_whole_is_refused(tmp_path):
             open_folder(tmp_path)
 
     fails("w.quant_map is missing", quant_map=None)
-    fails(r"w.absmax is \[5\] torch.float32, w of \[6, 50\] needs 5 elements of torch.uint8",
-          absmax=torch.zeros(5))  # fmt: skip
+    fails(
+        r"w.absmax is \[5\] torch.float32, w of \[6, 50\] needs 5 elements of torch.uint8",
+        absmax=torch.zeros(5),
+    )
     fails(r"w is \[3\]", w=torch.zeros(3).byte())
     state = {"quant_state.bitsandbytes__nf4": torch.zeros(4).byte()}
     fails("does not say how w is quantized", **state)
@@ -347,8 +363,11 @@ def test_compressed_tensors_is_its_formula(kind, tmp_path):
 
 def test_compressed_tensors_that_cannot_be_taken_are_refused(tmp_path):
     scale, shape = torch.ones(4, 1), torch.tensor([4, 32])
-    good = {"w.weight_packed": words(torch.zeros(4, 32), 4), "w.weight_scale": scale,
-            "w.weight_shape": shape}  # fmt: skip
+    good = {
+        "w.weight_packed": words(torch.zeros(4, 32), 4),
+        "w.weight_scale": scale,
+        "w.weight_shape": shape,
+    }
 
     def fails(message: str, changed: dict[str, torch.Tensor | None], **said: object) -> None:
         kept = {key: value for key, value in {**good, **changed}.items() if value is not None}
@@ -400,10 +419,11 @@ GROUPED = {  # config.json, type of scales
     "gptq, ordered": ({"bits": 4, "group_size": 16, "desc_act": True}, torch.bfloat16),
     "gptq, one group": ({"bits": 8, "group_size": -1}, torch.float16),
     "gptq, zeros as they are": (
-        {"bits": 2, "group_size": 16, "checkpoint_format": "gptq_v2"}, torch.float32
+        {"bits": 2, "group_size": 16, "checkpoint_format": "gptq_v2"},
+        torch.float32,
     ),
     "awq": ({"bits": 4, "group_size": 8, "version": "gemm"}, torch.float16),
-}  # fmt: skip
+}
 
 
 def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -425,8 +445,13 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             groups = groups[torch.randperm(inputs)]
         scales = torch.rand(inputs // group, outputs).to(dtype)
         zeros = torch.randint(0, 2**bits, scales.shape)
-        wide = [[(int(codes[i, o]) - int(zeros[groups[i], o])) * scales[groups[i], o]
-                 for i in range(inputs)] for o in range(outputs)]  # fmt: skip
+        wide = [
+            [
+                (int(codes[i, o]) - int(zeros[groups[i], o])) * scales[groups[i], o]
+                for i in range(inputs)
+            ]
+            for o in range(outputs)
+        ]
         values[name] = torch.tensor(wide, dtype=dtype).float()
         stored = zeros - (0 if awq or "v2" in said.get("checkpoint_format", "") else 1)
         stored = stored & (2**bits - 1)
@@ -437,8 +462,11 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         else:
             packed = plain_words(codes.t(), bits).t().contiguous()
             held[f"{stem}.g_idx"] = groups.to(torch.int32)
-        held |= {f"{stem}.qweight": packed, f"{stem}.scales": scales,
-                 f"{stem}.qzeros": plain_words(stored, bits)}  # fmt: skip
+        held |= {
+            f"{stem}.qweight": packed,
+            f"{stem}.scales": scales,
+            f"{stem}.qzeros": plain_words(stored, bits),
+        }
     save_file(held, folder / "model.safetensors")
     set_config(folder, quantization_config={"quant_method": kind.split(",")[0], **said})
     return values
@@ -508,14 +536,23 @@ def test_what_does_not_fit_is_refused(tmp_path):
     both = {"w": packed, "w_scale_inv": scales}
     how = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
     fails("w is torch.float8_e4m3fn and has no w_scale_inv", {"w": packed}, **how)
-    fails(r"w_scale_inv \[2, 2\], which are not one for each block of \[16, 7\]",
-          {"w": packed[:, :7].clone(), "w_scale_inv": scales[:, :2].clone()},
-          **{**how, "weight_block_size": [16, 7]})  # fmt: skip
+    fails(
+        r"w_scale_inv \[2, 2\], which are not one for each block of \[16, 7\]",
+        {"w": packed[:, :7].clone(), "w_scale_inv": scales[:, :2].clone()},
+        **{**how, "weight_block_size": [16, 7]},
+    )
     fails("weight_block_size 16, two numbers", both, **{**how, "weight_block_size": 16})
     fails("w_scale_inv says that the weights are quantized, config.json has no", both)
-    fails("w_blocks has no w_scales", {"w_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8)},
-          quant_method="mxfp4")  # fmt: skip
-    fails(r"w_scales \[1, 2, 2\], which are not one for each 32 values",
-          {"w_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8),
-           "w_scales": torch.zeros(1, 2, 2, dtype=torch.uint8)},
-          quant_method="mxfp4")  # fmt: skip
+    fails(
+        "w_blocks has no w_scales",
+        {"w_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8)},
+        quant_method="mxfp4",
+    )
+    fails(
+        r"w_scales \[1, 2, 2\], which are not one for each 32 values",
+        {
+            "w_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8),
+            "w_scales": torch.zeros(1, 2, 2, dtype=torch.uint8),
+        },
+        quant_method="mxfp4",
+    )

@@ -63,8 +63,10 @@ def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind 
     made = regions(
         groups(), state_format=state_format, chunk_params=CHUNK, gradients=True, exact=exact
     )
-    used = {state_format.state_size(n): sum(array.size(n) for array in state_format.arrays)
-            for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)}  # fmt: skip
+    used = {
+        state_format.state_size(n): sum(array.size(n) for array in state_format.arrays)
+        for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)
+    }
     with Store.create(places, made, first_generation=3) as store:
         for extent in store.layout.durable:
             buffer = aligned_buffer(extent.nbytes)
@@ -74,9 +76,15 @@ def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind 
             store.wait(store.write(extent.key, extent.chunk, buffer))
         layout = Blocks(groups(), (), ()).to_json()
         store.commit(
-            {"mode": name, "chunk_params": CHUNK, "layout": layout, "progress": {"step": step},
-             "kind": asdict(kind), "rng": "r0"}
-        )  # fmt: skip
+            {
+                "mode": name,
+                "chunk_params": CHUNK,
+                "layout": layout,
+                "progress": {"step": step},
+                "kind": asdict(kind),
+                "rng": "r0",
+            }
+        )
 
 
 def content(place: Path) -> dict[tuple[str, int], bytes]:

@@ -21,11 +21,21 @@ LAYERS = 2
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serving")
     torch.manual_seed(0)
-    hf.LlamaForCausalLM(hf.LlamaConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.3, bos_token_id=259, eos_token_id=257, pad_token_id=258,
-    )).save_pretrained(folder / "model")  # fmt: skip
+    hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=264,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            bos_token_id=259,
+            eos_token_id=257,
+            pad_token_id=258,
+        )
+    ).save_pretrained(folder / "model")
     save_tokenizer(folder / "model", template=CHATML)
     rows = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(4)]
     train(folder / "model", write_rows(folder / "data.jsonl", rows), folder / "run", train__steps=1)
@@ -36,13 +46,16 @@ def test_transformers_says_what_lohan_says(run, lohan):  # noqa: F811
     model = hf.AutoModelForCausalLM.from_pretrained(run / "model", local_files_only=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(run / "model", local_files_only=True)
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "say 3"}], add_generation_prompt=True, return_dict=True,
+        [{"role": "user", "content": "say 3"}],
+        add_generation_prompt=True,
+        return_dict=True,
         return_tensors="pt",
-    )  # fmt: skip
+    )
     out = model.generate(**asked, max_new_tokens=8, do_sample=False)
     text = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    ended = lohan("generate", run, "--prompt", "say 3", "--max-new-tokens", 8, "--host", "64MiB",
-                  "--json")  # fmt: skip
+    ended = lohan(
+        "generate", run, "--prompt", "say 3", "--max-new-tokens", 8, "--host", "64MiB", "--json"
+    )
     assert json.loads(ended.out)[0]["text"] == text and len(text) > 2
 
 
@@ -52,8 +65,13 @@ def test_what_a_server_reads_is_there(run):
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
     assert config["dtype"] == "float32" and "quantization_config" not in config
     names = {path.name for path in (run / "model").iterdir()}
-    assert {"model.safetensors", "generation_config.json", "tokenizer.json",
-            "tokenizer_config.json", "chat_template.jinja"} <= names  # fmt: skip
+    assert {
+        "model.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    } <= names
 
 
 def test_every_tensor_has_a_name_in_gguf(run):

@@ -54,15 +54,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.5, bos_token_id=259, eos_token_id=257, pad_token_id=258,
-    ))  # fmt: skip
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=260,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+            bos_token_id=259,
+            eos_token_id=257,
+            pad_token_id=258,
+        )
+    )
     model.save_pretrained(folder / "model")
     save_tokenizer(folder / "model", bos=True)
-    rows = [{"question": f"what colour is thing {n}?", "label": n % 3, "answer": "x"}
-            for n in range(9)]  # fmt: skip
+    rows = [
+        {"question": f"what colour is thing {n}?", "label": n % 3, "answer": "x"} for n in range(9)
+    ]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "tasks").mkdir()
     for name, text in TASKS.items():
@@ -78,13 +89,29 @@ def test_as_the_harness_itself(lohan, place, monkeypatch):  # noqa: F811
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     expected = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(place / "model"), "max_length": 47,
-                                "dtype": "float32"},
-        tasks=list(TASKS), task_manager=TaskManager(include_path=str(place / "tasks")),
-        device="cpu", batch_size=4, bootstrap_iters=0,
-    )["results"]  # fmt: skip
-    said = ("--tasks", ",".join(TASKS), "--tasks-dir", place / "tasks", "--host", "64MiB",
-            "--batch", 4, "--seq", 48, "--ssd", place, "--json")  # fmt: skip
+        model="hf",
+        model_args={"pretrained": str(place / "model"), "max_length": 47, "dtype": "float32"},
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(place / "tasks")),
+        device="cpu",
+        batch_size=4,
+        bootstrap_iters=0,
+    )["results"]
+    said = (
+        "--tasks",
+        ",".join(TASKS),
+        "--tasks-dir",
+        place / "tasks",
+        "--host",
+        "64MiB",
+        "--batch",
+        4,
+        "--seq",
+        48,
+        "--ssd",
+        place,
+        "--json",
+    )
     ended = lohan("eval", place / "model", *said)
     assert ended.code == 0, ended
     found = json.loads(ended.out)

@@ -17,9 +17,13 @@ from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 from tests.tiny_run import arguments, write_inputs
 
 SHAPE = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
-    "num_attention_heads": 16, "vocab_size": 32000,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+}
 
 
 @pytest.fixture
@@ -65,8 +69,10 @@ def test_plan_counts_steps_of_epochs(tmp_path: Path, lohan, shape: Path) -> None
 
 
 def test_plan_warns_of_missing_room_for_export(
-    tmp_path: Path, lohan, shape: Path  # noqa: F811
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    lohan,  # noqa: F811
+    shape: Path,
+) -> None:
     whole = json.loads(lohan(*planned(shape, "--json")).out)
     assert "fits_export" not in whole
     profile = presets.machine("rtx4090")
@@ -92,8 +98,11 @@ def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:  
     lines = lohan(*words, "--batch", "8,16", "--ssds", "1,2").out.splitlines()
     assert lines[2].split() == ["lohan", "USD"]
     assert [line.split("  ")[0] for line in lines[3:7]] == [
-        "batch 8, 1 SSD", "batch 8, 2 SSDs", "batch 16, 1 SSD", "batch 16, 2 SSDs",
-    ]  # fmt: skip
+        "batch 8, 1 SSD",
+        "batch 8, 2 SSDs",
+        "batch 16, 1 SSD",
+        "batch 16, 2 SSDs",
+    ]
     prices = [line.split()[-1] for line in lines[3:7]]
     assert prices[0] == prices[2] != prices[1] == prices[3]
 
@@ -113,8 +122,10 @@ def test_usual_mistakes_have_a_suggestion(words, message, lohan) -> None:  # noq
 
 def test_mistyped_model_folder_has_a_suggestion(tmp_path: Path, lohan) -> None:  # noqa: F811
     inputs = write_inputs(tmp_path)
-    words = [inputs / "modle" if word == inputs / "model" else word
-             for word in arguments(inputs, tmp_path / "run")]  # fmt: skip
+    words = [
+        inputs / "modle" if word == inputs / "model" else word
+        for word in arguments(inputs, tmp_path / "run")
+    ]
     refused(lohan("train", *words), rf"no such folder; did you mean {inputs / 'model'}\?")
 
 
@@ -125,9 +136,12 @@ def test_init_proposes_a_usual_batch_and_takes_a_run_folder(tmp_path: Path, shap
     slow = replace(presets.machine("rtx4090"), compute=((1.0, 1e9),), backward=(), head_flops=0.0)
     (tmp_path / "machine.toml").write_text(slow.to_toml())
     init(
-        model=str(shape), data=data, file=file, out=tmp_path / "my-run",
+        model=str(shape),
+        data=data,
+        file=file,
+        out=tmp_path / "my-run",
         machine=str(tmp_path / "machine.toml"),
-    )  # fmt: skip
+    )
     assert f"batch = {USUAL_BATCH}  # the smallest from 8 on" in file.read_text()
     assert f'out = "{tmp_path / "my-run"}"' in file.read_text()
 

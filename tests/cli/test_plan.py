@@ -147,9 +147,13 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
         patch.setattr(Lanes, "enqueue", record)
         trained = lohan.load(model).train()
         with lohan.attach(
-            trained, optimizer=lohan.AdamW(), budget=lohan.Budget(host=host, ssd=[place]),
-            batch={"input_ids": batch.to("meta")}, run_again=True, **settings,
-        ) as session:  # fmt: skip
+            trained,
+            optimizer=lohan.AdamW(),
+            budget=lohan.Budget(host=host, ssd=[place]),
+            batch={"input_ids": batch.to("meta")},
+            run_again=True,
+            **settings,
+        ) as session:
             for _ in range(5):
                 trained(input_ids=batch, labels=batch).loss.backward()
                 steps.append(made[:])
@@ -193,19 +197,28 @@ def test_on_a_known_machine_it_is_what_training_does(
     """`lohan plan` and the session of `lohan train`, with the defaults of both."""
     drive = Drive(name="d", read=2e8, write=1e8, bytes=10**11, endurance_bytes=6e13)
     machine = Profile(
-        name="desk", device="cpu", compute=((1.0, 2e10),), host_bytes=2**34, adam=2e8,
+        name="desk",
+        device="cpu",
+        compute=((1.0, 2e10),),
+        host_bytes=2**34,
+        adam=2e8,
         drives=(drive,),
-    )  # fmt: skip
+    )
     data = tmp_path / "data.jsonl"
     rows = ({"input_ids": [(7 * n + i) % VOCAB for i in range(16)]} for n in range(4))
     data.write_text("\n".join(map(json.dumps, rows)))
     config = load_config(
         None,
         overrides={
-            "model": models / "llama", "data": data, "out": tmp_path / "run", "train.batch": 2,
-            "train.seq": 16, "train.steps": 2, "budget.host": host,
+            "model": models / "llama",
+            "data": data,
+            "out": tmp_path / "run",
+            "train.batch": 2,
+            "train.seq": 16,
+            "train.steps": 2,
+            "budget.host": host,
         },
-    )  # fmt: skip
+    )
     shown = plan_traced(config, machine)
     display = Display()
     with pytest.MonkeyPatch.context() as patch:

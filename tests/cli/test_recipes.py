@@ -90,8 +90,10 @@ def test_presets_need_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base_model: a\nsequence_len: 4\nflash_attention: true\n",
-         "base_model is model, sequence_len is train.seq .*without a counterpart: flash_attention"),
+        (
+            "base_model: a\nsequence_len: 4\nflash_attention: true\n",
+            "base_model is model, sequence_len is train.seq .*without a counterpart: flash_attention",  # noqa: E501
+        ),
         ("model_name_or_path: a\ncutoff_len: 9\n", "model_name_or_path is model, cutoff_len is"),
         ("- 1\n", "settings are TOML; `lohan init` writes such a file"),
         ("a: [\n", "cannot be read: .*; give a TOML file"),
@@ -100,7 +102,7 @@ def test_presets_need_no_folder(tmp_path: Path) -> None:
         ('a: !!int "x"\nb: !!bool "x"\nc: !!timestamp "x"\nseed: 1\n', "seed is seed"),
         ("a: \x01\n", "cannot be read: .*; give a TOML file"),
     ],
-)  # fmt: skip
+)
 def test_settings_of_other_trainers(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(text)

@@ -35,8 +35,13 @@ def test_set_overrides_file_and_options(lohan, folder, tmp_path):  # noqa: F811
     out = tmp_path / "run"
     ended = lohan(
         *arguments(folder, out, "--config", tmp_path / "run.toml", "--lr", "2e-3"),
-        "--set", "train.beta2=0.95", "--set", "train.steps=1", "--set", "output.export=false",
-    )  # fmt: skip
+        "--set",
+        "train.beta2=0.95",
+        "--set",
+        "train.steps=1",
+        "--set",
+        "output.export=false",
+    )
     assert ended.code == 0, ended.err
     train = RunFolder(out).config().train
     assert (train.lr, train.beta1, train.beta2, train.steps) == (2e-3, 0.8, 0.95, 1)
@@ -61,9 +66,10 @@ def test_another_optimizer_in_a_run(lohan, folder, tmp_path):  # noqa: F811
         file.write_text(settings.replace(old, new))
         ended = lohan("resume", out, "--steps", 8)
         refused(
-            ended, f"was made for lion with int8 moments in fp32, {file} asks for {asked}",
+            ended,
+            f"was made for lion with int8 moments in fp32, {file} asks for {asked}",
             'put back optimizer = "lion", moments = "int8", ema = 0, dtype = "fp32" under',
-        )  # fmt: skip
+        )
         assert "--optimizer" not in ended.err and "--moments" not in ended.err
     file.write_text(settings)
     assert lohan("resume", out, "--steps", 7).code == 0
@@ -115,9 +121,14 @@ def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):  # noqa: 
     (tmp_path / "scratch").mkdir()
     before = snapshot(tmp_path)
     ended = lohan(
-        *arguments(folder, tmp_path / "run"), "--dry-run", "--pack", "--eval-split", 0.2,
-        "--sample-prompts", "w1",
-    )  # fmt: skip
+        *arguments(folder, tmp_path / "run"),
+        "--dry-run",
+        "--pack",
+        "--eval-split",
+        0.2,
+        "--sample-prompts",
+        "w1",
+    )
     assert ended.code == 0, ended.err
     for text in ("7 examples packed", "evaluation on 2 examples", "4 steps", "host    total"):
         assert text in ended.out
@@ -148,9 +159,16 @@ def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):  # noqa:
     out = tmp_path / "run"
     (tmp_path / "more.txt").write_text(PROMPTS[1] + "\n")
     ended = lohan(
-        *arguments(folder, out, "--lr", "1e-2"), "--sample-prompts", PROMPTS[0],
-        "--sample-prompts", tmp_path / "more.txt", "--sample-every", 3, "--sample-tokens", 5,
-    )  # fmt: skip
+        *arguments(folder, out, "--lr", "1e-2"),
+        "--sample-prompts",
+        PROMPTS[0],
+        "--sample-prompts",
+        tmp_path / "more.txt",
+        "--sample-every",
+        3,
+        "--sample-tokens",
+        5,
+    )
     assert ended.code == 0, ended.err
     rows = list(read_rows(out / "samples.jsonl"))
     assert [row["step"] for row in rows] == [3, 4]
@@ -183,9 +201,10 @@ def test_every_option_is_a_setting(lohan, folder, tmp_path):  # noqa: F811
     from lohan.cli.main import app
 
     options = {
-        name for item in get_command(app).commands["train"].params  # type: ignore[attr-defined]
+        name
+        for item in get_command(app).commands["train"].params  # type: ignore[attr-defined]
         for name in item.opts
-    }  # fmt: skip
+    }
     known = {info.dotted for info in fields_of()}
     for name in options - {"--config", "--set", "--dry-run", "--help"}:
         key = name.removeprefix("--").replace("-", "_")

@@ -93,9 +93,13 @@ def test_refuses_data_of_which_most_is_dropped(tmp_path: Path) -> None:
     def request(**settings: Any) -> DataRequest:
         given = {"model": str(tmp_path), "data": [str(source)], "out": "o", "train.seq": 8}
         return DataRequest(
-            sources=[Source(source)], cache=tmp_path / "cache", option="--data", resume=False,
-            config=load_config(None, overrides={**given, **settings}), progress=lambda *_: None,
-        )  # fmt: skip
+            sources=[Source(source)],
+            cache=tmp_path / "cache",
+            option="--data",
+            resume=False,
+            config=load_config(None, overrides={**given, **settings}),
+            progress=lambda *_: None,
+        )
 
     with pytest.raises(DataError, match=r"22 of 24 examples would be dropped, more than 10%.*"):
         tokenised(request(), model)

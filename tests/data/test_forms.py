@@ -40,9 +40,12 @@ def test_share_gpt_is_the_same_chat(model_dir: Models, turns: Any) -> None:  # n
 
 def test_unknown_speakers_are_named(model_dir: Models) -> None:  # noqa: F811
     with pytest.raises(DataError, match=r"turn 2 is from 'robot'; known are human, user, system"):
-        encode(model_dir(template=CHATML), {
-            "conversations": [TURNS[0], {"from": "robot", "value": "x"}],
-        })  # fmt: skip
+        encode(
+            model_dir(template=CHATML),
+            {
+                "conversations": [TURNS[0], {"from": "robot", "value": "x"}],
+            },
+        )
 
 
 def test_a_system_column_comes_first(model_dir: Models) -> None:  # noqa: F811
@@ -76,8 +79,13 @@ def test_other_names_and_forms_of_the_same(row: Any, model_dir: Models) -> None:
 
 def test_what_comes_before_the_question(model_dir: Models) -> None:  # noqa: F811
     """A context, earlier turns, a system prompt: none is left out. Loss is on the answer alone."""
-    row = {"instruction": "i", "context": "c", "response": "a", "history": [["h", "o"]],
-           "system_prompt": "s"}  # fmt: skip
+    row = {
+        "instruction": "i",
+        "context": "c",
+        "response": "a",
+        "history": [["h", "o"]],
+        "system_prompt": "s",
+    }
     text, shown = encode(model_dir(template=CHATML), row)
     turns = [("system", "s"), ("user", "h"), ("assistant", "o"), ("user", "i\n\nc")]
     before = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
@@ -94,13 +102,15 @@ def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:  # noqa: F
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         r"message 1: its content has a part that is no text \(image_url\)"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"message 1: its content has a part that is no text \(image_url\)",
+        ),
         ({"instruction": "q", "output": "a", "history": ["h"]}, "history must be a list of pairs"),
         ({"prompt": "q", "completion": "a", "label": False}, "label false is rated, .* --loss kto"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "for pairs of answers add --task pref"),
     ],
-)  # fmt: skip
+)
 def test_parts_that_cannot_be_read(row: Any, message: str, model_dir: Models) -> None:  # noqa: F811
     with pytest.raises(DataError, match=message):
         encode(model_dir(template=CHATML), row)
@@ -132,15 +142,19 @@ def tokens(made: Dataset) -> list[list[int]]:
 
 def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
     rows = [*ROWS, {"prompt": 'with, "marks"\nand lines', "completion": "a\tb"}]
-    lines = ["prompt,completion", *(
-        ",".join('"' + row[key].replace('"', '""') + '"' for key in row) for row in rows
-    )]  # fmt: skip
+    lines = [
+        "prompt,completion",
+        *(",".join('"' + row[key].replace('"', '""') + '"' for key in row) for row in rows),
+    ]
     files = {
-        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "b.json": json.dumps(rows),
-        "c.jsonl": json.dumps(rows, indent=1), "d.csv": "\n".join(lines) + "\n",
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "b.json": json.dumps(rows),
+        "c.jsonl": json.dumps(rows, indent=1),
+        "d.csv": "\n".join(lines) + "\n",
         "e.tsv": "\n".join(line.replace('","', '"\t"') for line in lines).replace(
-            "prompt,completion", "prompt\tcompletion"),
-    }  # fmt: skip
+            "prompt,completion", "prompt\tcompletion"
+        ),
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
@@ -224,8 +238,11 @@ def test_rows_of_csv_with_another_number_of_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_several_processes_make_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, model_dir: Models, tmp_path: Path, start: str  # noqa: F811
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    model_dir: Models,  # noqa: F811
+    tmp_path: Path,
+    start: str,
+) -> None:
     source = write(tmp_path / "d.jsonl", *(ROWS * 30))
     alone = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "one", seq=64)
     monkeypatch.setattr(reading, "PARALLEL_BYTES", 1)
@@ -347,12 +364,22 @@ def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
     plain = CHATML.partition("{% endfor %}")[2]
     for template, told in ((plain, True), (CHATML, False)):
         made = prepare(
-            folder, model_dir=model_dir(template=template), cache_dir=tmp_path / f"c{told}",
-            seq=64, preferences=pairs,
-        )  # fmt: skip
-        config = load_config(None, overrides={
-            "model": "m", "data": str(folder), "out": "o", "train.batch": 5, "train.seq": 64,
-        })  # fmt: skip
+            folder,
+            model_dir=model_dir(template=template),
+            cache_dir=tmp_path / f"c{told}",
+            seq=64,
+            preferences=pairs,
+        )
+        config = load_config(
+            None,
+            overrides={
+                "model": "m",
+                "data": str(folder),
+                "out": "o",
+                "train.batch": 5,
+                "train.seq": 64,
+            },
+        )
         task, of = (
             (Preference(), Preferences(made, np.arange(4), 5)) if pairs else (CausalLM(), made)
         )
@@ -366,9 +393,16 @@ def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None
     rows = [*ROWS[:2], {"messages": [{"role": "user", "content": "x" * 90}, *MESSAGES[1:]]}]
     source = write(tmp_path / "d.jsonl", *rows)
     made = prepare(source, model_dir=model_dir(template=CHATML), cache_dir=tmp_path / "c", seq=64)
-    config = load_config(None, overrides={
-        "model": "m", "data": str(source), "out": "o", "train.batch": 4, "train.seq": 64,
-    })  # fmt: skip
+    config = load_config(
+        None,
+        overrides={
+            "model": "m",
+            "data": str(source),
+            "out": "o",
+            "train.batch": 4,
+            "train.seq": 64,
+        },
+    )
     text = CausalLM().describe(made, config)
     assert "warning: 1 of 3 examples dropped: their first 64 tokens hold no answer" in text
     assert "warning: 2 examples and a batch of 4: a step sees some of them more than once" in text

@@ -81,8 +81,9 @@ def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:  # noq
     row = {"chosen": "is it so? yes", "rejected": "is it so? yesterday"}
     examples, _ = encode_preference(row, encoder=encoder, place="x")
     assert [spelled(encoder, *one)[1].strip("~") for one in examples] == [
-        "yes<|im_end|>", "yesterday<|im_end|>",
-    ]  # fmt: skip
+        "yes<|im_end|>",
+        "yesterday<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,9 @@ def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:  # noq
     ],
 )
 def test_bad_rows_are_named(
-    model_dir: Callable[..., Path], row: dict[str, Any], message: str  # noqa: F811
-) -> None:  # fmt: skip
+    model_dir: Callable[..., Path],  # noqa: F811
+    row: dict[str, Any],
+    message: str,
+) -> None:
     with pytest.raises(DataError, match=f"file, line 3: .*{message}"):
         encode_preference(row, encoder=Encoder(model_dir()), place="file, line 3")

@@ -47,9 +47,11 @@ def test_session_restores_torch_settings(tmp_path, without_workspace, monkeypatc
     """On the CPU nothing changes; a session ends what it began."""
     assert TrainConfig(deterministic=True).deterministic
     with attach(
-        small_model("llama"), optimizer=AdamW(lr=1e-3), budget=Budget(host="64MiB", ssd=[tmp_path]),
+        small_model("llama"),
+        optimizer=AdamW(lr=1e-3),
+        budget=Budget(host="64MiB", ssd=[tmp_path]),
         deterministic=True,
-    ) as session:  # fmt: skip
+    ) as session:
         assert not torch.are_deterministic_algorithms_enabled() and WORKSPACE not in os.environ
         session.context.settings.enter_context(deterministic_algorithms(torch.device("cuda")))
         assert torch.are_deterministic_algorithms_enabled()

@@ -42,9 +42,11 @@ def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
     for rank in range(2):
         weight = torch.ones((), requires_grad=True)
         process_group = SimpleNamespace(
-            ranks=RankInfo(rank, 2), world=2, several=True,
+            ranks=RankInfo(rank, 2),
+            world=2,
+            several=True,
             all_gather_object=lambda own, rank=rank: _checked(own, said, rank),
-        )  # fmt: skip
+        )
         session: Any = SimpleNamespace(model=weight, process_group=process_group, head=None)
         task: Any = Means
         own, whole = Share(session, task).loss({"x": ROWS})

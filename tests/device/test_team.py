@@ -31,10 +31,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama, and rows of different lengths: ranks have different numbers of targets."""
     folder = tmp_path_factory.mktemp("inputs")
     config = LlamaConfig(
-        vocab_size=80, hidden_size=32, intermediate_size=80, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=80,
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
     write_random_checkpoint(folder / "model", config)
     dropping = LlamaConfig(**{**config.to_dict(), "attention_dropout": 0.1})
     write_random_checkpoint(folder / "dropping", dropping)
@@ -48,10 +55,31 @@ def arguments(
     inputs: Path, out: Path, *more: object, model: str = "model", steps: int = STEPS
 ) -> list[object]:
     return [
-        "train", "--model", inputs / model, "--data", inputs / "data.jsonl", "--out", out,
-        "--host", "3MiB", "--steps", steps, "--batch", 5, "--micro-batch", 1, "--seq", 16,
-        "--lr", "2e-3", "--weight-decay", "0.1", "--activations", "recompute", *more,
-    ]  # fmt: skip
+        "train",
+        "--model",
+        inputs / model,
+        "--data",
+        inputs / "data.jsonl",
+        "--out",
+        out,
+        "--host",
+        "3MiB",
+        "--steps",
+        steps,
+        "--batch",
+        5,
+        "--micro-batch",
+        1,
+        "--seq",
+        16,
+        "--lr",
+        "2e-3",
+        "--weight-decay",
+        "0.1",
+        "--activations",
+        "recompute",
+        *more,
+    ]
 
 
 def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
@@ -162,10 +190,30 @@ def test_diffusion(forge, tmp_path):
     save_latents(tmp_path / "data", "flux")
     for world in (1, 2):
         ended = ranked.run(
-            forge, world, "train", "--model", tmp_path / "flux", "--data", tmp_path / "data",
-            "--out", tmp_path / str(world), "--host", "64MiB", "--steps", 4, "--batch", 5,
-            "--micro-batch", 1, "--lr", "1e-3", "--eval-split", 0.3, "--clip", 0.5,
-        )  # fmt: skip
+            forge,
+            world,
+            "train",
+            "--model",
+            tmp_path / "flux",
+            "--data",
+            tmp_path / "data",
+            "--out",
+            tmp_path / str(world),
+            "--host",
+            "64MiB",
+            "--steps",
+            4,
+            "--batch",
+            5,
+            "--micro-batch",
+            1,
+            "--lr",
+            "1e-3",
+            "--eval-split",
+            0.3,
+            "--clip",
+            0.5,
+        )
         assert [e.code for e in ended] == [0] * world, ranked.said(ended)
     found, wanted = (ranked.rows(tmp_path / str(world)) for world in (2, 1))
     for key in ("loss", "grad_norm", "eval_loss"):

@@ -64,9 +64,14 @@ def test_gradients_add_up_as_in_pytorch(kind, clip, options, in_file, tmp_path, 
     memory = "64MiB" if "device" in options else None
     budget = lohan.Budget(host="64MiB", ssd=[tmp_path], device=memory)
     with lohan.attach(
-        model, optimizer=lohan.AdamW(lr=1e-2, eps=EPS), budget=budget,
-        batch=rows[0], clip=clip, decay=lambda *_: False, **options,
-    ) as session:  # fmt: skip
+        model,
+        optimizer=lohan.AdamW(lr=1e-2, eps=EPS),
+        budget=budget,
+        batch=rows[0],
+        clip=clip,
+        decay=lambda *_: False,
+        **options,
+    ) as session:
         losses = []
         for number, parts in enumerate(data):
             if number == 1:  # a plain step between

@@ -57,9 +57,14 @@ def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
     model, made = small_model("llama"), batches(STEPS, batch=2, seq=16)
     expected, _ = plain_run(model, made)
     losses, compiled = run(
-        model, made, tmp_path, device=Compiling(), compile=backend, activations="recompute",
+        model,
+        made,
+        tmp_path,
+        device=Compiling(),
+        compile=backend,
+        activations="recompute",
         micro_batch=1,
-    )  # fmt: skip
+    )
     assert losses == pytest.approx(expected, rel=1e-4)
     assert backend.frame_count > 1  # forward and recomputation, at the least
     assert {"model.layers.0", "model.layers.1"} <= set(compiled)
@@ -82,16 +87,22 @@ def test_recomputation_ends_where_backward_begins(lengths, tmp_path):
         return compiler
 
     backend = aot_autograd(
-        fw_compiler=counting(products), bw_compiler=counting(backwards),
+        fw_compiler=counting(products),
+        bw_compiler=counting(backwards),
         inference_compiler=counting([]),
-    )  # fmt: skip
+    )
     model, made = small_model("llama"), batches(len(lengths), batch=2, seq=max(lengths))
     made = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(made, lengths, strict=True)]
     expected, _ = plain_run(model, made)
     losses, compiled = run(
-        model, made, tmp_path, device=Compiling(), compile=backend, activations="recompute",
+        model,
+        made,
+        tmp_path,
+        device=Compiling(),
+        compile=backend,
+        activations="recompute",
         micro_batch=1,
-    )  # fmt: skip
+    )
     torch._dynamo.reset()
     assert losses == pytest.approx(expected, rel=1e-4)
     assert "model.layers.1" in compiled
@@ -107,9 +118,14 @@ def test_other_lengths_are_compiled_once_more_and_not_one_by_one(tmp_path, backe
     made = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(made, lengths, strict=True)]
     counts = []
     with attached(
-        model, tmp_path, batch=made[0], device=Compiling(), compile=backend,
-        activations="recompute", micro_batch=1,
-    ) as session:  # fmt: skip
+        model,
+        tmp_path,
+        batch=made[0],
+        device=Compiling(),
+        compile=backend,
+        activations="recompute",
+        micro_batch=1,
+    ) as session:
         for batch in made:
             session.model(**batch).loss.backward()
             counts.append(backend.frame_count)

@@ -23,8 +23,11 @@ def device():
 
 
 def test_what_was_set_aside_comes_back_as_it_was(device):
-    group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),
-                        TensorSpec("b", (2, 4), 8, 8, True, True)), 16)  # fmt: skip
+    group = FlatGroup(
+        "g",
+        (TensorSpec("a", (8,), 0, 8, True, True), TensorSpec("b", (2, 4), 8, 8, True, True)),
+        16,
+    )
     gradient_offload = GradientOffload(device, 1 * MiB)
     for _ in range(2):  # memory is used again in the next step
         made = {1: torch.randn(2, 4), 0: torch.randn(8)}

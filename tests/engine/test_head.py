@@ -43,9 +43,14 @@ def text(steps: int = 2, seq: int = 10) -> list[dict[str, torch.Tensor]]:
 
 def bart() -> nn.Module:
     config = BartConfig(
-        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, dropout=0.0,
-        decoder_ffn_dim=48, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        dropout=0.0,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+    )
     return BartForCausalLM(config)
 
 
@@ -83,10 +88,15 @@ def xlnet() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "sliced", "planned"),
     [
-        (bart, False, True), (bert, False, False), (llama4, True, True), (mamba, True, False),
-        (rwkv, True, False), (gpt1, True, False), (xlnet, False, False),
+        (bart, False, True),
+        (bert, False, False),
+        (llama4, True, True),
+        (mamba, True, False),
+        (rwkv, True, False),
+        (gpt1, True, False),
+        (xlnet, False, False),
     ],
-)  # fmt: skip
+)
 def test_whatever_the_loss_is(build, sliced, planned, tmp_path):
     """Bart's labels are not shifted; BERT has layers between its decoder and its head; Llama 4 asks
     an offloaded parameter for its device; the outputs of Mamba, RWKV, GPT-1 and XLNet have no cache
@@ -108,10 +118,16 @@ def test_text_to_text_with_labels_or_decoder_inputs(given, tmp_path):
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-            dropout_rate=0.0, decoder_start_token_id=0,
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
         )
-    )  # fmt: skip
+    )
     data = [{**batch, "labels": batch["labels"][:, :6].contiguous()} for batch in text()]
     if given == "decoder_input_ids":
         data = [{**batch, given: batch["input_ids"][:, 2:8].contiguous()} for batch in data]

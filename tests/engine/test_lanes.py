@@ -67,10 +67,13 @@ def make():
         """`way`: updates on a thread of their own, on the caller's, or everything there."""
         made.append(
             Lanes(
-                runner, overlap=way != "plain", trace=Trace(keep=True), stall_s=stall_s,
+                runner,
+                overlap=way != "plain",
+                trace=Trace(keep=True),
+                stall_s=stall_s,
                 updates_on_caller=way == "caller",
             )
-        )  # fmt: skip
+        )
         return made[-1]
 
     yield lanes

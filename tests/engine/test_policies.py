@@ -31,9 +31,12 @@ def test_fields_are_also_keywords(tmp_path):
 def test_a_keyword_replaces_the_field_of_a_policy(tmp_path):
     policy = lohan.OffloadPolicy(micro_batch=2, overlap=False)
     with attached(
-        small_model("llama"), tmp_path, batch=batches(1, batch=4, seq=8)[0],
-        offload_policy=policy, micro_batch=1,
-    ) as session:  # fmt: skip
+        small_model("llama"),
+        tmp_path,
+        batch=batches(1, batch=4, seq=8)[0],
+        offload_policy=policy,
+        micro_batch=1,
+    ) as session:
         assert (session.plan.micro_batch, session.plan.overlap) == (1, False)
 
 

@@ -35,9 +35,17 @@ from lohan.util.units import GiB, MiB
 
 SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
 TINY = Effort(
-    sizes=SIZES, tokens=(4, 16), head_tokens=8, shared_tokens=4, shared_seconds=0.001,
-    shared_bytes=MiB, seconds=0.001, drive_seconds=0.001, drive_bytes=MiB, chunk_bytes=MiB // 4,
-)  # fmt: skip
+    sizes=SIZES,
+    tokens=(4, 16),
+    head_tokens=8,
+    shared_tokens=4,
+    shared_seconds=0.001,
+    shared_bytes=MiB,
+    seconds=0.001,
+    drive_seconds=0.001,
+    drive_bytes=MiB,
+    chunk_bytes=MiB // 4,
+)
 
 
 def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):

@@ -98,10 +98,16 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
         moved = tuple(site.name for site in blocks.sites if site.name in MOVED)
         sizes = (MiB,) * len(moved)
         return replace(
-            plan, spilled_sites=moved, spilled_site_bytes=sizes, act_buffers=2, staying=(),
-            window=1, weight_slots=2, host_cached_weights=(),
+            plan,
+            spilled_sites=moved,
+            spilled_site_bytes=sizes,
+            act_buffers=2,
+            staying=(),
+            window=1,
+            weight_slots=2,
+            host_cached_weights=(),
             device_slots=min(plan.device_slots, 2),
-        )  # fmt: skip
+        )
 
     patch.setattr("lohan.engine.attach.plan_for_budget", planned)
 
@@ -111,9 +117,15 @@ def keeping_run(clip: float, late: str | None, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         keeping(patch)
         return outcome(
-            net(), made, late, batch=made[0], micro_batch=1, activations="all", clip=clip,
+            net(),
+            made,
+            late,
+            batch=made[0],
+            micro_batch=1,
+            activations="all",
+            clip=clip,
             **options,
-        )  # fmt: skip
+        )
 
 
 @cache

@@ -23,9 +23,12 @@ from tests.test_no_file_lost import tree
 def attached(model: nn.Module, place: Path, *, lr: float = 1e-2, **options: Any) -> lohan.Session:
     batch = batches(1, batch=2, seq=8)[0]
     return lohan.attach(
-        model, optimizer=lohan.AdamW(lr=lr), budget=lohan.Budget(host="64MiB", ssd=[place]),
-        batch=batch, **options,
-    )  # fmt: skip
+        model,
+        optimizer=lohan.AdamW(lr=lr),
+        budget=lohan.Budget(host="64MiB", ssd=[place]),
+        batch=batch,
+        **options,
+    )
 
 
 def learn(model: nn.Module, steps: int = 2) -> list[float]:
@@ -76,9 +79,11 @@ def test_an_attach_that_fails_leaves_the_earlier_session_as_it_was(tmp_path):
         learn(model)
         with pytest.raises(lohan.LohanError, match="host budget"):
             lohan.attach(
-                model, optimizer=lohan.AdamW(lr=0.1), batch=batches(1, batch=2, seq=8)[0],
+                model,
+                optimizer=lohan.AdamW(lr=0.1),
+                batch=batches(1, batch=2, seq=8)[0],
                 budget=lohan.Budget(host="1KiB", ssd=[tmp_path / "b"]),
-            )  # fmt: skip
+            )
         assert not first.closed
         learn(model, 1)
         assert first.step == 3
@@ -99,8 +104,12 @@ def test_save_pretrained_streams_the_weights(closed, tmp_path):
     assert loaded.dtype == torch.float32
     assert all(torch.equal(p, expected[name]) for name, p in loaded.named_parameters())
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        ".lohan-saved", "config.json", "generation_config.json", "mine.txt", "model.safetensors",
-    ]  # fmt: skip
+        ".lohan-saved",
+        "config.json",
+        "generation_config.json",
+        "mine.txt",
+        "model.safetensors",
+    ]
     with pytest.raises(lohan.LohanError, match="push_to_hub"):
         model.save_pretrained(tmp_path / "saved", push_to_hub=True)
     session.close()
@@ -127,14 +136,20 @@ def test_saving_again_replaces_what_was_saved(tmp_path):
             assert ("model.safetensors" in names(saved)) == (size is None)
             assert ("model.safetensors.index.json" in names(saved)) == (size is not None)
     assert names(saved) == {
-        "config.json", "generation_config.json", "mine.txt", "model.safetensors"
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "mine.txt",
+        "model.safetensors",
+    }
 
 
 FOREIGN = (
-    "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
-    "config.json", "link",
-)  # fmt: skip
+    "model.safetensors",
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "config.json",
+    "link",
+)
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
@@ -187,8 +202,12 @@ def loads(folder: Path) -> str:
     return found
 
 
-SHARDS = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-          "model.safetensors.index.json")  # fmt: skip
+SHARDS = (
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -314,9 +333,11 @@ def test_parameters_on_the_root_learn_though_no_block_does(blocks, clip, tmp_pat
         optimizer.zero_grad()
         expected.append(loss.item())
     with lohan.attach(
-        model, optimizer=lohan.AdamW(lr=0.1), clip=clip,
+        model,
+        optimizer=lohan.AdamW(lr=0.1),
+        clip=clip,
         budget=lohan.Budget(host="16MiB", ssd=[tmp_path]),
-    ) as session:  # fmt: skip
+    ) as session:
         found = []
         for x, y in data:
             loss = model(x, y)

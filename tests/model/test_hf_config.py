@@ -47,12 +47,16 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     # what files leave out has the default of its model type
     "mistral 7b": MistralConfig(num_hidden_layers=1),
     "qwen2 7b": Qwen2Config(
-        hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, num_hidden_layers=1,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        num_hidden_layers=1,
     ),
     "neox 20b": GPTNeoXConfig(num_hidden_layers=1),
     "gpt2": GPT2Config(n_layer=1),
-}  # fmt: skip
+}
 
 
 OWN = ("gpt2", "DiTTransformer2DModel")  # tested apart
@@ -101,9 +105,12 @@ def test_a_key_left_out_has_the_default_of_transformers(kind):
 
 
 WIDE = {
-    "vocab_size": 640, "hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "vocab_size": 640,
+    "hidden_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

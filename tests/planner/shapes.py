@@ -11,9 +11,16 @@ DRIVE = Drive(name="drive", read=4e9, write=2e9, bytes=10**12)
 
 def machine(**changes) -> Profile:
     given = {
-        "name": "plain", "device": "gpu", "device_bytes": 10**10, "compute": ((1024.0, 1e13),),
-        "h2d": 1e10, "d2h": 1e10, "host_bytes": 10**12, "adam": 1e9, "drives": (DRIVE,),
-    }  # fmt: skip
+        "name": "plain",
+        "device": "gpu",
+        "device_bytes": 10**10,
+        "compute": ((1024.0, 1e13),),
+        "h2d": 1e10,
+        "d2h": 1e10,
+        "host_bytes": 10**12,
+        "adam": 1e9,
+        "drives": (DRIVE,),
+    }
     return Profile(**{**given, **changes})
 
 
@@ -27,6 +34,11 @@ def model(
         BlockShape(f"layers.{n}", 10**7, HIDDEN, flops, 0.0, parts) for n in range(layers)
     )
     return ModelShape(
-        name="small", hidden=HIDDEN, vocabulary=1000, blocks=blocks,
-        embedding_parameters=HIDDEN * 1000, head_parameters=0, tied=True,
-    )  # fmt: skip
+        name="small",
+        hidden=HIDDEN,
+        vocabulary=1000,
+        blocks=blocks,
+        embedding_parameters=HIDDEN * 1000,
+        head_parameters=0,
+        tied=True,
+    )

@@ -25,9 +25,13 @@ LAYOUT = layout_of(MODEL)
 NAMES = [part.name for part in MODEL.blocks[0].by_benefit(256)]
 # Slow compute: whatever can be kept is worth it.
 SLOW = Profile(
-    name="slow", device="cpu", compute=((1.0, 1e9),), host_bytes=2**34, adam=1e9,
+    name="slow",
+    device="cpu",
+    compute=((1.0, 1e9),),
+    host_bytes=2**34,
+    adam=1e9,
     drives=(Drive(name="fast", read=1e11, write=1e11, mixed=1e11),),
-)  # fmt: skip
+)
 AMPLE, SOME = 2**31, 7 * 2**24
 
 

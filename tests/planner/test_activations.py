@@ -26,14 +26,24 @@ classes = st.lists(
 def steps(draw) -> Step:
     drive = replace(DRIVE, read=draw(rates), write=draw(rates))
     profile = machine(
-        drives=(drive,), h2d=draw(rates), d2h=draw(rates), device_rate=draw(rates),
-        compute=((1024.0, draw(st.floats(1e12, 1e14))),), gpus=draw(st.integers(1, 4)),
-    )  # fmt: skip
+        drives=(drive,),
+        h2d=draw(rates),
+        d2h=draw(rates),
+        device_rate=draw(rates),
+        compute=((1024.0, draw(st.floats(1e12, 1e14))),),
+        gpus=draw(st.integers(1, 4)),
+    )
     return Step(
-        profile=profile, forward_s=draw(seconds), backward_s=draw(seconds), weights=draw(sizes),
-        gradients=draw(sizes), weights_read=draw(sizes), state_read=draw(sizes),
-        state_written=draw(sizes), room=draw(sizes),
-    )  # fmt: skip
+        profile=profile,
+        forward_s=draw(seconds),
+        backward_s=draw(seconds),
+        weights=draw(sizes),
+        gradients=draw(sizes),
+        weights_read=draw(sizes),
+        state_read=draw(sizes),
+        state_written=draw(sizes),
+        room=draw(sizes),
+    )
 
 
 @given(steps(), classes)
@@ -73,9 +83,16 @@ def test_equal_blocks_make_it_exact(layers):
     """With one class, all candidates are equal: brute force over how many, exactly."""
     shape = model(layers=layers, classes=((500.0, 5e8),))
     step = Step(
-        profile=machine(), forward_s=0.01, backward_s=0.02, weights=1e7, gradients=1e7,
-        weights_read=1e7, state_read=1e8, state_written=1e8, room=1e12,
-    )  # fmt: skip
+        profile=machine(),
+        forward_s=0.01,
+        backward_s=0.02,
+        weights=1e7,
+        gradients=1e7,
+        weights_read=1e7,
+        state_read=1e8,
+        state_written=1e8,
+        room=1e12,
+    )
     chosen = acts.algorithm1(step, shape, tokens=4096, seq=1024)
     found = acts.candidates(step, shape, tokens=4096, seq=1024)
     inputs = acts.input_bytes(shape, 4096)
@@ -88,9 +105,16 @@ def test_equal_blocks_make_it_exact(layers):
 
 def base(**changes) -> Step:
     given = dict(
-        profile=machine(), forward_s=1.0, backward_s=2.0, weights=0.0, gradients=0.0,
-        weights_read=0.0, state_read=0.0, state_written=0.0, room=1e12,
-    )  # fmt: skip
+        profile=machine(),
+        forward_s=1.0,
+        backward_s=2.0,
+        weights=0.0,
+        gradients=0.0,
+        weights_read=0.0,
+        state_read=0.0,
+        state_written=0.0,
+        room=1e12,
+    )
     return Step(**{**given, **changes})
 
 

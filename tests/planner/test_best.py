@@ -25,9 +25,16 @@ from lohan.util.units import EVERY_STEP, Interval, MiB
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
 BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, dtype="fp32")
 MACHINE = Profile(
-    name="slow", device="emulated", device_bytes=512 * MiB, compute=((1.0, 8.5e9),), h2d=1.8e8,
-    d2h=1.8e8, host_bytes=2**34, adam=7.5e6, drives=(Drive(name="d", read=1.8e8, write=1.8e8),),
-)  # fmt: skip
+    name="slow",
+    device="emulated",
+    device_bytes=512 * MiB,
+    compute=((1.0, 8.5e9),),
+    h2d=1.8e8,
+    d2h=1.8e8,
+    host_bytes=2**34,
+    adam=7.5e6,
+    drives=(Drive(name="d", read=1.8e8, write=1.8e8),),
+)
 OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 
 
@@ -49,9 +56,13 @@ def test_of_a_large_model_too():
     """Only its levels of activations take too long to simulate."""
     model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
     asked = PlanRequest(
-        model=model, machine=machine, batch=64, seq=1024, options=PlanOptions(dtype="bf16"),
+        model=model,
+        machine=machine,
+        batch=64,
+        seq=1024,
+        options=PlanOptions(dtype="bf16"),
         host=machine.host_bytes,
-    )  # fmt: skip
+    )
     how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
     assert closed_form_plan(asked.blocks, asked.options, **how).deferred
     balanced, at_once = (
@@ -65,9 +76,13 @@ def asked_of(model: str, **options) -> PlanRequest:
     machine = presets.machine("rtx4090")
     wished = PlanOptions(**{"dtype": "bf16", "can_rerun": True, "commit": None, **options})
     return PlanRequest(
-        model=presets.model(model), machine=machine, options=wished, batch=64, seq=1024,
+        model=presets.model(model),
+        machine=machine,
+        options=wished,
+        batch=64,
+        seq=1024,
         host=machine.host_bytes,
-    )  # fmt: skip
+    )
 
 
 def test_the_whole_batch_in_one_slice_where_that_is_faster():
@@ -149,9 +164,13 @@ def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
     say what the chosen one does."""
     machine = presets.machine("ratel-4090")
     asked = PlanRequest(
-        model=presets.model("llama-3.1-405b"), machine=machine, batch=8, seq=1024,
-        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True), host=machine.host_bytes,
-    )  # fmt: skip
+        model=presets.model("llama-3.1-405b"),
+        machine=machine,
+        batch=8,
+        seq=1024,
+        options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True),
+        host=machine.host_bytes,
+    )
     workload = workload_of(asked)
     plan = closed_form_plan(
         asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine

@@ -20,10 +20,14 @@ def planned(model: str = "qwen3-8b", machine: object = None, **options) -> Machi
     options = {"dtype": "bf16", "clip": 1.0, "can_rerun": True, "commit": None, **options}
     return plan_for_machine(
         PlanRequest(
-            model=presets.model(model), machine=profile, options=PlanOptions(**options), batch=64,
-            seq=1024, host=profile.host_bytes,
+            model=presets.model(model),
+            machine=profile,
+            options=PlanOptions(**options),
+            batch=64,
+            seq=1024,
+            host=profile.host_bytes,
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

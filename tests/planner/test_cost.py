@@ -25,16 +25,25 @@ from lohan.schedule.simulate import (
 
 DRIVE = Drive(name="d", read=8e9, write=4e9)
 MACHINE = Profile(
-    name="m", device="gpu", device_bytes=2**30, compute=((1024.0, 1e12),), h2d=16e9, d2h=10e9,
-    host_bytes=2**34, adam=1e9, drives=(DRIVE,),
-)  # fmt: skip
+    name="m",
+    device="gpu",
+    device_bytes=2**30,
+    compute=((1024.0, 1e12),),
+    h2d=16e9,
+    d2h=10e9,
+    host_bytes=2**34,
+    adam=1e9,
+    drives=(DRIVE,),
+)
 SITE = SiteWork(
     forward_flops=2e12, recompute_flops=1e12, tokens=1024, kept_bytes=5e9, out_bytes=2e9
 )
 WORK = StepWork(
-    sites=(SITE,), groups=(10**9,), chunk_params=4 * 10**8,
+    sites=(SITE,),
+    groups=(10**9,),
+    chunk_params=4 * 10**8,
     per_parameter=BytesPerParameter(weight=2.0, state=10.0, gradient=4.0),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +77,19 @@ def test_kernels_that_reach_a_share_of_the_speed():
 
 def test_deferred_updates_are_forwards():
     made = Traffic(
-        forward_s=1.0, backward_s=3.0, weights=0.0, weights_read=0.0, kept=0.0, out=0.0,
-        gradients=0.0, state_read=8e9, state_written=4e9, held=0.0, updated=2e9, deferred=0.25,
-    )  # fmt: skip
+        forward_s=1.0,
+        backward_s=3.0,
+        weights=0.0,
+        weights_read=0.0,
+        kept=0.0,
+        out=0.0,
+        gradients=0.0,
+        state_read=8e9,
+        state_written=4e9,
+        held=0.0,
+        updated=2e9,
+        deferred=0.25,
+    )
     forward, backward = lane_seconds(MACHINE, made)
     assert (forward["ssd"], backward["ssd"]) == pytest.approx((0.5, 1.5))
     assert (forward["optimizer"], backward["optimizer"]) == pytest.approx((0.5, 1.5))
@@ -86,9 +105,16 @@ def test_no_lane_has_more_to_do_than_a_step_lasts(drives, shared, step_s):
 
 def test_host_memory_is_for_the_activations_of_all_gpus():
     step = Step(
-        profile=replace(MACHINE, gpus=4), forward_s=1.0, backward_s=1.0, weights=0.0, gradients=0.0,
-        weights_read=0.0, state_read=0.0, state_written=0.0, room=10e9,
-    )  # fmt: skip
+        profile=replace(MACHINE, gpus=4),
+        forward_s=1.0,
+        backward_s=1.0,
+        weights=0.0,
+        gradients=0.0,
+        weights_read=0.0,
+        state_read=0.0,
+        state_written=0.0,
+        room=10e9,
+    )
     assert (step.spilled(2e9), step.spilled(3e9)) == (0.0, 2e9)
 
 

@@ -31,9 +31,13 @@ def made(*, flops, rate, **shares):
     """On a CPU with a drive of this rate; the plan is the same for all shares."""
     drive = Drive(name="d", read=rate, write=rate)
     machine = Profile(
-        name="small", device="cpu", compute=((1.0, flops),), host_bytes=2**34, adam=1e9,
+        name="small",
+        device="cpu",
+        compute=((1.0, flops),),
+        host_bytes=2**34,
+        adam=1e9,
         drives=(drive,),
-    )  # fmt: skip
+    )
     plan = closed_form_plan(
         BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
     )
@@ -76,9 +80,17 @@ def on_device(*, drives: int, host_rate: float):
     """A desktop with a GPU that computes at once and fast drives: what is left is moving bytes."""
     fast = Drive(name="d", read=7e9, write=6e9)
     machine = Profile(
-        name="desk", device="gpu", device_bytes=2**34, compute=((1.0, 1e18),), h2d=2.5e10,
-        d2h=2.5e10, host_bytes=2**37, host_rate=host_rate, adam=2.4e9, drives=(fast,) * drives,
-    )  # fmt: skip
+        name="desk",
+        device="gpu",
+        device_bytes=2**34,
+        compute=((1.0, 1e18),),
+        h2d=2.5e10,
+        d2h=2.5e10,
+        host_bytes=2**37,
+        host_rate=host_rate,
+        adam=2.4e9,
+        drives=(fast,) * drives,
+    )
     model = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
     blocks, workload = layout_of(model), load_of_shape(model, batch=1, seq=32, dtype="bf16")
     options = PlanOptions(dtype="bf16", activations="recompute", clip=0.0)

@@ -20,9 +20,13 @@ BATCH, SEQ = 16, 4096  # one row is enough for the card to be at its fastest
 def compute_s(*, machine=MACHINE, **options) -> float:
     wanted = {"dtype": "bf16", "tiles": "off", "activations": "recompute", **options}
     asked = PlanRequest(
-        model=MODEL, machine=machine, options=PlanOptions(**wanted), batch=BATCH, seq=SEQ,
+        model=MODEL,
+        machine=machine,
+        options=PlanOptions(**wanted),
+        batch=BATCH,
+        seq=SEQ,
         host=machine.host_bytes,
-    )  # fmt: skip
+    )
     return plan_for_machine(asked).forecast.busy_s["compute"]
 
 

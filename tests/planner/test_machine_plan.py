@@ -43,19 +43,26 @@ def request(
 ) -> PlanRequest:
     profile = presets.machine(machine)
     return PlanRequest(
-        model=presets.model(model), machine=profile, batch=batch, seq=1024,
-        options=PlanOptions(**{"dtype": "bf16", **options}), host=host or profile.host_bytes,
-    )  # fmt: skip
+        model=presets.model(model),
+        machine=profile,
+        batch=batch,
+        seq=1024,
+        options=PlanOptions(**{"dtype": "bf16", **options}),
+        host=host or profile.host_bytes,
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "machine", "batch", "host"),
     [
-        ("gpt-13b", "ratel-4090", 32, None), ("gpt-175b", "ratel-4090", 16, 256 * GB),
-        ("gpt-276b", "ratel-4090", 1, 256 * GB), ("llama-3-8b", "rtx3060-12gb", 8, None),
-        ("qwen3-32b", "rtx4090", 4, None), ("dit-10b", "ratel-4090", 8, None),
+        ("gpt-13b", "ratel-4090", 32, None),
+        ("gpt-175b", "ratel-4090", 16, 256 * GB),
+        ("gpt-276b", "ratel-4090", 1, 256 * GB),
+        ("llama-3-8b", "rtx3060-12gb", 8, None),
+        ("qwen3-32b", "rtx4090", 4, None),
+        ("dit-10b", "ratel-4090", 8, None),
     ],
-)  # fmt: skip
+)
 def test_plans_fit_every_tier(model, machine, batch, host):
     asked = request(model, machine, batch=batch, host=host)
     made = plan_for_machine(asked)
@@ -181,17 +188,26 @@ def never_slower(model, machine, batch):
 # Where compute binds, all that is left to differ is the wait at the turn.
 @pytest.mark.parametrize(
     ("model", "machine", "batch"),
-    thinned([
-        ("gpt-6b", "ratel-4090", 64), ("gpt-6b", "ratel-4090", 128),
-        ("gpt-13b", "ratel-4090", 128), ("dit-10b", "ratel-4090", 128),
-        ("gpt-13b", "ratel-3090", 64),
-        # Here the device has just enough memory for what is in flight.
-        ("gpt-70b", "ratel-4080", 32), ("gpt-135b", "ratel-4090", 32),
-        ("gpt-175b", "ratel-3090", 16),
-        # And here for slices with which it is at its fastest, no halves of the batch.
-        ("gpt-70b", "ratel-4080", 24),
-    ], 0, 3, 5, 8),
-)  # fmt: skip
+    thinned(
+        [
+            ("gpt-6b", "ratel-4090", 64),
+            ("gpt-6b", "ratel-4090", 128),
+            ("gpt-13b", "ratel-4090", 128),
+            ("dit-10b", "ratel-4090", 128),
+            ("gpt-13b", "ratel-3090", 64),
+            # Here the device has just enough memory for what is in flight.
+            ("gpt-70b", "ratel-4080", 32),
+            ("gpt-135b", "ratel-4090", 32),
+            ("gpt-175b", "ratel-3090", 16),
+            # And here for slices with which it is at its fastest, no halves of the batch.
+            ("gpt-70b", "ratel-4080", 24),
+        ],
+        0,
+        3,
+        5,
+        8,
+    ),
+)
 def test_never_slower_than_the_paper(model, machine, batch):
     never_slower(model, machine, batch)
 
@@ -226,9 +242,13 @@ def with_room(asked, count, each):
 
 def test_activations_that_drives_have_no_room_for_are_not_kept():
     slow = Profile(
-        name="desk", device="cpu", compute=((1.0, 1e11),), host_bytes=16 * GB, adam=1.5e9,
+        name="desk",
+        device="cpu",
+        compute=((1.0, 1e11),),
+        host_bytes=16 * GB,
+        adam=1.5e9,
         drives=(Drive(name="d", read=5e9, write=5e9),),
-    )  # fmt: skip
+    )
     asked = replace(request("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
     plenty = plan_for_machine(with_room(asked, 1, 10**15))
     needed = plenty.plan.tier_bytes("ssd")
@@ -273,9 +293,12 @@ def test_the_choice_is_the_best_of_all(clip):
     asked = request("gpt-6b", "rtx4090", batch=16, clip=clip)
     workload = load_of_shape(asked.model, batch=16, seq=1024, dtype="bf16")
     plan = closed_form_plan(
-        layout_of(asked.model), replace(asked.options, activations="recompute"),
-        host_bytes=asked.host, workload=workload, profile=asked.machine,
-    )  # fmt: skip
+        layout_of(asked.model),
+        replace(asked.options, activations="recompute"),
+        host_bytes=asked.host,
+        workload=workload,
+        profile=asked.machine,
+    )
     memory = MemoryModel(
         layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True
     )
@@ -324,9 +347,18 @@ def test_closed_form_has_the_papers_terms():
     machine = presets.machine("ratel-4090")
     p = 1e9
     made = Traffic(
-        forward_s=1.0, backward_s=3.0, weights=2 * p, weights_read=2 * p, kept=5e9, out=1e9,
-        gradients=2 * p, state_read=12 * p, state_written=14 * p, held=0.0, updated=p,
-    )  # fmt: skip
+        forward_s=1.0,
+        backward_s=3.0,
+        weights=2 * p,
+        weights_read=2 * p,
+        kept=5e9,
+        out=1e9,
+        gradients=2 * p,
+        state_read=12 * p,
+        state_written=14 * p,
+        held=0.0,
+        updated=p,
+    )
     forward, backward = lane_seconds(machine, made)
     read, write = machine.ssd_read, machine.ssd_write
     assert forward["ssd"] == pytest.approx(2 * p / read + 1e9 / write)
@@ -338,8 +370,11 @@ def test_closed_form_has_the_papers_terms():
 
 def test_seconds_for_people():
     assert [format_seconds(s) for s in (0.1234, 95, 7300, 1e6)] == [
-        "0.123 s", "1 min 35 s", "2 h 1 min", "11.6 days",
-    ]  # fmt: skip
+        "0.123 s",
+        "1 min 35 s",
+        "2 h 1 min",
+        "11.6 days",
+    ]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -20,9 +20,15 @@ from lohan.planner.planner import PlanOptions, closed_form_plan, lower_hint, pla
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
-    hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=8000, use_cache=False, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=8000,
+    use_cache=False,
+    tie_word_embeddings=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +85,16 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, dtype):
     [
         ({}, {}, ", or lower --batch (now 8) or --seq (now 32)"),
         ({"batch": 1}, {}, ", or lower --seq (now 32)"),
-        ({}, {"micro_batch": 4}, ", or lower --batch (now 8) or --micro-batch (now 4) or --seq "
-                                 "(now 32)"),
+        (
+            {},
+            {"micro_batch": 4},
+            ", or lower --batch (now 8) or --micro-batch (now 4) or --seq (now 32)",
+        ),
         ({}, {"world": 2}, ", or lower --batch (now 8 for each rank) or --seq (now 32)"),
         ({"text": False}, {}, ", or lower --batch (now 8), or train on smaller images or latents"),
         ({"text": False, "batch": 1}, {}, ", or train on smaller images or latents"),
     ],
-)  # fmt: skip
+)
 def test_only_what_exists_is_to_be_lowered(workload, options, words):
     asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload})
     assert lower_hint(asked, PlanOptions(dtype="fp32", **options)) == words
@@ -156,9 +165,13 @@ def test_plan_round_trips_and_prints(parts):
 
 def test_chunks_are_no_larger_than_the_largest_group():
     tiny = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
     blocks = cut(AutoModelForCausalLM.from_config(tiny))
     plan = plan_for(blocks, dtype="fp32", host_bytes=100 * MiB)
     assert plan.chunk_params == max(group.numel for group in blocks.groups)

@@ -32,9 +32,13 @@ MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
 def asked(gpus: int, batch: int, **changes) -> PlanRequest:
     machine = replace(MACHINE, gpus=gpus, **changes)
     return PlanRequest(
-        model=MODEL, machine=machine, options=PlanOptions(dtype="bf16"), batch=batch, seq=512,
+        model=MODEL,
+        machine=machine,
+        options=PlanOptions(dtype="bf16"),
+        batch=batch,
+        seq=512,
         host=machine.host_bytes,
-    )  # fmt: skip
+    )
 
 
 def test_the_ranks_of_a_machine_move_no_more_than_one_would():

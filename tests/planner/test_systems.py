@@ -23,7 +23,7 @@ from lohan.planner.systems import (
     sites_of,
     spec_of,
     with_choices,
-)  # fmt: skip
+)
 from lohan.schedule.actions import Action
 from lohan.schedule.simulate import StepWork
 from lohan.schedule.steps import check_order, steps
@@ -37,9 +37,13 @@ def shape_for(chosen, small, *, spilled=0.0, gpus=1):
     batch = Batch(tokens=4096, seq=1024, kept=kept, spilled=spilled)
     sites = sites_of(chosen, small, batch, gpus)
     return spec_of(
-        chosen, small, chunk_sizes_of(small), sites, gpus=gpus,
+        chosen,
+        small,
+        chunk_sizes_of(small),
+        sites,
+        gpus=gpus,
         spill_gradients=chosen.gradients == "ssd",
-    ), sites  # fmt: skip
+    ), sites
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -87,9 +91,12 @@ def test_ssd_bytes_of_a_step_are_those_of_the_paper():
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1,
-        per_parameter=LOHAN.layout, chunk_sizes=chunk_sizes,
-    )  # fmt: skip
+        sites=sites,
+        groups=tuple(map(sum, chunk_sizes)),
+        chunk_params=1,
+        per_parameter=LOHAN.layout,
+        chunk_sizes=chunk_sizes,
+    )
     *_, last = steps(spec, order_of(spec, "optimized"), 3)
     count = {kind: 0.0 for kind in "RSW"}
     width = {"R": 2, "S": 12, "W": 14}
@@ -132,11 +139,18 @@ def test_the_clock_adds_what_software_costs():
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1,
-        per_parameter=LOHAN.layout, chunk_sizes=chunk_sizes,
-    )  # fmt: skip
-    by_kind = {a.kind: a for p in steps(spec, order_of(spec, "optimized"), 1) for s in p.values()
-               for a in s}  # fmt: skip
+        sites=sites,
+        groups=tuple(map(sum, chunk_sizes)),
+        chunk_params=1,
+        per_parameter=LOHAN.layout,
+        chunk_sizes=chunk_sizes,
+    )
+    by_kind = {
+        a.kind: a
+        for p in steps(spec, order_of(spec, "optimized"), 1)
+        for s in p.values()
+        for a in s
+    }
     plain = PolicyCosts(replace(LOHAN, op_s=0.0), machine(), work)
     slow = PolicyCosts(replace(LOHAN, op_s=1.0), machine(), work)
     for kind, extra in {
@@ -185,8 +199,13 @@ def test_held_gradients_go_where_there_is_room():
 
 
 def test_what_does_not_fit_says_so_with_both_numbers():
-    outcome = run(policy("zero-offload"), presets.model("gpt-13b"), presets.machine("ratel-4090"),
-                  batch=32, seq=1024)  # fmt: skip
+    outcome = run(
+        policy("zero-offload"),
+        presets.model("gpt-13b"),
+        presets.machine("ratel-4090"),
+        batch=32,
+        seq=1024,
+    )
     assert not outcome.feasible and outcome.timeline is None
     assert outcome.to_json()["step_s"] is None
     words = r"zero-offload: device memory too small, .* GiB needed, 24.00 GiB there .*--batch"

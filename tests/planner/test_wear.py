@@ -36,9 +36,13 @@ def asked(model: str = "llama-3-8b", *, batch: int = 16, host: int = 0, **option
     machine = presets.machine("rtx4090")
     options = PlanOptions(**{"dtype": "bf16", "clip": 1.0, "can_rerun": True, **options})
     return PlanRequest(
-        model=presets.model(model), machine=machine, options=options, batch=batch, seq=1024,
+        model=presets.model(model),
+        machine=machine,
+        options=options,
+        batch=batch,
+        seq=1024,
         host=host or machine.host_bytes,
-    )  # fmt: skip
+    )
 
 
 def test_wear_is_that_of_each_drive_at_its_own_price():
@@ -67,17 +71,26 @@ def test_drives_of_a_run_have_the_life_that_their_log_tells(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize(
     ("lives", "told"),
-    [(1e-5, "less than a thousandth of"), (0.0042, "0.0042 of"), (0.16, "0.16 of"),
-     (1.0, "1.0 times"), (4.4, "4.4 times"), (1234.5, "1,234 times")],
-)  # fmt: skip
+    [
+        (1e-5, "less than a thousandth of"),
+        (0.0042, "0.0042 of"),
+        (0.16, "0.16 of"),
+        (1.0, "1.0 times"),
+        (4.4, "4.4 times"),
+        (1234.5, "1,234 times"),
+    ],
+)
 def test_rated_lives_in_plain_numbers(lives, told):
     assert format_lives(lives) == told
 
 
 def test_money():
     assert [format_usd(usd) for usd in (0.001, 0.5, 12.4, 1234.5)] == [
-        "less than a cent", "0.50 USD", "12 USD", "1,234 USD",
-    ]  # fmt: skip
+        "less than a cent",
+        "0.50 USD",
+        "12 USD",
+        "1,234 USD",
+    ]
 
 
 def test_no_percentages_of_wear():

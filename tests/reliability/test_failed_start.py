@@ -24,11 +24,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(inputs: Path, out: Path) -> Config:
-    return load_config(None, overrides={
-        "init": inputs / "model" / "config.json", "data": inputs / "data.jsonl", "out": out,
-        "eval.data": inputs / "data.jsonl", "budget.host": "400KiB", "train.steps": 1,
-        "train.batch": 2, "train.seq": 16, "train.activations": "recompute",
-    })  # fmt: skip
+    return load_config(
+        None,
+        overrides={
+            "init": inputs / "model" / "config.json",
+            "data": inputs / "data.jsonl",
+            "out": out,
+            "eval.data": inputs / "data.jsonl",
+            "budget.host": "400KiB",
+            "train.steps": 1,
+            "train.batch": 2,
+            "train.seq": 16,
+            "train.activations": "recompute",
+        },
+    )
 
 
 class Failed(LohanError):
@@ -56,9 +65,14 @@ def start_fails(config: Config, faults: Faults, monkeypatch: pytest.MonkeyPatch)
 
 
 def campaign(
-    inputs: Path, place: Path, monkeypatch: pytest.MonkeyPatch, *, error: Error, at: int,
+    inputs: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    error: Error,
+    at: int,
     stride: int,
-) -> int:  # fmt: skip
+) -> int:
     config = config_of(inputs, place / "whole")
     trainer.train(config, Watch())
     whole, hits = result(place / "whole"), 0

@@ -77,9 +77,12 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
         with pytest.raises((StoreError, KeyboardInterrupt)):
             go_on(session)
     for use in (
-        lambda: go_on(session), session.flush, session.commit,
-        lambda: session.export(tmp_path / "out"), lambda: session.follow(session.plan),
-    ):  # fmt: skip
+        lambda: go_on(session),
+        session.flush,
+        session.commit,
+        lambda: session.export(tmp_path / "out"),
+        lambda: session.follow(session.plan),
+    ):
         with pytest.raises(StoreError, match=r"roll.*close the session and resume"):
             use()
     session.close()
@@ -204,9 +207,12 @@ def test_a_committed_buffer_stays_committed(tmp_path: Path, how: str) -> None:
 )
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_plan_that_cannot_be_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, for_good: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    for_good: bool,
     expected: Any,
-) -> None:  # fmt: skip
+) -> None:
     tuned(monkeypatch, Tuning(cached=0.5))
     session = opened(tmp_path)
     go_on(session, until=2)
@@ -329,9 +335,16 @@ OPERATIONS = {"abort": abort, "follow": follow, "commit": commit, "close": close
 
 
 def hit(
-    start: Path, place: Path, monkeypatch: pytest.MonkeyPatch, *, operation: str, durability: str,
-    at: int, error: Error, expected: dict[str, bytes],
-) -> str | None:  # fmt: skip
+    start: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    operation: str,
+    durability: str,
+    at: int,
+    error: Error,
+    expected: dict[str, bytes],
+) -> str | None:
     """What became of a session of two steps whose `operation` met a fault at its n-th call; None:
     there was no such call."""
     shutil.copytree(start, place)
@@ -386,15 +399,25 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
 
 
 CASES = [
-    ("abort", "step"), ("follow", "step"), ("close", "step"), ("follow", "checkpoint"),
-    ("commit", "checkpoint"), ("close", "checkpoint"),
-]  # fmt: skip
+    ("abort", "step"),
+    ("follow", "step"),
+    ("close", "step"),
+    ("follow", "checkpoint"),
+    ("commit", "checkpoint"),
+    ("close", "checkpoint"),
+]
 
 
 def campaign(
-    start: Path, place: Path, monkeypatch: pytest.MonkeyPatch, *, stride: int, error: Error,
-    first: int, **case: Any,
-) -> dict[str, int]:  # fmt: skip
+    start: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    stride: int,
+    error: Error,
+    first: int,
+    **case: Any,
+) -> dict[str, int]:
     tally: dict[str, int] = {}
     at = first
     while True:
@@ -409,16 +432,26 @@ def campaign(
 
 @pytest.mark.parametrize(("operation", "durability"), CASES)
 def test_a_second_fault(
-    operation: str, durability: str, start: Callable[[str], Path], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes],
-) -> None:  # fmt: skip
+    operation: str,
+    durability: str,
+    start: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, bytes],
+) -> None:
     stride = 97 if operation == "follow" else 31
     for error, first in ((OSError, 1), (KeyboardInterrupt, 6)):
         tally = campaign(
-            start(durability) if error is OSError else tmp_path / "start", tmp_path, monkeypatch,
-            operation=operation, durability=durability, expected=expected, stride=stride,
-            error=error, first=first,
-        )  # fmt: skip
+            start(durability) if error is OSError else tmp_path / "start",
+            tmp_path,
+            monkeypatch,
+            operation=operation,
+            durability=durability,
+            expected=expected,
+            stride=stride,
+            error=error,
+            first=first,
+        )
         assert tally or first > 1, "nothing was hit"
 
 
@@ -426,12 +459,24 @@ def test_a_second_fault(
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize(("operation", "durability"), CASES)
 def test_a_second_fault_at_every_call(
-    operation: str, durability: str, error: Error, start: Callable[[str], Path], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes],
-) -> None:  # fmt: skip
+    operation: str,
+    durability: str,
+    error: Error,
+    start: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, bytes],
+) -> None:
     tally = campaign(
-        start(durability), tmp_path, monkeypatch, operation=operation, durability=durability,
-        expected=expected, stride=1, error=error, first=1,
-    )  # fmt: skip
+        start(durability),
+        tmp_path,
+        monkeypatch,
+        operation=operation,
+        durability=durability,
+        expected=expected,
+        stride=1,
+        error=error,
+        first=1,
+    )
     print(f"{operation}, {durability}, {error.__name__}: {tally}")
     assert tally

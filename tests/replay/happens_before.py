@@ -26,21 +26,47 @@ RECORDED = Path(__file__).parent / "happens_before.json"
 # The seconds of an action by its letter. The values are distinct, so that a different order of
 # actions leads to a different step time.
 SECONDS = {
-    "F": 3.1, "B": 6.3, "E": 0.0, "R": 1.3, "S": 1.7, "W": 2.9, "H": 0.2, "U": 1.1, "P": 0.9,
-    "G": 0.7, "O": 1.9, "I": 1.5, "C": 0.4, "L": 0.8, "V": 1.2, "K": 1.4, "D": 0.6, "A": 0.5,
+    "F": 3.1,
+    "B": 6.3,
+    "E": 0.0,
+    "R": 1.3,
+    "S": 1.7,
+    "W": 2.9,
+    "H": 0.2,
+    "U": 1.1,
+    "P": 0.9,
+    "G": 0.7,
+    "O": 1.9,
+    "I": 1.5,
+    "C": 0.4,
+    "L": 0.8,
+    "V": 1.2,
+    "K": 1.4,
+    "D": 0.6,
+    "A": 0.5,
     "X": 1.0,
-}  # fmt: skip
+}
 
 # -- The cases -------------------------------------------------------------------------------------
 
 TIED = ScheduleSpec(  # Group 0 belongs to two sites, and group 3 to none.
-    sites=((0,), (1,), (2,), (0,)), chunks=(2, 2, 1, 1), slots=2, ring=2, window=1, grads=1,
-    host_cached_weights=(3,), host_cached_state=((3, 0),),
-)  # fmt: skip
+    sites=((0,), (1,), (2,), (0,)),
+    chunks=(2, 2, 1, 1),
+    slots=2,
+    ring=2,
+    window=1,
+    grads=1,
+    host_cached_weights=(3,),
+    host_cached_state=((3, 0),),
+)
 DEEP = ScheduleSpec(  # Group 2 is frozen, and site 3 uses two groups.
-    sites=((0,), (1,), (2,), (3, 4), (5,)), chunks=(1, 2, 0, 1, 2, 1), slots=4, ring=3, window=2,
+    sites=((0,), (1,), (2,), (3, 4), (5,)),
+    chunks=(1, 2, 0, 1, 2, 1),
+    slots=4,
+    ring=3,
+    window=2,
     grads=2,
-)  # fmt: skip
+)
 SPECS: dict[str, ScheduleSpec] = {
     "tied": TIED,
     "tied, cached": replace(
@@ -53,8 +79,14 @@ SPECS: dict[str, ScheduleSpec] = {
     ),
     "tied, spilled gradients": replace(TIED, spilled_gradients=frozenset({0, 2})),
     "three chunks, spilled gradients": ScheduleSpec(
-        sites=((0,), (1,)), chunks=(3, 3), slots=2, ring=3, window=1, grads=1,
-        spilled_gradients=frozenset({0, 1}), host_cached_state=((0, 0), (0, 1), (1, 2)),
+        sites=((0,), (1,)),
+        chunks=(3, 3),
+        slots=2,
+        ring=3,
+        window=1,
+        grads=1,
+        spilled_gradients=frozenset({0, 1}),
+        host_cached_state=((0, 0), (0, 1), (1, 2)),
     ),
     "deep": DEEP,
     "deep, spilled activations": replace(DEEP, spilled_sites=frozenset({1, 4})),
@@ -62,11 +94,15 @@ SPECS: dict[str, ScheduleSpec] = {
         DEEP, device_slots=3, offloaded=frozenset({0, 1, 3}), spilled_sites=frozenset({1})
     ),
     "deep, device, head alone": replace(
-        DEEP, device_slots=2, device_grads=1, head_alone=True, offloaded=frozenset(range(5)),
+        DEEP,
+        device_slots=2,
+        device_grads=1,
+        head_alone=True,
+        offloaded=frozenset(range(5)),
         spilled_gradients=frozenset({1, 3}),
     ),
     "deep, ranks": replace(DEEP, device_slots=3, net=True, offloaded=frozenset({0, 4})),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -111,9 +147,13 @@ def chain(spec: ScheduleSpec, order: Order) -> list[tuple[Action, ...]]:
     trained = [group for group, chunks in enumerate(spec.chunks) if chunks]
     deferred = {"none": [], "some": trained[::2], "all": trained}[order.deferred]
     execution = ExecutionOrder(
-        forward=sites, backward=sites[::-1], update_mode=order.update_mode,
-        deferred=tuple(deferred), overlap=order.overlap, commits=all(order.commits),
-    )  # fmt: skip
+        forward=sites,
+        backward=sites[::-1],
+        update_mode=order.update_mode,
+        deferred=tuple(deferred),
+        overlap=order.overlap,
+        commits=all(order.commits),
+    )
     steps = chain_of(spec, execution, order.commits, order.speculates)
     return [phase for phases in steps for phase in phases.values() if phase]
 

@@ -72,8 +72,10 @@ def both_by_command(*words: str, ranks: int = 1) -> dict[str, Case]:
 WEIGHTS: dict[str, dict[str, Case]] = {
     "fp32": {
         "plain": Case(attach={"overlap": False, "update_mode": "serial"}),
-        **{mode: Case(attach={"update_mode": mode})
-           for mode in ("serial", "naive", "optimized", "balanced")},
+        **{
+            mode: Case(attach={"update_mode": mode})
+            for mode in ("serial", "naive", "optimized", "balanced")
+        },
         "planned": Case(planned=True),
         "emulated device": Case(attach={"device": "emulated"}, device="8MiB"),
     },
@@ -83,7 +85,7 @@ WEIGHTS: dict[str, dict[str, Case]] = {
     "lora": both(lora=4, attach={"clip": 1.0}),
     "diffusion": both_by_command("--task", "diffusion", "--batch", "4"),
     "two ranks": both_by_command("--batch", "4", "--seq", str(SEQ), ranks=2),
-}  # fmt: skip
+}
 
 PLANS = (
     "--model qwen3-8b --machine rtx4090 --batch 4",
@@ -108,9 +110,13 @@ SCHEDULES = (
     "--model SMALL --machine DESK --batch 4 --seq 128 --host 40MiB --update-mode naive --clip 0",
 )
 SMALL = {
-    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 DESK = """
 name = "desk"
 device = "cpu"
@@ -171,10 +177,17 @@ class Bench:
         """Tied weights; large ones, so that gradients are clipped."""
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-            max_position_embeddings=64, initializer_range=0.3, use_cache=False,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            use_cache=False,
+        )
         return LlamaForCausalLM(config).train()
 
     def arithmetic(self) -> str:
@@ -211,10 +224,13 @@ class Bench:
         model, losses = lohan.load(self._model, dtype=case.dtype, lora=case.lora).train(), []
         batches = [{"input_ids": ids, "labels": ids} for ids in self._ids]
         with lohan.attach(
-            model, optimizer=lohan.AdamW(lr=2e-3, weight_decay=0.1),
-            batch=batches[0] if case.planned else None, micro_batch=2,
-            budget=lohan.Budget(host="64MiB", ssd=[place], device=case.device), **case.attach,
-        ) as session:  # fmt: skip
+            model,
+            optimizer=lohan.AdamW(lr=2e-3, weight_decay=0.1),
+            batch=batches[0] if case.planned else None,
+            micro_batch=2,
+            budget=lohan.Budget(host="64MiB", ssd=[place], device=case.device),
+            **case.attach,
+        ) as session:
             for batch in batches:
                 loss = model(**batch).loss
                 loss.backward()
@@ -230,9 +246,25 @@ class Bench:
                 diffusion_folders.save_pipeline(model, "dit")
                 diffusion_folders.save_latents(data, "dit")
         words = (
-            "train", "--model", model, "--data", data, "--out", place, "--steps", STEPS, "--host",
-            "64MiB", "--lr", "2e-3", "--activations", "recompute", "--seed", "3", *case.command,
-        )  # fmt: skip
+            "train",
+            "--model",
+            model,
+            "--data",
+            data,
+            "--out",
+            place,
+            "--steps",
+            STEPS,
+            "--host",
+            "64MiB",
+            "--lr",
+            "2e-3",
+            "--activations",
+            "recompute",
+            "--seed",
+            "3",
+            *case.command,
+        )
         if case.ranks == 1:
             command(*words)
         else:

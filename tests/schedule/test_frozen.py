@@ -23,9 +23,14 @@ SHAPES = {
 def test_only_reads(mode, place, all_held, overlap):
     """Three blocks, each over a frozen and a trained group; backward does not reach the first."""
     spec = ScheduleSpec(
-        sites=((1,), (1, 0), (4, 2), (3,)), chunks=(2, 0, 1, 1, 0), slots=3, ring=2, window=1,
-        grads=1, **SHAPES[place],
-    )  # fmt: skip
+        sites=((1,), (1, 0), (4, 2), (3,)),
+        chunks=(2, 0, 1, 1, 0),
+        slots=3,
+        ring=2,
+        window=1,
+        grads=1,
+        **SHAPES[place],
+    )
     deferred = tuple(g for g in range(5) if g not in FROZEN) if all_held or mode == "serial" else ()
     order = ExecutionOrder(
         forward=(0, 1, 2, 3),
@@ -36,8 +41,11 @@ def test_only_reads(mode, place, all_held, overlap):
     )
     check_order(spec, order)
     seen = [
-        action for phases in steps(spec, order, 3) for phase in phases.values()
-        for action in phase if action.kind in "RLSUWHPGD" and action.index in FROZEN
-    ]  # fmt: skip
+        action
+        for phases in steps(spec, order, 3)
+        for phase in phases.values()
+        for action in phase
+        if action.kind in "RLSUWHPGD" and action.index in FROZEN
+    ]
     assert {action.kind for action in seen} <= {"R", "L"}
     assert any(action.kind == "R" and action.index == 1 for action in seen)

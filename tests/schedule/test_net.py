@@ -81,6 +81,9 @@ def test_the_simulator_has_the_lane():
     phases = list(steady_step(TWO, order).values())
     made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
     assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [
-        ("A0", 0.0), ("A1", 1.0), ("X1", 2.0), ("X0", 3.0),
-    ]  # fmt: skip
+        ("A0", 0.0),
+        ("A1", 1.0),
+        ("X1", 2.0),
+        ("X0", 3.0),
+    ]
     assert made.step_ends == (2.0,)

@@ -57,9 +57,15 @@ def test_bad_tokens_are_refused(token):
 TWO = ScheduleSpec(sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1)
 TIGHT = replace(TWO, slots=1, ring=1)
 TIED = ScheduleSpec(  # the first group is used twice and has two chunks, the third is resident
-    sites=((0,), (1,), (0,)), chunks=(2, 1, 1), slots=1, ring=1, window=1, grads=1,
-    host_cached_weights=(2,), host_cached_state=((2, 0),),
-)  # fmt: skip
+    sites=((0,), (1,), (0,)),
+    chunks=(2, 1, 1),
+    slots=1,
+    ring=1,
+    window=1,
+    grads=1,
+    host_cached_weights=(2,),
+    host_cached_state=((2, 0),),
+)
 SPILLED = replace(TWO, chunks=(2, 1), spilled_gradients=frozenset({0}))
 
 
@@ -73,20 +79,33 @@ def test_forward_reads_ahead():
 
 # mode, groups whose update waits, backward, and the forward after it
 MODES = [
-    ("serial", (0, 1), "B1@1 H1(B1) B0@0 H0(B0) E",
-     "S0.0@0 U0.0@0,0(E,S0.0) W0.0@0,0(U0.0) S1.0@1 U1.0@1,1(S1.0) W1.0@1,1(U1.0) C"),
-    ("naive", (),
-     "B1@1 S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0) "
-     "B0@0(U1.0) S0.0@1(W1.0) U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)",
-     "F0@0(U0.0) F1@1"),
-    ("optimized", (),
-     "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0) "
-     "S0.0@1 B0@0(U1.0) U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)",
-     "F0@0(U0.0) F1@1"),
-    ("balanced", (1,),
-     "S0.0@0 B1@1 H1(B1) B0@0 U0.0@0,0(B0,S0.0) W0.0@0,0(U0.0) E",
-     "S1.0@1 U1.0@1,1(E,S1.0) W1.0@1,1(U1.0) C F0@0(U0.0) F1@1(U1.0)"),
-]  # fmt: skip
+    (
+        "serial",
+        (0, 1),
+        "B1@1 H1(B1) B0@0 H0(B0) E",
+        "S0.0@0 U0.0@0,0(E,S0.0) W0.0@0,0(U0.0) S1.0@1 U1.0@1,1(S1.0) W1.0@1,1(U1.0) C",
+    ),
+    (
+        "naive",
+        (),
+        "B1@1 S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0) "
+        "B0@0(U1.0) S0.0@1(W1.0) U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)",
+        "F0@0(U0.0) F1@1",
+    ),
+    (
+        "optimized",
+        (),
+        "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0) "
+        "S0.0@1 B0@0(U1.0) U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)",
+        "F0@0(U0.0) F1@1",
+    ),
+    (
+        "balanced",
+        (1,),
+        "S0.0@0 B1@1 H1(B1) B0@0 U0.0@0,0(B0,S0.0) W0.0@0,0(U0.0) E",
+        "S1.0@1 U1.0@1,1(E,S1.0) W1.0@1,1(U1.0) C F0@0(U0.0) F1@1(U1.0)",
+    ),
+]
 
 
 @pytest.mark.parametrize(("mode", "deferred", "back", "after"), MODES)
@@ -193,9 +212,14 @@ def test_on_demand():
 def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
     """Only those of the first group; the others have `device_grads` rooms in any case."""
     spec = replace(
-        TWO, sites=((0,), (1,), (2,)), chunks=(1, 1, 1), slots=3, grads=3, device_slots=3,
+        TWO,
+        sites=((0,), (1,), (2,)),
+        chunks=(1, 1, 1),
+        slots=3,
+        grads=3,
+        device_slots=3,
         head_alone=head_alone,
-    )  # fmt: skip
+    )
     _, buffers = forward(spec, empty_buffers(spec), (0, 1, 2))
     made, _ = backward(spec, buffers, (2, 1, 0), update_mode="naive")
     found = [action.waits for action in made if action.kind == "B"]
@@ -239,7 +263,7 @@ HELD = (
 )
 ONE = ScheduleSpec(
     sites=((0,),), chunks=(2,), slots=2, ring=2, window=0, grads=1, spilled_gradients=frozenset({0})
-)  # fmt: skip
+)
 
 
 def test_what_is_right_passes():
@@ -252,11 +276,19 @@ def test_what_is_right_passes():
     [
         # what it waits for
         (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be in flight"),
-        (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(B1,R1)"),
-         "U1.0@0,1(B1,R1): overwrites state buffer 0 while S1.0 may be in flight"),
+        (
+            STEP,
+            TWO,
+            ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(B1,R1)"),
+            "U1.0@0,1(B1,R1): overwrites state buffer 0 while S1.0 may be in flight",
+        ),
         (STEP, TWO, ("U1.0@0,1(B1,", "U1.0@0,1(F1,"), "the gradients of B1 may not be there yet"),
-        (STEP, TWO, ("W1.0@0,1(U1.0,C)", "W1.0@0,1(C)"),
-         "W1.0@0,1(C): uses state buffer 0 while U1.0 may be in flight"),
+        (
+            STEP,
+            TWO,
+            ("W1.0@0,1(U1.0,C)", "W1.0@0,1(C)"),
+            "W1.0@0,1(C): uses state buffer 0 while U1.0 may be in flight",
+        ),
         (STEP, TWO, (" C(E)", " C(E) S1.0@1"), "overwrites state buffer 1 while W0.0"),
         (STEP, TWO, (" C(E)", " C(E) S0.0@0"), "uses group on SSD 0 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) R0@1(W1.0)"), "uses group on SSD 0 while W0.0 may be"),
@@ -270,8 +302,12 @@ def test_what_is_right_passes():
         (STEP, TWO, (" S0.0@1", ""), "ring buffer 1 holds None"),
         (STEP, TWO, ("R1@1 ", ""), "slot 1 holds group None, not 1"),
         (STEP, TWO, ("W0.0@1,0(U0.0,C)", ""), "C(E): U0.0 is not written yet"),
-        (STEP, TWO, ("U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C)", ""),
-         "C(E): group 0 chunk 0 was not updated in this step"),
+        (
+            STEP,
+            TWO,
+            ("U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C)", ""),
+            "C(E): group 0 chunk 0 was not updated in this step",
+        ),
         (STEP, TWO, (" E ", " U0.0@1,0(B0,W0.0) E "), "is updated a second time in this step"),
         (STEP, TWO, (" W1.0@0,1(U1.0,C)", " R1@0(U1.0,F0)"), "newest weights are not written yet"),
         (STEP, TWO, (" W1.0@0,1(U1.0,C)", " S1.0@1(U1.0)"), "newest state is not written yet"),
@@ -290,7 +326,7 @@ def test_what_is_right_passes():
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,R9)"), "waits for R9, which no schedule"),
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(text, spec, change, problem):
     assert change[0] in text
     with pytest.raises(LohanError) as raised:
@@ -375,13 +411,18 @@ def runs(draw: st.DrawFn) -> Run:
     in_memory = {*cached, *(g for g, _ in host_cached_state)}
     again = [g for g in moving if g not in in_memory and draw(st.booleans())]
     spec = ScheduleSpec(
-        sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
-        ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
+        sites=sites,
+        chunks=chunks,
+        slots=draw(st.integers(max(1, widest), 5)),
+        ring=draw(st.integers(1, 4)),
+        window=draw(st.integers(0, 4)),
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
-        host_cached_state=tuple(host_cached_state), write_through=draw(st.booleans()),
-        spilled_gradients=frozenset(spilled), updated_twice=frozenset(again),
-    )  # fmt: skip
+        host_cached_state=tuple(host_cached_state),
+        write_through=draw(st.booleans()),
+        spilled_gradients=frozenset(spilled),
+        updated_twice=frozenset(again),
+    )
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
     for _ in range(3):
@@ -407,9 +448,11 @@ def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec
     wide = max(map(len, spec.sites))
     others = {site for site in range(len(spec.sites)) if draw(st.booleans())}
     return replace(
-        spec, device_slots=draw(st.integers(wide, wide + 3)), offloaded=moved | others,
+        spec,
+        device_slots=draw(st.integers(wide, wide + 3)),
+        offloaded=moved | others,
         net=draw(st.booleans()),
-    )  # fmt: skip
+    )
 
 
 class Chain:
@@ -449,11 +492,15 @@ class Chain:
         if step.ahead:
             self.add(
                 backward(
-                    self.spec, self.buffers, step.back, update_mode=self.run.mode,
+                    self.spec,
+                    self.buffers,
+                    step.back,
+                    update_mode=self.run.mode,
                     unreached=rest,
-                    deferred=deferred, speculate=speculate,
+                    deferred=deferred,
+                    speculate=speculate,
                 )
-            )  # fmt: skip
+            )
         else:
             for site, final in zip(step.back, last_use_groups, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
@@ -481,10 +528,18 @@ def chain_of(run: Run) -> Schedule:
 def commit_between_spill_and_fetch() -> Run:
     """The commit of the step before is in the backward that fetches what forward has spilled."""
     spec = ScheduleSpec(
-        sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1,
-        host_cached_weights=(1,), host_cached_state=((1, 1),), write_through=True,
-        spilled_sites=frozenset({3}), act_buffers=1,
-    )  # fmt: skip
+        sites=((0,),) * 4,
+        chunks=(1, 2),
+        slots=1,
+        ring=1,
+        window=0,
+        grads=1,
+        host_cached_weights=(1,),
+        host_cached_state=((1, 1),),
+        write_through=True,
+        spilled_sites=frozenset({3}),
+        act_buffers=1,
+    )
     first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
     last = Step(order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False)
     return Run(spec, "naive", (0, 1), (first, first, last))

@@ -12,9 +12,14 @@ from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.steps import ExecutionOrder, check_order, steady_step
 
 SPEC = ScheduleSpec(  # the first group is used twice; the last is resident
-    sites=((0,), (1,), (2,), (0,)), chunks=(2, 3, 1, 1), slots=2, ring=2, window=1, grads=1,
+    sites=((0,), (1,), (2,), (0,)),
+    chunks=(2, 3, 1, 1),
+    slots=2,
+    ring=2,
+    window=1,
+    grads=1,
     host_cached_weights=(3,),
-)  # fmt: skip
+)
 ALL = (0, 1, 2, 3)
 ORDER = ExecutionOrder(forward=ALL, backward=ALL[::-1], update_mode="optimized")
 

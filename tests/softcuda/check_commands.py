@@ -91,10 +91,28 @@ def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch)
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         ended = lohan(
-            "train", "--task", "diffusion", "--model", folder, "--data", images, "--out", out,
-            "--host", "64MiB", "--batch", 2, "--micro-batch", 1, "--steps", 2, "--device", device,
-            "--dtype", "fp32",
-        )  # fmt: skip
+            "train",
+            "--task",
+            "diffusion",
+            "--model",
+            folder,
+            "--data",
+            images,
+            "--out",
+            out,
+            "--host",
+            "64MiB",
+            "--batch",
+            2,
+            "--micro-batch",
+            1,
+            "--steps",
+            2,
+            "--device",
+            device,
+            "--dtype",
+            "fp32",
+        )
         assert ended.code == 0, ended
         found[device] = losses(out)
     assert found["cuda"] == found["cpu"] and len(found["cpu"]) == 2
@@ -102,9 +120,10 @@ def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch)
 
 def test_names_of_devices(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
     for device, says in (
-        ("cuda:7", r"no device 7.*2 devices"), ("xpu", r"xpu was asked.*is cuda.*--device cuda"),
+        ("cuda:7", r"no device 7.*2 devices"),
+        ("xpu", r"xpu was asked.*is cuda.*--device cuda"),
         ("graphics", r"auto, cpu, cuda"),
-    ):  # fmt: skip
+    ):
         refused(lohan(*arguments(model, data, tmp_path / "run", "--device", device)), says)
 
 
@@ -147,9 +166,13 @@ def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
 
 def run(*args: object, **env: str) -> Ended:
     done = subprocess.run(
-        [sys.executable, "-m", "lohan", *map(str, args)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env}, timeout=600,
-    )  # fmt: skip
+        [sys.executable, "-m", "lohan", *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        timeout=600,
+    )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -175,9 +198,12 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
     assert ended.code == 0, ended
     process = subprocess.Popen(
         [sys.executable, "-c", HELD, *map(str, arguments(model, data, out, *given))],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HOLD": str(tmp_path)},
-    )  # fmt: skip
+    )
     send_while_held(process.pid, tmp_path, count)
     told, errors = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in errors, errors
@@ -190,9 +216,11 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
 
 
 LATE_AND_POISONED = {
-    "SOFTCUDA_POISON": "1", "SOFTCUDA_COPY_US": "2000", "SOFTCUDA_WORK_US": "200",
+    "SOFTCUDA_POISON": "1",
+    "SOFTCUDA_COPY_US": "2000",
+    "SOFTCUDA_WORK_US": "200",
     "SOFTCUDA_SEED": "1",
-}  # fmt: skip
+}
 
 
 def test_two_ranks_on_two_devices(model, data, tmp_path):  # noqa: F811 - fixtures

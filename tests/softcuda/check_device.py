@@ -272,9 +272,11 @@ host[1 << 19] = 3
 @pytest.mark.parametrize("way", ["to the host", "to the device"])
 def test_the_host_cannot_touch_what_a_copy_in_flight_uses(way, when):
     done = subprocess.run(
-        [sys.executable, "-c", TOUCHES, way, when], capture_output=True, text=True,
+        [sys.executable, "-c", TOUCHES, way, when],
+        capture_output=True,
+        text=True,
         env={**os.environ, "SOFTCUDA_GUARD": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == (-signal.SIGSEGV if when == "early" else 0), done
 
 
@@ -292,9 +294,11 @@ CAPABILITY = (
 )
 def test_attention_is_chosen_by_capability(capability, says):
     done = subprocess.run(
-        [sys.executable, "-c", CAPABILITY], capture_output=True, text=True,
+        [sys.executable, "-c", CAPABILITY],
+        capture_output=True,
+        text=True,
         env={**os.environ, "SOFTCUDA_CAPABILITY": capability},
-    )  # fmt: skip
+    )
     assert re.search(says, done.stdout), done
 
 

@@ -69,9 +69,13 @@ def made_of(kind: str) -> nn.Module:
 def on_cpu(kind: str, rows: str = "") -> Result:
     with TemporaryDirectory() as place:
         return train(
-            small_model(kind), rows_of(rows), Path(place), micro_batch=2, overlap=False,
+            small_model(kind),
+            rows_of(rows),
+            Path(place),
+            micro_batch=2,
+            overlap=False,
             update_mode="serial",
-        )  # fmt: skip
+        )
 
 
 def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -96,9 +100,16 @@ def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
 def test_language_models(kind, mode, activations, tmp_path):
     made, before = rows_of(""), cuda.counts()
     found = train(
-        small_model(kind), made, tmp_path, seed=1, batch=made[0], micro_batch=2, device=there(),
-        update_mode=mode, activations=activations,
-    )  # fmt: skip
+        small_model(kind),
+        made,
+        tmp_path,
+        seed=1,
+        batch=made[0],
+        micro_batch=2,
+        device=there(),
+        update_mode=mode,
+        activations=activations,
+    )
     same(found, on_cpu(kind))
     after = cuda.counts()
     assert all(after[name] > before[name] + 10 for name in ("operators", "copies in", "copies out"))
@@ -112,9 +123,14 @@ def test_padded_and_packed_rows(kind, how, activations, tmp_path):
     """With a mask the kernel is another, whose random state is on the host."""
     made = rows_of(how)
     found = train(
-        small_model(kind), made, tmp_path, batch=made[0], micro_batch=2, device=there(),
+        small_model(kind),
+        made,
+        tmp_path,
+        batch=made[0],
+        micro_batch=2,
+        device=there(),
         activations=activations,
-    )  # fmt: skip
+    )
     same(found, on_cpu(kind, how))
 
 
@@ -143,9 +159,18 @@ def test_the_second_device(tmp_path):
 def dropping() -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=64, n_layer=3, n_head=4, vocab_size=131, n_positions=128, bos_token_id=1,
-        eos_token_id=2, use_cache=False, attn_pdrop=0.2, resid_pdrop=0.1, embd_pdrop=0.1,
-    )  # fmt: skip
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        vocab_size=131,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        attn_pdrop=0.2,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+    )
     return AutoModelForCausalLM.from_config(config).train()
 
 
@@ -177,9 +202,13 @@ def test_half_precision_with_flash_attention(dtype, tmp_path):
     for activations in ("recompute", "all"):
         place = tmp_path / activations
         found = train(
-            small_model(kind, dtype=dtype), made, place, device=there(), activations=activations,
+            small_model(kind, dtype=dtype),
+            made,
+            place,
+            device=there(),
+            activations=activations,
             **options,
-        )  # fmt: skip
+        )
         same(found, wanted)
 
 
@@ -470,8 +499,11 @@ def test_a_lane_takes_memory_of_compute():
     thread.join()
     own = torch.cuda.current_stream().cuda_stream
     segments = torch.cuda.memory_snapshot()
-    (owner,) = {s["stream"] for s in segments if any(
-        b["address"] == slots[0].data_ptr() for b in s["blocks"])}  # fmt: skip
+    (owner,) = {
+        s["stream"]
+        for s in segments
+        if any(b["address"] == slots[0].data_ptr() for b in s["blocks"])
+    }
     assert owner == own
 
 

@@ -59,9 +59,19 @@ def set_up(place: Path, version: str = NEWEST, *, within_s: float | None = None)
 def _install(packages: Sequence[str], into: Path, deadline: float | None) -> None:
     left_s = None if deadline is None else max(1.0, deadline - time.monotonic())
     run(
-        sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps",
-        "--upgrade", "--target", into, *packages, timeout_s=left_s,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        into,
+        *packages,
+        timeout_s=left_s,
+    )
 
 
 def _cuda_of(site: Path) -> str:
@@ -83,19 +93,35 @@ def _includes(headers: Path) -> Path:
 def _compile(site: Path, headers: Path) -> None:
     torch = site / "torch"
     includes = [
-        torch / "include", torch / "include/torch/csrc/api/include", headers,
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        headers,
         sysconfig.get_path("include"),
-    ]  # fmt: skip
+    ]
     own = [n for n in read("nm", "-D", torch / "lib" / "libc10.so").splitlines() if "N3c10" in n]
     new_strings = any(" T " in name and "__cxx11" in name for name in own)
     run(
-        "g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={MODULE}",
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        f"-DTORCH_EXTENSION_NAME={MODULE}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(new_strings)}",
-        *(f"-I{path}" for path in includes), HERE / "operators.cpp", "-o", site / f"{MODULE}.so",
-        f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-ltorch_python",
-        next((torch / "lib").glob("libcudart.so.*")), f"-Wl,-rpath,{torch / 'lib'}",
+        *(f"-I{path}" for path in includes),
+        HERE / "operators.cpp",
+        "-o",
+        site / f"{MODULE}.so",
+        f"-L{torch / 'lib'}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        "-lc10_cuda",
+        "-ltorch_python",
+        next((torch / "lib").glob("libcudart.so.*")),
+        f"-Wl,-rpath,{torch / 'lib'}",
         "-Wl,--allow-shlib-undefined",
-    )  # fmt: skip
+    )
 
 
 def _borrow(site: Path) -> None:

@@ -15,16 +15,23 @@ SOURCES = {"libcudart": "runtime.cpp", "libnccl": "collectives.cpp"}
 UNSUPPORTED = 801
 # Libraries of names that carry no version, by how they begin.
 PREFIXES = {
-    "nccl": "libnccl.so.2", "nvshmem": "libnvshmem_host.so.3", "cuFile": "libcufile.so.0",
-    "cusparseLt": "libcusparseLt.so.0", "curand": "libcurand.so.10",
-}  # fmt: skip
+    "nccl": "libnccl.so.2",
+    "nvshmem": "libnvshmem_host.so.3",
+    "cuFile": "libcufile.so.0",
+    "cusparseLt": "libcusparseLt.so.0",
+    "curand": "libcurand.so.10",
+}
 # torch opens it when it needs it, and wants every name: it begins, it knows a device, no more.
 NVML = "libnvidia-ml.so.1"
 NVML_NAMES = (
-    "nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetNvLinkRemoteDeviceType",
-    "nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetComputeRunningProcesses",
-    "nvmlSystemGetCudaDriverVersion_v2", "nvmlDeviceGetGpuFabricInfoV",
-)  # fmt: skip
+    "nvmlInit_v2",
+    "nvmlDeviceGetHandleByPciBusId_v2",
+    "nvmlDeviceGetNvLinkRemoteDeviceType",
+    "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlSystemGetCudaDriverVersion_v2",
+    "nvmlDeviceGetGpuFabricInfoV",
+)
 DRIVER = "libcuda.so.1"  # of names that are cu and a capital letter
 # A context exists, or torch makes none; cuDNN is of a version that torch takes.
 ANSWERS = {
@@ -34,7 +41,7 @@ ANSWERS = {
     "nvmlInit_v2": "long f() { return 0; }",
     "nvmlDeviceGetComputeRunningProcesses": "long f(void* of, int* count) { return *count = 0; }",
     "nvmlDeviceGetHandleByPciBusId_v2": "long f() { return 0; }",
-}  # fmt: skip
+}
 
 
 def make_libraries(site: Path, headers: Path) -> None:
@@ -80,9 +87,18 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
         if source is not None:
             own = Path(work) / "own.o"
             run(
-                "g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-I", headers,
-                "-c", HERE / source, "-o", own,
-            )  # fmt: skip
+                "g++",
+                "-std=c++20",
+                "-O1",
+                "-fPIC",
+                "-fvisibility=hidden",
+                "-I",
+                headers,
+                "-c",
+                HERE / source,
+                "-o",
+                own,
+            )
             objects.append(own)
             listed = read("nm", "--defined-only", own).splitlines()
             defined = {line.split()[-1] for line in listed}
@@ -108,9 +124,17 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
             link += [str(next(place.glob("libcudart.so.*"))), "-Wl,-rpath,$ORIGIN"]
         out = place / library
         run(
-            "g++", "-shared", f"-Wl,-soname,{library}", "-Wl,--build-id=none", "-o", out, *objects,
-            *link, "-lpthread", "-lrt",
-        )  # fmt: skip
+            "g++",
+            "-shared",
+            f"-Wl,-soname,{library}",
+            "-Wl,--build-id=none",
+            "-o",
+            out,
+            *objects,
+            *link,
+            "-lpthread",
+            "-lrt",
+        )
 
 
 def _stub(name: str) -> str:

@@ -274,8 +274,21 @@ def whole(path: Any, dir_fd: int | None) -> Any:
 def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     """Calls of the os module on files under `root` are carried out and recorded."""
     tape = Tape(root)
-    real = {n: getattr(os, n) for n in ("open", "write", "fsync", "replace", "unlink", "rmdir",
-                                        "mkdir", "ftruncate", "pwrite", "rename")}  # fmt: skip
+    real = {
+        n: getattr(os, n)
+        for n in (
+            "open",
+            "write",
+            "fsync",
+            "replace",
+            "unlink",
+            "rmdir",
+            "mkdir",
+            "ftruncate",
+            "pwrite",
+            "rename",
+        )
+    }
 
     def opened(path: Any, flags: int, *given: Any, **named: Any) -> int:
         fd: int = real["open"](path, flags, *given, **named)
@@ -322,10 +335,17 @@ def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
 
     with monkeypatch.context() as patch:
         fakes = {
-            "open": opened, "write": write, "pwrite": pwrite, "ftruncate": ftruncate,
-            "fsync": fsync, "replace": replace, "rename": replace, "unlink": unlink,
-            "rmdir": rmdir, "mkdir": mkdir,
-        }  # fmt: skip
+            "open": opened,
+            "write": write,
+            "pwrite": pwrite,
+            "ftruncate": ftruncate,
+            "fsync": fsync,
+            "replace": replace,
+            "rename": replace,
+            "unlink": unlink,
+            "rmdir": rmdir,
+            "mkdir": mkdir,
+        }
         for name, fake in fakes.items():
             patch.setattr(os, name, fake)
         yield tape

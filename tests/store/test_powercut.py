@@ -255,9 +255,15 @@ def logs(root: Path, tape: Tape) -> Check:
 SCENES = {
     f.__name__: f
     for f in (
-        one_directory, written_again, three_directories, two_ranks, in_place, exports, logs,
+        one_directory,
+        written_again,
+        three_directories,
+        two_ranks,
+        in_place,
+        exports,
+        logs,
     )
-}  # fmt: skip
+}
 
 
 # -- the campaign ----------------------------------------------------------------------------

@@ -92,9 +92,14 @@ def removed(tmp_path: Path, dirs: list[Path]) -> None:
 
 
 def second_faults(
-    tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch, operation: Operation,
-    error: Error, *, stride: int,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    dirs: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    operation: Operation,
+    error: Error,
+    *,
+    stride: int,
+) -> None:
     """A fault at numbered calls: then the operation is repeated, and ends well."""
     at = 1
     while True:
@@ -121,9 +126,12 @@ OPERATIONS = [restored, removed]
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_second_faults(
-    tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch, operation: Operation,
+    tmp_path: Path,
+    dirs: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    operation: Operation,
     error: Error,
-) -> None:  # fmt: skip
+) -> None:
     second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=29)
 
 
@@ -131,9 +139,12 @@ def test_second_faults(
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_second_faults_at_every_call(
-    tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch, operation: Operation,
+    tmp_path: Path,
+    dirs: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    operation: Operation,
     error: Error,
-) -> None:  # fmt: skip
+) -> None:
     second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=1)
 
 

@@ -80,9 +80,10 @@ def refuse_fdatasync() -> bool:
     code = ctypes.create_string_buffer(program)
     whole = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(code)))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and prctl(
-        PR_SET_SECCOMP, MODE_FILTER, whole, 0, 0
-    ) == 0  # fmt: skip
+    return (
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+        and prctl(PR_SET_SECCOMP, MODE_FILTER, whole, 0, 0) == 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["uring", "threads"])

@@ -53,10 +53,21 @@ addEventListener("load", () => {
 
 def browse(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-         "--enable-logging=stderr", *options, file.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--enable-logging=stderr",
+            *options,
+            file.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
 
 
 def seen(file: Path, *options: str) -> dict[str, str]:
@@ -73,8 +84,9 @@ def probed(page: str, tmp_path: Path) -> Path:  # noqa: F811
     return tmp_path / "probed.html"
 
 
-@pytest.mark.parametrize(("scheme", "dark"), [("preferredColorScheme=1", False),
-                                              ("preferredColorScheme=0", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scheme", "dark"), [("preferredColorScheme=1", False), ("preferredColorScheme=0", True)]
+)
 @pytest.mark.parametrize("width", [1200, 420])
 def test_in_a_browser(probed, scheme, dark, width):
     found = seen(probed, f"--blink-settings={scheme}", f"--window-size={width},900")

@@ -105,11 +105,15 @@ def test_bytes_that_change(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "state", "word"),
     [
-        ("ext4", OK, "ext4"), ("xfs", OK, "xfs"), ("tmpfs", WARNING, "memory"),
-        ("nfs4", WARNING, "network"), ("9p", WARNING, "network"), ("overlay", WARNING, "container"),
+        ("ext4", OK, "ext4"),
+        ("xfs", OK, "xfs"),
+        ("tmpfs", WARNING, "memory"),
+        ("nfs4", WARNING, "network"),
+        ("9p", WARNING, "network"),
+        ("overlay", WARNING, "container"),
         ("btrfs", WARNING, "copies"),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_file_systems(kind, state, word, tmp_path, monkeypatch):
     mount = system.Mount(kind, "/dev/x", "/")
     monkeypatch.setattr(doctor, "mount_of", lambda path: mount)
@@ -130,9 +134,12 @@ def test_mounts():
         for path in ("/", "/home/x", "/data", "/database", "/data/my disk/run")
     }
     assert kind == {
-        "/": "ext4", "/home/x": "ext4", "/data": "tmpfs", "/database": "ext4",
+        "/": "ext4",
+        "/home/x": "ext4",
+        "/data": "tmpfs",
+        "/database": "ext4",
         "/data/my disk/run": "nfs4",
-    }  # fmt: skip
+    }
     assert nearest_mount(Path("/x"), []) is None
 
 
@@ -186,11 +193,12 @@ def accelerated(available: bool) -> SimpleNamespace:
     return SimpleNamespace(
         __version__="2.13.0",
         accelerator=SimpleNamespace(
-            is_available=lambda: available, device_count=lambda: 2,
+            is_available=lambda: available,
+            device_count=lambda: 2,
             current_accelerator=lambda: SimpleNamespace(type="cuda"),
         ),
         cuda=SimpleNamespace(get_device_name=lambda number: "RTX 4090"),
-    )  # fmt: skip
+    )
 
 
 def test_devices():
@@ -233,6 +241,9 @@ def test_description():
     found = [Finding("a", OK, "fine", "never shown"), Finding("b", PROBLEM, "bad", "mend it")]
     assert not passed(found)
     assert describe(found) == [
-        "ok       a  fine", "problem  b  bad", "            -> mend it", "",
+        "ok       a  fine",
+        "problem  b  bad",
+        "            -> mend it",
+        "",
         "1 problem, no warnings",
-    ]  # fmt: skip
+    ]

@@ -28,11 +28,35 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
     place = tmp_path_factory.mktemp("report")
     data = write_rows(place / "data.jsonl", TEXTS)
     words = [
-        "lohan", "train", "--model", model, "--data", data, "--out", place / "run",
-        "--host", "300KiB", "--steps", 8, "--batch", 2, "--seq", 16, "--lr", "1e-3", "--trace",
-        "--eval-split", 0.2, "--eval-every", 4, "--sample-prompts", "the cat",
-        "--sample-tokens", 3, "--no-export",
-    ]  # fmt: skip
+        "lohan",
+        "train",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        place / "run",
+        "--host",
+        "300KiB",
+        "--steps",
+        8,
+        "--batch",
+        2,
+        "--seq",
+        16,
+        "--lr",
+        "1e-3",
+        "--trace",
+        "--eval-split",
+        0.2,
+        "--eval-every",
+        4,
+        "--sample-prompts",
+        "the cat",
+        "--sample-tokens",
+        3,
+        "--no-export",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [str(word) for word in words])
         try:
@@ -290,10 +314,14 @@ def test_long_curves_are_thinned():
 
 
 def test_the_sentence():
-    advice = Advice([
-        Change("--host 16GiB", 1.9), Change("--host 12GiB", 1.2), Change("a second drive", 1.6),
-        Change("the drives", 9.0, bound=True),
-    ])  # fmt: skip
+    advice = Advice(
+        [
+            Change("--host 16GiB", 1.9),
+            Change("--host 12GiB", 1.2),
+            Change("a second drive", 1.6),
+            Change("the drives", 9.0, bound=True),
+        ]
+    )
     assert bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice) == (
         "<b>ssd</b> binds 82 % of the step; <code>--host 16GiB</code> would give 1.9x; "
         "a second drive 1.6x"

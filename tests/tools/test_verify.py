@@ -34,10 +34,16 @@ from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {
-    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +85,26 @@ def verify(lohan, inputs: Path, tmp_path: Path):  # noqa: F811
     def run(*more: object, model: Path | None = None, steps: int = 2):
         before = snapshot(tmp_path)
         ended = lohan(
-            "verify", "--model", model or inputs / "model", "--data", inputs / "data.jsonl",
-            "--host", "600KiB", "--ssd", tmp_path, "--batch", 3, "--seq", 16, "--lr", "1e-3",
-            "--steps", steps, "--json", *more,
-        )  # fmt: skip
+            "verify",
+            "--model",
+            model or inputs / "model",
+            "--data",
+            inputs / "data.jsonl",
+            "--host",
+            "600KiB",
+            "--ssd",
+            tmp_path,
+            "--batch",
+            3,
+            "--seq",
+            16,
+            "--lr",
+            "1e-3",
+            "--steps",
+            steps,
+            "--json",
+            *more,
+        )
         assert snapshot(tmp_path).keys() == before.keys(), "something was left behind"
         return ended, json.loads(ended.out) if ended.out.startswith("{") else {}
 
@@ -204,9 +226,16 @@ def test_packed_rows(verify):
 def test_dropout_is_off_in_both(verify, inputs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2") / "model"
     config = GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=67, n_positions=64, bos_token_id=1,
-        eos_token_id=2, attn_pdrop=0.1, resid_pdrop=0.1,
-    )  # fmt: skip
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=67,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_pdrop=0.1,
+        resid_pdrop=0.1,
+    )
     write_random_checkpoint(folder, config, std=0.05)
     ended, made = verify(model=folder)
     assert ended.code == 0, ended
@@ -363,9 +392,12 @@ def test_estimate_of_memory(inputs):
 
 def test_lists_with_an_entry_per_layer_are_cut(tmp_path):
     config = Qwen3Config(
-        **{**SIZES, "num_hidden_layers": 4}, head_dim=8, use_sliding_window=True,
-        sliding_window=8, max_window_layers=2,
-    )  # fmt: skip
+        **{**SIZES, "num_hidden_layers": 4},
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=2,
+    )
     assert len(config.layer_types) == 4
     write_random_checkpoint(tmp_path / "model", config)
     made = copy_model(tmp_path / "model", tmp_path / "copy", layers=3)

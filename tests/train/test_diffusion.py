@@ -56,11 +56,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def given(place: Path, kind: str, out: Path, **more: Any) -> Any:
     overrides = {
-        "model": place / kind, "data": place / f"{kind}-data", "out": out, "budget.host": "32MiB",
-        "train.steps": STEPS, "train.batch": BATCH, "train.micro_batch": 2, "train.lr": 1e-3,
-        "train.schedule": "constant", "train.weight_decay": 0.1, "train.clip": 0.5,
+        "model": place / kind,
+        "data": place / f"{kind}-data",
+        "out": out,
+        "budget.host": "32MiB",
+        "train.steps": STEPS,
+        "train.batch": BATCH,
+        "train.micro_batch": 2,
+        "train.lr": 1e-3,
+        "train.schedule": "constant",
+        "train.weight_decay": 0.1,
+        "train.clip": 0.5,
         **{name.replace("__", "."): value for name, value in more.items()},
-    }  # fmt: skip
+    }
     return load_config(None, overrides=overrides)
 
 
@@ -148,9 +156,14 @@ def test_modes_and_devices_change_no_bit(settings, whole, place, tmp_path):
 def test_bf16_evaluation_and_the_best(place, tmp_path):
     out = tmp_path / "run"
     shown = train(
-        place, "sd3", out, train__dtype="bf16", eval__split=0.3, eval__every=2,
+        place,
+        "sd3",
+        out,
+        train__dtype="bf16",
+        eval__split=0.3,
+        eval__every=2,
         output__export_best=True,
-    )  # fmt: skip
+    )
     rows = eval_rows(RunFolder(out))
     assert [row["step"] for row in rows] == [2, 4] and "eval_perplexity" not in rows[0]
     assert rows[0]["eval_tokens"] == 2
@@ -161,8 +174,22 @@ def test_bf16_evaluation_and_the_best(place, tmp_path):
 
 def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
     out, model = tmp_path / "run", place / "dit"
-    said = ("--model", model, "--data", place / "dit-data", "--out", out, "--host", "32MiB",
-            "--task", "diffusion", "--batch", 2, "--steps", 2)  # fmt: skip
+    said = (
+        "--model",
+        model,
+        "--data",
+        place / "dit-data",
+        "--out",
+        out,
+        "--host",
+        "32MiB",
+        "--task",
+        "diffusion",
+        "--batch",
+        2,
+        "--steps",
+        2,
+    )
     dry = lohan("train", *said, "--dry-run")
     assert dry.code == 0 and "2 steps" in dry.out and not out.exists(), dry
     ended = lohan("train", *said)
@@ -176,8 +203,11 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
         assert (tmp_path / "tuned" / name).read_bytes() == (out / "model" / name).read_bytes()
     plan = lohan("plan", "--model", model, "--host", "32MiB", "--batch", 2, "--json")
     assert plan.code == 0 and json.loads(plan.out)["seq"] == 16, plan
-    for command in (("eval", out, "--data", place / "dit-data"), ("generate", out, "--prompt", "a"),
-                    ("verify", "--config", out / "run.toml")):  # fmt: skip
+    for command in (
+        ("eval", out, "--data", place / "dit-data"),
+        ("generate", out, "--prompt", "a"),
+        ("verify", "--config", out / "run.toml"),
+    ):
         refused = lohan(*command, "--host", "32MiB")
         assert refused.code == 2 and "is a model of diffusers" in refused.err, refused
     assert lohan("report", out).code == 0
@@ -417,9 +447,13 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     data = DataRequest(
-        sources=[Source(tmp_path / "held")], cache=folder / "held", config=whole,
-        option="--eval-data", resume=False, progress=lambda *_: None,
-    )  # fmt: skip
+        sources=[Source(tmp_path / "held")],
+        cache=folder / "held",
+        config=whole,
+        option="--eval-data",
+        resume=False,
+        progress=lambda *_: None,
+    )
     made = diffusion.Diffusion().prepare(data)
     assert made.records.about["classes"][last.name] == 2
     (tmp_path / "held" / last.name).rename(tmp_path / "held" / "strange")

@@ -19,10 +19,16 @@ from tests.tiny_run import STEPS, result, write_inputs
 
 def run(inputs: Path, out: Path, *data: str, **train_settings: object) -> Path:
     overrides: dict[str, object] = {
-        "model": str(inputs / "model"), "data": [*data], "out": str(out),
-        "budget.host": "2MiB", "train.steps": STEPS, "train.batch": 2, "train.seq": 48,
-        "train.lr": 1e-3, **train_settings,
-    }  # fmt: skip
+        "model": str(inputs / "model"),
+        "data": [*data],
+        "out": str(out),
+        "budget.host": "2MiB",
+        "train.steps": STEPS,
+        "train.batch": 2,
+        "train.seq": 48,
+        "train.lr": 1e-3,
+        **train_settings,
+    }
     train(load_config(None, overrides=overrides), Display())
     return out
 
@@ -82,10 +88,15 @@ def test_the_ranks_of_a_run_share_the_batches_of_one(tmp_path: Path, world: int)
 
     def opened(gpus: int) -> Inputs:
         overrides = {
-            "model": str(inputs / "model"), "data": files, "out": str(tmp_path / str(gpus)),
-            "budget.host": "2MiB", "budget.gpus": gpus, "train.steps": STEPS, "train.batch": 7,
+            "model": str(inputs / "model"),
+            "data": files,
+            "out": str(tmp_path / str(gpus)),
+            "budget.host": "2MiB",
+            "budget.gpus": gpus,
+            "train.steps": STEPS,
+            "train.batch": 7,
             "train.seq": 48,
-        }  # fmt: skip
+        }
         config = load_config(None, overrides=overrides)
         return open_inputs(RunFolder(tmp_path / str(gpus)), config, Display())
 

@@ -35,38 +35,59 @@ from tests.test_cli import lohan  # noqa: F401 - a fixture
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP, MASK, VOCAB = 257, 258, 259, 260
 ENCODER = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+}
 NO_GRADIENT = ("key.bias", "qa_outputs.bias")  # in exact arithmetic: rounding noise alone
 WORDS = ["red", "green", "blue", "grey", "white", "black", "pink"]
 TEXTS = [{"text": f"paint it {word}" * (1 + 2 * number)} for number, word in enumerate(WORDS)]
 ASKED = [
-    {"question": "Which?", "context": f"The door is {word}.",
-     "answers": {"text": [word], "answer_start": [12]}}
+    {
+        "question": "Which?",
+        "context": f"The door is {word}.",
+        "answers": {"text": [word], "answer_start": [12]},
+    }
     for word in WORDS
-]  # fmt: skip
+]
 
 
 def save_tokenizer(folder: Path, **more: str) -> None:
     inner = byte_level(SPECIAL)
     inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
-    )  # fmt: skip
+    )
     hf.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", **more,
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        **more,
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
 
 
 def vit() -> Any:
-    return hf.ViTForImageClassification(hf.ViTConfig(
-        image_size=16, patch_size=8, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        id2label={0: "cat", 1: "dog", 2: "none"},
-    ))  # fmt: skip
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            image_size=16,
+            patch_size=8,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            id2label={0: "cat", 1: "dog", 2: "none"},
+        )
+    )
 
 
 MODELS = {
@@ -127,9 +148,10 @@ PEFT = {
     "masked": {},
     "question-answering": {"task_type": "QUESTION_ANS", "exclude_modules": ["qa_outputs"]},
     "image-classification": {
-        "exclude_modules": ["classifier"], "modules_to_save": ["classifier"],
+        "exclude_modules": ["classifier"],
+        "modules_to_save": ["classifier"],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -225,7 +247,7 @@ def test_answers_are_where_they_stand(place, tmp_path):
         {"question": "What?", "context": context, "answers": answers},
         {"question": "What?", "context": "It is 42.", "answer": "42"},
         {"question": "What?", "context": "It is.", "answers": {"text": [], "answer_start": []}},
-    ]  # fmt: skip
+    ]
     data = write_rows(tmp_path / "data.jsonl", rows)
     config = settings(place / "question-answering", data, tmp_path / "run", train__seq=48)
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
@@ -252,8 +274,10 @@ def test_a_folder_of_classes(lohan, place, tmp_path):  # noqa: F811
     made = lohan("train", *how, "--data", place / "pictures", "--out", out, "--steps", 1)
     assert made.code == 0 and "7 images" in made.out, made
     run(place, "image-classification", tmp_path / "rows")
-    folders = [open_inputs(RunFolder(f), RunFolder(f).config(), Watch(), resume=True)
-               for f in (out, tmp_path / "rows")]  # fmt: skip
+    folders = [
+        open_inputs(RunFolder(f), RunFolder(f).config(), Watch(), resume=True)
+        for f in (out, tmp_path / "rows")
+    ]
     every = [inputs.train_examples.passes(1) for inputs in folders]
     classes = [sorted(int(batch["labels"]) for batch in batches) for batches in every]
     assert classes[0] == classes[1] == [0, 0, 0, 1, 1, 2, 2]
@@ -276,15 +300,23 @@ ANSWER = {"question": "a", "context": "bcd"}
         ("question-answering", TEXTS, {"task": "masked"}, "is a model for question answering"),
         ("question-answering", [ANSWER], {}, "no answer .keys found: question, context"),
         ("question-answering", [{**ANSWER, "answer": "x"}], {}, "'x' is not in the context"),
-        ("question-answering", [{**ANSWER, "answer": "b", "answer_start": 1}], {},
-         "at 1 stands 'c'"),
-        ("question-answering", [{**ANSWER, "question": "a" * 90, "answer": "b"}], {},
-         "the question has 90 tokens, which leaves 0 of 64"),
+        (
+            "question-answering",
+            [{**ANSWER, "answer": "b", "answer_start": 1}],
+            {},
+            "at 1 stands 'c'",
+        ),
+        (
+            "question-answering",
+            [{**ANSWER, "question": "a" * 90, "answer": "b"}],
+            {},
+            "the question has 90 tokens, which leaves 0 of 64",
+        ),
         ("image-classification", [{"image": "gone.png", "label": 0}], {}, "no image .*gone.png"),
         ("image-classification", [{"image": "0.png", "label": "cow"}], {}, "class 'cow' is none"),
         ("image-classification", [{"image": 3, "label": 0}], {}, "image is a number"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be(name, rows, more, message, place, tmp_path):
     (tmp_path / "0.png").symlink_to(place / "pictures" / "cat" / "0.png")
     data = write_rows(tmp_path / "data.jsonl", rows)

@@ -45,9 +45,14 @@ RATED = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preference") / "model"
     config = LlamaConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     write_random_checkpoint(folder, config)
     return save_tokenizer(folder)
 
@@ -67,12 +72,23 @@ def run(model: Path, out: Path, loss: str, **more: Any) -> list[dict[str, Any]]:
     data = out.with_suffix(".jsonl")
     data.write_text("\n".join(map(json.dumps, RATED if loss == "kto" else PAIRS)))
     overrides = {
-        "model": str(model), "data": [str(data)], "out": str(out), "task": "preference",
-        "preference.loss": loss, "budget.host": "2MiB", "train.steps": STEPS,
-        "train.batch": BATCH, "train.seq": 48, "train.lr": 1e-3, "train.schedule": "constant",
-        "train.clip": 0.0, "train.eps": 1e-3, "train.weight_decay": 0.0, "train.beta2": 0.999,
+        "model": str(model),
+        "data": [str(data)],
+        "out": str(out),
+        "task": "preference",
+        "preference.loss": loss,
+        "budget.host": "2MiB",
+        "train.steps": STEPS,
+        "train.batch": BATCH,
+        "train.seq": 48,
+        "train.lr": 1e-3,
+        "train.schedule": "constant",
+        "train.clip": 0.0,
+        "train.eps": 1e-3,
+        "train.weight_decay": 0.0,
+        "train.beta2": 0.999,
         **more,
-    }  # fmt: skip
+    }
     train(load_config(None, overrides=overrides), Display())
     return rows_of(out)
 
@@ -90,17 +106,31 @@ def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[s
     rows = RATED if loss == "kto" else PAIRS
     mixed = Table.from_list([rows[i] for i in order(0, 0, ROWS)])
     kinds: dict[str, Any] = {
-        "dpo": (DPOConfig, DPOTrainer, {}), "ipo": (DPOConfig, DPOTrainer, {"loss_type": ["ipo"]}),
-        "kto": (KTOConfig, KTOTrainer, {}), "orpo": (ORPOConfig, ORPOTrainer, {}),
+        "dpo": (DPOConfig, DPOTrainer, {}),
+        "ipo": (DPOConfig, DPOTrainer, {"loss_type": ["ipo"]}),
+        "kto": (KTOConfig, KTOTrainer, {}),
+        "orpo": (ORPOConfig, ORPOTrainer, {}),
         "simpo": (CPOConfig, CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0}),
-    }  # fmt: skip
+    }
     config, trainer, more = kinds[loss]
     args = config(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH,
-        learning_rate=1e-3, lr_scheduler_type="constant", adam_epsilon=1e-3, max_grad_norm=0.0,
-        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, train_sampling_strategy="sequential", max_length=48, **more,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        adam_epsilon=1e-3,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
+        max_length=48,
+        **more,
+    )
     own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
     made = trainer(model=own, args=args, train_dataset=mixed, processing_class=tokenizer)
@@ -187,8 +217,11 @@ def test_held_back_rows_are_evaluated_and_rewards_reported(
     charts = page.data["charts"]
     shown = {name: charts[name] for name in ("rewards", "margins", "accuracy") if name in charts}
     assert [line["name"] for line in shown["rewards"]] == [
-        "chosen", "chosen, evaluation", "rejected", "rejected, evaluation",
-    ]  # fmt: skip
+        "chosen",
+        "chosen, evaluation",
+        "rejected",
+        "rejected, evaluation",
+    ]
     assert shown.keys() == ({"rewards"} if loss == "kto" else {"rewards", "margins", "accuracy"})
     for lines in shown.values():
         for line in lines:
@@ -252,15 +285,45 @@ def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -
     of = {"task": "reward", "preference.loss": "dpo"} if loss == "reward" else {}
     alone = run(model, tmp_path / "one", loss, **more, **of)
     words = [
-        "train", "--task", *task, "--model", model,
-        "--data", tmp_path / "one.jsonl", "--out", tmp_path / "two", "--gpus", 2, "--host", "6MiB",
-        "--steps", 3, "--batch", 3, "--seq", 48, "--lr", 1e-3, "--schedule", "constant",
-        "--clip", 0, "--weight-decay", 0, "--set", "train.eps=1e-3", "--set", "train.beta2=0.999",
-    ]  # fmt: skip
+        "train",
+        "--task",
+        *task,
+        "--model",
+        model,
+        "--data",
+        tmp_path / "one.jsonl",
+        "--out",
+        tmp_path / "two",
+        "--gpus",
+        2,
+        "--host",
+        "6MiB",
+        "--steps",
+        3,
+        "--batch",
+        3,
+        "--seq",
+        48,
+        "--lr",
+        1e-3,
+        "--schedule",
+        "constant",
+        "--clip",
+        0,
+        "--weight-decay",
+        0,
+        "--set",
+        "train.eps=1e-3",
+        "--set",
+        "train.beta2=0.999",
+    ]
     ended = subprocess.run(
         [sys.executable, "-m", "lohan", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     both = rows_of(tmp_path / "two")
     names = [name for name in alone[0] if name == "loss" or name.startswith("reward")]

@@ -30,20 +30,33 @@ def settings(model: Path, out: Path, **more: Any) -> Any:
     data = out.with_suffix(".jsonl")
     data.write_text("\n".join(map(json.dumps, PAIRS)))
     overrides = {
-        "model": str(model), "data": [str(data)], "out": str(out), "task": "reward",
-        "budget.host": "4MiB", "train.steps": STEPS, "train.batch": BATCH, "train.seq": 48,
-        "train.lr": 1e-3, "train.schedule": "constant", "train.clip": 0.0, "train.eps": 1e-3,
-        "train.weight_decay": 0.0, "train.beta2": 0.999, **more,
-    }  # fmt: skip
+        "model": str(model),
+        "data": [str(data)],
+        "out": str(out),
+        "task": "reward",
+        "budget.host": "4MiB",
+        "train.steps": STEPS,
+        "train.batch": BATCH,
+        "train.seq": 48,
+        "train.lr": 1e-3,
+        "train.schedule": "constant",
+        "train.clip": 0.0,
+        "train.eps": 1e-3,
+        "train.weight_decay": 0.0,
+        "train.beta2": 0.999,
+        **more,
+    }
     return load_config(None, overrides=overrides)
 
 
 def with_adapter(own: Any, made: Any, config: Any) -> Any:
     """What PEFT makes of a model, with the first values of ours."""
     lora = peft.LoraConfig(
-        r=config.train.lora, lora_alpha=2 * config.train.lora, target_modules="all-linear",
+        r=config.train.lora,
+        lora_alpha=2 * config.train.lora,
+        target_modules="all-linear",
         task_type="SEQ_CLS",
-    )  # fmt: skip
+    )
     own = peft.get_peft_model(own, lora)
     torch.manual_seed(config.seed)
     values = AdapterValues(made)
@@ -66,16 +79,28 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
     if config.train.lora:
         own = with_adapter(own, made, config)
     args = trl.RewardConfig(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH,
-        learning_rate=config.train.lr, lr_scheduler_type="constant", adam_epsilon=1e-3,
-        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-        bf16=False, gradient_checkpointing=False, train_sampling_strategy="sequential",
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=config.train.lr,
+        lr_scheduler_type="constant",
+        adam_epsilon=1e-3,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
         max_length=48,
-    )  # fmt: skip
+    )
     trainer = trl.RewardTrainer(
-        model=own, args=args, processing_class=AutoTokenizer.from_pretrained(model),
+        model=own,
+        args=args,
+        processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=Table.from_list([PAIRS[i] for i in order(0, 0, ROWS)]),
-    )  # fmt: skip
+    )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     if config.train.lora:
@@ -88,8 +113,10 @@ def test_equal_to_trl_in_memory(model: Path, tmp_path: Path) -> None:
     train(config, Display())
     ours, (theirs, weights) = rows_of(tmp_path / "run"), in_memory(model, config, tmp_path / "trl")
     for name, their in (
-        ("loss", "loss"), ("reward_margin", "margin"), ("reward_accuracy", "accuracy"),
-    ):  # fmt: skip
+        ("loss", "loss"),
+        ("reward_margin", "margin"),
+        ("reward_accuracy", "accuracy"),
+    ):
         found = [row[name] for row in ours]
         np.testing.assert_allclose(found, [row[their] for row in theirs], rtol=2e-5, atol=2e-6)
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")

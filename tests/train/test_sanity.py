@@ -53,9 +53,26 @@ def test_a_run_that_diverges_stops_and_exports_nothing(clip, lohan, model, tmp_p
     """With clipping by the norm, without it by the next loss; what was committed stays."""
     data, run = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
     result = lohan(
-        "train", "--model", model, "--data", data, "--out", run, "--batch", 4, "--steps", 8,
-        "--seq", 16, "--lr", "1e38", "--clip", clip, "--host", "64MiB",
-    )  # fmt: skip
+        "train",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        run,
+        "--batch",
+        4,
+        "--steps",
+        8,
+        "--seq",
+        16,
+        "--lr",
+        "1e38",
+        "--clip",
+        clip,
+        "--host",
+        "64MiB",
+    )
     assert result.code == 2
     assert "which no training has" in result.err
     assert "Traceback" not in result.err

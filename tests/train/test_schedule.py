@@ -33,10 +33,17 @@ def begun(model: Path, out: Path, **more: Any) -> RunFolder:
     rows = [{"prompt": f"ask <{i}>: ", "completion": "yes " * (1 + i % 3)} for i in range(12)]
     data.write_text("\n".join(map(json.dumps, rows)))
     overrides = {
-        "model": str(model), "data": [str(data)], "out": str(out), "budget.host": "4MiB",
-        "train.batch": 2, "train.seq": 48, "train.lr": 1e-3, "train.steps": 4,
-        "train.warmup": 0.25, **more,
-    }  # fmt: skip
+        "model": str(model),
+        "data": [str(data)],
+        "out": str(out),
+        "budget.host": "4MiB",
+        "train.batch": 2,
+        "train.seq": 48,
+        "train.lr": 1e-3,
+        "train.steps": 4,
+        "train.warmup": 0.25,
+        **more,
+    }
     train(load_config(None, overrides=overrides), Display())
     return RunFolder(out)
 
@@ -103,9 +110,15 @@ def test_template_and_system_prompt_are_named(
         (tmp_path / "t.jinja").write_text(template)
         more["train.chat_template"] = str(tmp_path / "t.jinja")
     overrides = {
-        "model": str(model), "data": [str(data)], "out": str(tmp_path / "run"), "train.seq": 2100,
-        "budget.host": "64MiB", "train.batch": 1, "train.steps": 1, **more,
-    }  # fmt: skip
+        "model": str(model),
+        "data": [str(data)],
+        "out": str(tmp_path / "run"),
+        "train.seq": 2100,
+        "budget.host": "64MiB",
+        "train.batch": 1,
+        "train.steps": 1,
+        **more,
+    }
     config = load_config(None, overrides=overrides)
     open_inputs(RunFolder(tmp_path / "run"), config, shown)
     (said,) = [note for note in shown.notes if "first example" in note]
@@ -120,9 +133,14 @@ def test_both_answers_of_the_first_pair_are_shown(model: Path, tmp_path: Path) -
     data, shown = tmp_path / "d.jsonl", Told()
     data.write_text(json.dumps({"prompt": "ask:", "chosen": "yes", "rejected": "never"}) + "\n")
     overrides = {
-        "model": str(model), "data": [str(data)], "out": str(tmp_path / "run"), "train.seq": 48,
-        "task": "preference", "train.batch": 1, "train.steps": 1,
-    }  # fmt: skip
+        "model": str(model),
+        "data": [str(data)],
+        "out": str(tmp_path / "run"),
+        "train.seq": 48,
+        "task": "preference",
+        "train.batch": 1,
+        "train.steps": 1,
+    }
     open_inputs(RunFolder(tmp_path / "run"), load_config(None, overrides=overrides), shown)
     (said,) = [note for note in shown.notes if "first example" in note]
     assert "  ask:>>>yes" in said and "  rejected: >>>never" in said

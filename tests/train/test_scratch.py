@@ -21,9 +21,15 @@ from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import save_tokenizer
 
 LLAMA = hf.LlamaConfig(
-    vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=3,
-    num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"],
-)  # fmt: skip
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    pad_token_id=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    architectures=["LlamaForCausalLM"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +44,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def given(place: Path, out: Path, **more):
     made = settings(place, place / "data.jsonl", out)  # for its numbers
     overrides = {
-        "init": place / "config.json", "tokenizer": place / "tokens", "data": made.data[0].path,
-        "out": out, "seed": 5, "budget.host": "32MiB", "train.steps": STEPS, "train.batch": 3,
-        "train.lr": 1e-3, "train.seq": 64, "train.schedule": "constant",
-        "train.weight_decay": 0.1, "train.clip": 0.5, "train.activations": "recompute", **more,
-    }  # fmt: skip
+        "init": place / "config.json",
+        "tokenizer": place / "tokens",
+        "data": made.data[0].path,
+        "out": out,
+        "seed": 5,
+        "budget.host": "32MiB",
+        "train.steps": STEPS,
+        "train.batch": 3,
+        "train.lr": 1e-3,
+        "train.seq": 64,
+        "train.schedule": "constant",
+        "train.weight_decay": 0.1,
+        "train.clip": 0.5,
+        "train.activations": "recompute",
+        **more,
+    }
     from lohan.config import load_config
 
     return load_config(None, overrides=overrides)
@@ -74,8 +91,23 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
 
 def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
     out = tmp_path / "run"
-    said = ("train", "--init", place / "config.json", "--data", place / "data.jsonl", "--out", out,
-            "--host", "32MiB", "--steps", 1, "--batch", 2, "--seq", 32)  # fmt: skip
+    said = (
+        "train",
+        "--init",
+        place / "config.json",
+        "--data",
+        place / "data.jsonl",
+        "--out",
+        out,
+        "--host",
+        "32MiB",
+        "--steps",
+        1,
+        "--batch",
+        2,
+        "--seq",
+        32,
+    )
     dry = lohan(*said, "--tokenizer", place / "tokens", "--dry-run")
     assert dry.code == 0 and "1 step" in dry.out and not out.exists(), dry
     both = lohan(*said, "--model", place)

@@ -23,57 +23,94 @@ from tests.test_data import save_tokenizer
 
 VOCAB = 264
 ENCODER = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 WORDS = ["red", "green", "blue", "grey", "white", "black", "pink"]
 
 
 def t5() -> Any:
-    return hf.T5ForConditionalGeneration(hf.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=258, eos_token_id=257,
-    ))  # fmt: skip
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=258,
+            eos_token_id=257,
+        )
+    )
 
 
 def bart() -> Any:
-    return hf.BartForConditionalGeneration(hf.BartConfig(
-        vocab_size=VOCAB, d_model=32, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-        decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0, pad_token_id=258,
-        bos_token_id=259, eos_token_id=257, decoder_start_token_id=257, forced_eos_token_id=257,
-    ))  # fmt: skip
+    return hf.BartForConditionalGeneration(
+        hf.BartConfig(
+            vocab_size=VOCAB,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+            dropout=0.0,
+            pad_token_id=258,
+            bos_token_id=259,
+            eos_token_id=257,
+            decoder_start_token_id=257,
+            forced_eos_token_id=257,
+        )
+    )
 
 
 def bert(kind: str, **more: Any) -> Any:
     config = hf.BertConfig(
-        **ENCODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        **ENCODER,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
         **{"id2label": {0: "cold", 1: "warm", 2: "none"}, **more},
-    )  # fmt: skip
+    )
     return getattr(hf, f"BertFor{kind}Classification")(config)
 
 
 PAIRS = [{"input": f"paint it {w}", "target": w * (1 + i % 3)} for i, w in enumerate(WORDS)]
-CLASSES = [{"text": f"paint it {w}", "label": ("cold", "warm", 2)[i % 3]}
-           for i, w in enumerate(WORDS)]  # fmt: skip
+CLASSES = [
+    {"text": f"paint it {w}", "label": ("cold", "warm", 2)[i % 3]} for i, w in enumerate(WORDS)
+]
 TAGS = [{"tokens": ["paint", "it", w], "tags": ["none", 2, i % 2]} for i, w in enumerate(WORDS)]
 MODELS = {
-    "t5": (t5, PAIRS), "bart": (bart, PAIRS),
-    "sequence": (lambda: bert("Sequence"), CLASSES), "token": (lambda: bert("Token"), TAGS),
-    "number": (lambda: bert("Sequence", id2label={0: "warmth"}),
-               [{"sentence1": w, "sentence2": "colour", "label": i / 2}
-                for i, w in enumerate(WORDS)]),
-    "several": (lambda: bert("Sequence", problem_type="multi_label_classification"),
-                [{"text": w, "labels": [0, "none"] if i % 2 else []}
-                 for i, w in enumerate(WORDS)]),
-}  # fmt: skip
+    "t5": (t5, PAIRS),
+    "bart": (bart, PAIRS),
+    "sequence": (lambda: bert("Sequence"), CLASSES),
+    "token": (lambda: bert("Token"), TAGS),
+    "number": (
+        lambda: bert("Sequence", id2label={0: "warmth"}),
+        [{"sentence1": w, "sentence2": "colour", "label": i / 2} for i, w in enumerate(WORDS)],
+    ),
+    "several": (
+        lambda: bert("Sequence", problem_type="multi_label_classification"),
+        [{"text": w, "labels": [0, "none"] if i % 2 else []} for i, w in enumerate(WORDS)],
+    ),
+}
 
 
 FIRST = {
-    "t5": "  paint it red>>>red", "bart": "  paint it red>>>red",
-    "sequence": "  paint it red>>>cold", "number": ">>>0", "several": "  red>>>none",
+    "t5": "  paint it red>>>red",
+    "bart": "  paint it red>>>red",
+    "sequence": "  paint it red>>>cold",
+    "number": ">>>0",
+    "several": "  red>>>none",
     "token": "p: none, i: none, r: cold",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +211,22 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
 def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
     """Without --task it is what the model is made for; plans and exports know it too."""
     out = tmp_path / "run"
-    said = ("--model", place / "t5", "--data", place / "t5.jsonl", "--out", out, "--host", "32MiB",
-            "--batch", BATCH, "--steps", 1, "--seq", 32)  # fmt: skip
+    said = (
+        "--model",
+        place / "t5",
+        "--data",
+        place / "t5.jsonl",
+        "--out",
+        out,
+        "--host",
+        "32MiB",
+        "--batch",
+        BATCH,
+        "--steps",
+        1,
+        "--seq",
+        32,
+    )
     dry = lohan("train", *said, "--task", "text-to-text", "--dry-run")
     assert dry.code == 0 and "1 step" in dry.out and not out.exists(), dry
     assert lohan("train", *said, "--freeze", "encoder").code == 0
@@ -183,8 +234,9 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
     moved = {key for key in before if not torch.equal(before[key], after[key])}
     assert moved and not any(key.startswith("encoder") for key in moved)
     assert lohan("export", out, "--out", tmp_path / "tuned").code == 0
-    plan = lohan("plan", "--model", place / "sequence", "--host", "32MiB", "--batch", 2,
-                 "--seq", 32)  # fmt: skip
+    plan = lohan(
+        "plan", "--model", place / "sequence", "--host", "32MiB", "--batch", 2, "--seq", 32
+    )
     assert plan.code == 0, plan
 
 
@@ -202,7 +254,7 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
         ("t5", PAIRS, {"train__pack": True}, "--pack: is for causal language models"),
         ("t5", PAIRS, {"train__freeze": ["wings"]}, "has no part of that name"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be(name, rows, more, message, place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):

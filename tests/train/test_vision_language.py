@@ -26,13 +26,25 @@ from tests.displays import Watch
 from tests.task_runs import STEPS, byte_level, reference, settings, train, write_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<|image_pad|>", "<|video_pad|>",
-           "<|vision_start|>", "<|vision_end|>", "<image>"]  # fmt: skip
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<pad>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<image>",
+]
 IMAGE, VIDEO, START, END, MARK = range(259, 264)
 TEXT = {
-    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
@@ -50,57 +62,107 @@ def tokenizer(template: str) -> Any:
 
 
 def save_llava(folder: Path) -> None:
-    vision = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 48,
-              "num_attention_heads": 4, "num_hidden_layers": 1}  # fmt: skip
-    hf.LlavaForConditionalGeneration(hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**vision), text_config=hf.LlamaConfig(**TEXT),
-        image_token_index=MARK, vision_feature_layer=-1,
-    )).save_pretrained(folder)  # fmt: skip
+    vision = {
+        "image_size": 16,
+        "patch_size": 8,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
+    hf.LlavaForConditionalGeneration(
+        hf.LlavaConfig(
+            vision_config=hf.CLIPVisionConfig(**vision),
+            text_config=hf.LlamaConfig(**TEXT),
+            image_token_index=MARK,
+            vision_feature_layer=-1,
+        )
+    ).save_pretrained(folder)
     hf.LlavaProcessor(
         image_processor=hf.CLIPImageProcessor(
             size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
         ),
-        tokenizer=tokenizer(TEMPLATE.replace("IMAGE", "<image>")), patch_size=8,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        tokenizer=tokenizer(TEMPLATE.replace("IMAGE", "<image>")),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
         chat_template=TEMPLATE.replace("IMAGE", "<image>"),
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
 
 
 def qwen2(text: dict[str, Any], **tokens: int) -> Any:
-    return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(
-        text_config=text, tie_word_embeddings=False, **tokens,
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4,
-                       "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 2},
-    ))  # fmt: skip
+    return hf.Qwen2VLForConditionalGeneration(
+        hf.Qwen2VLConfig(
+            text_config=text,
+            tie_word_embeddings=False,
+            **tokens,
+            vision_config={
+                "depth": 1,
+                "embed_dim": 32,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+            },
+        )
+    )
 
 
 def qwen2_5(text: dict[str, Any], **tokens: int) -> Any:
     """A block with attention in windows, of 2 by 2 merged patches, and one over the whole image."""
-    return hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(
-        text_config=text, tie_word_embeddings=False, **tokens,
-        vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4,
-                       "intermediate_size": 48, "patch_size": 4, "temporal_patch_size": 2,
-                       "window_size": 16, "fullatt_block_indexes": [1]},
-    ))  # fmt: skip
+    return hf.Qwen2_5_VLForConditionalGeneration(
+        hf.Qwen2_5_VLConfig(
+            text_config=text,
+            tie_word_embeddings=False,
+            **tokens,
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "out_hidden_size": 32,
+                "num_heads": 4,
+                "intermediate_size": 48,
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+        )
+    )
 
 
 def qwen3(text: dict[str, Any], **tokens: int) -> Any:
     """Features of the first block of its tower go to the first layer of the language model."""
-    return hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(
-        text_config={**text, "head_dim": 8}, tie_word_embeddings=False, **tokens,
-        vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4,
-                       "intermediate_size": 48, "patch_size": 4, "temporal_patch_size": 2,
-                       "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-    ))  # fmt: skip
+    return hf.Qwen3VLForConditionalGeneration(
+        hf.Qwen3VLConfig(
+            text_config={**text, "head_dim": 8},
+            tie_word_embeddings=False,
+            **tokens,
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "out_hidden_size": 32,
+                "num_heads": 4,
+                "intermediate_size": 48,
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+        )
+    )
 
 
 def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
     """As the folders of the hub have it: files of image processor and tokenizer."""
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     model = made(
-        {**TEXT, "rope_parameters": rope}, image_token_id=IMAGE, video_token_id=VIDEO,
-        vision_start_token_id=START, vision_end_token_id=END,
-    )  # fmt: skip
+        {**TEXT, "rope_parameters": rope},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
     model.save_pretrained(folder)
     hf.Qwen2VLImageProcessor(
         patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=256
@@ -115,9 +177,11 @@ def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
 
 
 SAVE = {
-    "llava": save_llava, "qwen": partial(save_qwen, made=qwen2),
-    "qwen2.5": partial(save_qwen, made=qwen2_5), "qwen3": partial(save_qwen, made=qwen3),
-}  # fmt: skip
+    "llava": save_llava,
+    "qwen": partial(save_qwen, made=qwen2),
+    "qwen2.5": partial(save_qwen, made=qwen2_5),
+    "qwen3": partial(save_qwen, made=qwen3),
+}
 
 
 @pytest.fixture(scope="module")
@@ -136,15 +200,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [
         {"images": ["0.png"], "messages": [{"role": "user", "content": "<image>What?"}, *answer]},
         {"images": "1.png", "messages": [{"role": "user", "content": "Which?"}, *answer]},
-        {"image": "2.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"},
-                                             {"from": "gpt", "value": "Two dogs."}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "3.png"},
-                                                   {"type": "image", "image": "0.png"},
-                                                   {"type": "text", "text": "Alike?"}]},
-                      {"role": "assistant", "content": "No."},
-                      {"role": "user", "content": "Why?"}, *answer]},
+        {
+            "image": "2.png",
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhat?"},
+                {"from": "gpt", "value": "Two dogs."},
+            ],
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": "3.png"},
+                        {"type": "image", "image": "0.png"},
+                        {"type": "text", "text": "Alike?"},
+                    ],
+                },
+                {"role": "assistant", "content": "No."},
+                {"role": "user", "content": "Why?"},
+                *answer,
+            ]
+        },
         {"messages": [{"role": "user", "content": "Hello."}, *answer]},
-    ]  # fmt: skip
+    ]
     write_rows(folder / "data.jsonl", rows)
     return folder
 
@@ -191,9 +270,12 @@ def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
     made = VisionLanguage().load(config, dtype="fp32")
     net = hf.AutoModelForImageTextToText.from_pretrained(place / "llava")
     lora = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=".*vision_tower.*",
+        r=4,
+        lora_alpha=8,
+        target_modules="all-linear",
+        exclude_modules=".*vision_tower.*",
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     net = peft.get_peft_model(net, lora)
     torch.manual_seed(config.seed)
     values = AdapterValues(made)
@@ -258,9 +340,12 @@ def test_labels_and_places(place, tmp_path):
         weights = [VisionLanguage().weight(torch.nn.Identity(), part) for part in parts]
         assert sum(weights) == VisionLanguage().weight(torch.nn.Identity(), batch)
     assert sorted(said) == [
-        "A cat.<|im_end|>", "A cat.<|im_end|>", "A cat.<|im_end|>",
-        "No.<|im_end|>A cat.<|im_end|>", "Two dogs.<|im_end|>",
-    ]  # fmt: skip
+        "A cat.<|im_end|>",
+        "A cat.<|im_end|>",
+        "A cat.<|im_end|>",
+        "No.<|im_end|>A cat.<|im_end|>",
+        "Two dogs.<|im_end|>",
+    ]
 
 
 def test_a_plan_without_data(lohan, place):  # noqa: F811
@@ -269,8 +354,15 @@ def test_a_plan_without_data(lohan, place):  # noqa: F811
 
 
 def conversation(content: Any, **more: Any) -> list[dict[str, Any]]:
-    return [{"messages": [{"role": "user", "content": content},
-                          {"role": "assistant", "content": "A."}], **more}]  # fmt: skip
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": "A."},
+            ],
+            **more,
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +377,7 @@ def conversation(content: Any, **more: Any) -> list[dict[str, Any]]:
         (conversation("<image>?", images=["data.jsonl"]), {}, "not readable as an image"),
         (conversation("?"), {"train__pack": True}, "--pack: is for causal language models"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be(rows, more, message, place, tmp_path):
     for name in ("0.png", "data.jsonl"):
         (tmp_path / name).symlink_to(place / name)

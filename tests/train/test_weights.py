@@ -35,9 +35,11 @@ def test_a_rank_without_rows_has_a_loss_without_weight():
     """Where the loss is the model's own, that of no labels would be nan."""
     model = build("causal", "bart").eval()
     group = SimpleNamespace(
-        several=True, world=3, ranks=SimpleNamespace(rows=lambda count: (2, 2)),
+        several=True,
+        world=3,
+        ranks=SimpleNamespace(rows=lambda count: (2, 2)),
         all_gather_object=lambda value: [value, (1.5, {}, 3), (2.5, {}, 4)],
-    )  # fmt: skip
+    )
     session = SimpleNamespace(model=model, process_group=group, head=None)
     loss, found = Share(session, CausalLM()).loss(BATCH)
     assert loss.item() == 0.0 and found() == pytest.approx(4.0 / 7)

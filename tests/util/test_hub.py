@@ -18,9 +18,11 @@ from lohan.util.system import cached_folder, fetch
 
 COMMIT = "0" * 39 + "1"
 FILES = {
-    "config.json": b'{"model_type": "llama"}', "model.safetensors": b"weights",
-    "tokenizer.json": b"{}", "pytorch_model.bin": b"not wanted",
-}  # fmt: skip
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"not wanted",
+}
 
 
 @pytest.fixture(autouse=True)
