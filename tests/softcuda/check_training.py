@@ -632,7 +632,11 @@ def test_one_visible_device_for_each_rank(monkeypatch):
     with pytest.raises(ConfigError, match=r"rank 5 .* has no device"):
         there()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert there().torch_device == torch.device("cuda", 1)
+    current = torch.cuda.current_device()
+    try:
+        assert there().torch_device == torch.device("cuda", 1)
+    finally:
+        torch.cuda.set_device(current)
 
 
 WORKSPACE = 4 * MiB  # of cuBLAS, a thread; 8 MiB on a real card
@@ -650,6 +654,8 @@ def test_what_is_reserved_is_what_was_planned(tmp_path):
     made = batches(3, batch=16, seq=64)
     cuda.set_delays(0, 0, 0)
     cuda.set_poison(False)
+    torch.cuda.set_device(0)
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     cuda.set_workspace(WORKSPACE)
     torch.cuda.reset_peak_memory_stats()
