@@ -58,8 +58,11 @@ def default_decay(name: str, parameter: nn.Parameter) -> bool:
 def site_names(
     model: nn.Module, resident: Sequence[str] = (), blocks: Sequence[str] = ()
 ) -> list[str]:
-    """Names of the modules that become sites, in definition order. `blocks` names the lists (or
-    single modules) that are blocks; without it they are found."""
+    """Return the names of the modules that become sites, in definition order.
+
+    `blocks` names the lists, or single modules, that are blocks. If it is empty, lists of
+    repeated modules are detected.
+    """
     modules = dict(model.named_modules())
     for name in blocks:
         if name not in modules or not _owns(modules[name]):
@@ -89,7 +92,7 @@ def site_names(
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """A list of blocks: a ModuleList, or a Sequential of several equal children."""
+    """Return whether a module is a ModuleList, or a Sequential of several equal children."""
     kinds = [type(child) for child in module.children()]
     return isinstance(module, nn.ModuleList) or (
         isinstance(module, nn.Sequential)
@@ -100,7 +103,10 @@ def _is_repeated(module: nn.Module) -> bool:
 
 
 def _members(module: nn.Module, name: str) -> list[str]:
-    """The blocks of a list; lists inside it are never called themselves, so their members count."""
+    """Return the names of the blocks in a list of modules.
+
+    A list inside a list is never called itself, so that its members are blocks instead.
+    """
     listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if not listed and not _is_repeated(module):
         return [name]
@@ -126,9 +132,12 @@ def cut(
     called: Sequence[str] = (),
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:
-    """Cuts `model` into groups and sites. `resident` names modules and parameters to keep in memory
-    instead, `blocks` what is a block; `called` are parts of blocks that are called on their own
-    too: sites over the weights of their block."""
+    """Divide `model` into groups and sites.
+
+    `resident` names modules and parameters that stay in memory, and `blocks` names the modules
+    that are blocks. `called` names parts of blocks that are also called on their own: they
+    become sites over the weights of their block.
+    """
     names = site_names(model, resident, blocks)
     names += [name for name in called if name not in names]
     if not any(True for _ in model.parameters()):
@@ -255,8 +264,10 @@ def cut_for(
     resident: Sequence[str] = (),
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:
-    """Return the cut of a model, for what a call with this batch shows; without one, as it is
-    built."""
+    """Divide a model into groups and sites, as a call with this batch uses its parameters.
+
+    Without a batch, the module tree alone decides.
+    """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if unknown := [name for name in resident if name not in names]:
@@ -363,7 +374,7 @@ class _Watch(TorchFunctionMode):
 
 
 def dtype_of(state_format: StateFormat) -> torch.dtype:
-    """The dtype that a state format computes in."""
+    """Return the dtype in which a state format computes."""
     return getattr(torch, state_format.dtype)
 
 
@@ -383,5 +394,5 @@ def split(
 
 
 def views(group: FlatGroup, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The group's parameters as views of its flat buffer."""
+    """Return the parameters of a group as views of its flat buffer."""
     return [flat[t.offset : t.offset + t.numel].view(t.shape) for t in group.tensors]

@@ -57,8 +57,10 @@ class Known(IntEnum):
 
 @contextmanager
 def faking(known: Known = Known.SHAPES) -> Iterator[None]:
-    """Tensors made inside are fake, unless they are made of what is known. Inside another `faking`
-    that one goes on."""
+    """Make tensors that are created inside fake, unless they derive from known values.
+
+    Inside another `faking`, the outer one stays in effect.
+    """
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
         yield
         return
@@ -105,8 +107,11 @@ def with_least_values(
 def fake_like(
     tensor: torch.Tensor, known: Known = Known.SHAPES, *, torch_device: torch.device = CPU
 ) -> torch.Tensor:
-    """For an input, on the device where it would be. Whole numbers that are to be known are zero
-    where they have no values; others are fake then."""
+    """Return a fake tensor like an input, on the device where the input would be.
+
+    If integer values are to be known and the input has none, they are zero. Inputs whose values
+    need not be known become fake.
+    """
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     if known < Known.NUMBERS or (not whole and (known < Known.INPUTS or tensor.is_meta)):
         return torch.empty_strided(
@@ -122,10 +127,13 @@ def fake_like(
 
 @contextmanager
 def buffers_at(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
-    """Buffers are copies on this device for the while, and what modules remember is afterwards what
-    it was before: a trial counts for nothing. Also what their dicts, lists and sets hold:
-    transformers adds hooks in the first forward and notes it in an attribute; hooks that stayed
-    without the note would be added again, and hidden states taken several times."""
+    """Temporarily replace the buffers by copies on a device, and restore all module attributes.
+
+    A trial run must leave no trace. This includes the contents of dicts, lists and sets in the
+    attributes of modules: transformers registers hooks in the first forward and records that in
+    an attribute. If the hooks stayed without the record, they would be registered again, and
+    hidden states would be collected several times.
+    """
     modules = list(model.modules())
     kinds = (dict, OrderedDict, list, set)  # containers, of which copies are kept
     before = [
@@ -152,8 +160,11 @@ def buffers_at(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operation below autograd. Dynamo need not be told at each of them that there is
-    nothing to compile in a mode: that costs a third of what it costs to see one."""
+    """A dispatch mode that sees every operation below autograd.
+
+    Dynamo's check whether to skip the mode is disabled, because it takes a third of the time of
+    handling an operation.
+    """
 
     supports_higher_order_operators = True
 
@@ -204,7 +215,7 @@ def _makes_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """A mask that is known, as the indices where it holds."""
+    """Return a mask of known values as the indices of its true elements."""
     if (
         index is None
         or isinstance(index, FakeTensor)
@@ -222,7 +233,10 @@ def _grouped(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A matrix product by groups of rows: torch's own shape rule knows bf16 only."""
+    """Return an empty result with the shape of a grouped matrix product.
+
+    torch's own shape rule for it accepts bf16 only.
+    """
     if a.ndim == 2 and b.ndim == 2:
         assert offs is not None
         shape = [offs.shape[0], a.shape[0], b.shape[1]]

@@ -94,8 +94,11 @@ FLASH, EFFICIENT = (
 
 
 def attention_workspace(func: Any, args: Sequence[Any]) -> int:
-    """Bytes that an attention kernel takes on an accelerator while it runs, which no tensor shows:
-    sums of gradients in fp32, and keys' and values' gradients of every head where heads share."""
+    """Return the bytes of workspace that an attention kernel takes on an accelerator.
+
+    No tensor shows them. They hold sums of gradients in fp32 and, if query heads share keys and
+    values, the gradients of keys and values for every query head.
+    """
     if func not in (FLASH, EFFICIENT) or args[1].device.type == "cpu":
         return 0
     query, key, value = args[1:4]
@@ -117,9 +120,12 @@ def measure(
     training: bool = True,
     tiles: int = 0,
 ) -> Footprint:
-    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors).
-    `torch_device` is where it would run: which kernels there are for attention, say, depends on
-    it. Without `training` nothing is kept, and there is no backward. `tiles`: as in Plan."""
+    """Run `model(**batch)` on fake tensors and return the memory that each site needs.
+
+    `batch` holds meta or real tensors. `torch_device` is the device of the later run, which
+    determines for example the attention kernels. Without `training`, nothing is kept and there
+    is no backward. `tiles` has the meaning that it has in `Plan`.
+    """
     kind = _Probe if training else _ForwardProbe
 
     def run(known: Known) -> Footprint:
@@ -137,12 +143,12 @@ def inventories(
     torch_device: torch.device = CPU,
     tiles: int = 0,
 ) -> tuple[dict[str, Inventory], Footprint]:
-    """Return what each repeated site could keep of the whole batch, by name, and the footprint of
-    a micro-batch, from one run.
+    """Return what each repeated site could keep, and the footprint of a micro-batch.
 
-    Sites that are called more than once are left out: their activations have no place of their own.
-    So are sites with kernels that planning has replaced, since they do not run the operations that
-    were traced.
+    The inventories are by name of the site and refer to the whole batch. Sites that are called
+    more than once are left out, because their activations have no place of their own. Sites
+    with kernels that planning has replaced are left out too, since they do not run the
+    operations that were traced.
     """
 
     def run(known: Known) -> tuple[dict[str, Inventory], Footprint]:
@@ -159,8 +165,11 @@ def inventories(
 
 
 def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> Found:
-    """`long` sequences: with the values of whole numbers at once, by which a model sees that it
-    needs no mask, which is as large as their square."""
+    """Run a measurement with as few known values as the model accepts.
+
+    For `long` sequences integer values are known from the start. They let a model see that it
+    needs no attention mask, whose size is the square of the length.
+    """
     try:
         return with_least_values(model, run, least=Known.NUMBERS if long else Known.SHAPES)
     except UNKNOWN as unknown:
@@ -268,8 +277,10 @@ class _Probe:
         return self._cuts[key]
 
     def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        """One slice forward and backward, with every byte counted. Equal modules with inputs of
-        equal shapes need the same."""
+        """Run one slice forward and backward, and count every byte.
+
+        Equal modules whose inputs have equal shapes share one measurement.
+        """
         still = site.name in self.footprint.no_backward
         kind = still, kind_of_call(module, call.arguments(call.tensors))
         if kind not in self._peaks:
@@ -287,7 +298,7 @@ class _Probe:
         )
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        """What the call could keep, for those who ask."""
+        """Record what the call could keep; the base class records nothing."""
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
         """Of one slice, its recomputation included."""
@@ -376,7 +387,10 @@ def _tiled(tiling: Tiling | None, module: nn.Module, original: Any, call: SavedC
 
 
 def _tracked(tensor: torch.Tensor) -> torch.Tensor:
-    """Takes a gradient and, unlike a leaf, may be changed in place; its graph holds no memory."""
+    """Return a copy of a tensor that takes a gradient and may be changed in place.
+
+    A leaf could not be changed in place. The graph of the copy holds no memory.
+    """
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach() + tensor.new_zeros(()).requires_grad_()

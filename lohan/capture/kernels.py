@@ -27,8 +27,10 @@ _NO_POINTER = "Cannot access data pointer"  # of a fake tensor, in torch's words
 
 
 def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
-    """Return the message for a kernel that asked a fake tensor for its data, or None if `error` has
-    another cause."""
+    """Return the message for a kernel that asked a fake tensor for its data.
+
+    The result is None if `error` has another cause.
+    """
     if _NO_POINTER not in str(error):
         return None
     module = _innermost_module(error)

@@ -96,8 +96,11 @@ class AttachedParameter(nn.Parameter):
             _TENSOR_GRAD.__set__(self, gradient)
 
     def _check_gradient_read(self, step: StepGradients) -> None:
-        """Refuse a read of a consumed gradient by user code. Libraries that only ask whether there
-        is a gradient (Module.zero_grad, Module.to) are answered: there is none."""
+        """Refuse a read of a consumed gradient by user code.
+
+        Libraries that only ask whether there is a gradient (`Module.zero_grad`,
+        `Module.to`) are told that there is none.
+        """
         frame = sys._getframe(2)  # of the code that reads `.grad`
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "zero_grad":
@@ -260,9 +263,11 @@ def _write(name: str, args: Any, caller: str) -> Any:
 
 
 def _converted(func: Any, one: OffloadedParameter, args: Any, kwargs: Any, caller: str) -> Any:
-    """Answer Module.to and its kin, which convert every parameter: where a placeholder computes is
-    up to its session, and its type is that of the store. LoHan's own code gets a placeholder of
-    the new type."""
+    """Convert a placeholder as `Module.to` and related methods ask.
+
+    User code gets the same placeholder, since the session decides where it computes and the
+    store decides its dtype. LoHan's own code gets a placeholder with the new dtype.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         name = func.__name__
         meta = torch.empty(one.shape, dtype=one.dtype, device="meta")
@@ -340,8 +345,10 @@ def lacks_values(tensor: torch.Tensor) -> bool:
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let the gradient hooks of one parameter be those of the one that takes its place. The
-    dictionaries are shared, so that the handles that user code has still remove their hooks."""
+    """Let a parameter have the gradient hooks of the parameter that it replaces.
+
+    The dictionaries of hooks are shared, so that handles in user code still remove their hooks.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(old, name)
@@ -371,8 +378,10 @@ def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> Non
 def install_placeholders(
     model: nn.Module, blocks: Blocks, compute_device: torch.device, step: StepGradients
 ) -> dict[tuple[str, int], OffloadedParameter]:
-    """Make every parameter that belongs to a site a placeholder, by group and index of the tensor.
-    Placeholders that are there already stay the same objects, with their hooks."""
+    """Replace every parameter of a site by a placeholder, and return them by group and index.
+
+    Placeholders that exist already are kept as the same objects, with their hooks.
+    """
     placeholders: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
         for ref in site.parameters:

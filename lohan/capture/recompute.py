@@ -1,5 +1,8 @@
-"""One call of a block: what surrounds it, what it saves and changes, and how it is computed, slice
-by slice, forward and again in backward."""
+"""One call of a block, computed in slices.
+
+The module keeps the context of the call, what it saves and what it changes, so that backward can
+compute it again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
 
 
 def detached(tree: Any) -> Any:
-    """The same with tensors that have no history."""
+    """Return the same tree with tensors that have no autograd history."""
     leaves, spec = flatten(tree)
     return unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
@@ -128,7 +131,7 @@ class CallContext:
         return cls(tuple(key for key in _collected() if key != _OWN), autocast)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
-        """What the call returns, and what was collected inside it."""
+        """Return the result of the call and what was collected inside it."""
         with collecting(self.wanted) as taken:
             if self.autocast is None:
                 return forward(*args, **kwargs), taken
@@ -138,7 +141,7 @@ class CallContext:
 
 
 def deliver_collected(out: Any, taken: Taken) -> Any:
-    """Gives what was collected inside a call to the outer collector; returns the rest."""
+    """Hand what was collected inside a call to the outer collector, and return the result."""
     if taken:
         outer = _collected()
         for key, found in taken.items():
@@ -147,7 +150,7 @@ def deliver_collected(out: Any, taken: Taken) -> Any:
 
 
 def _variable() -> Any:
-    """transformers' own, if it is there and in use."""
+    """Return transformers' active collector, or None if the library is not in use."""
     module = sys.modules.get("transformers.utils.output_capturing")
     return getattr(module, "_active_collector", None)
 
@@ -186,7 +189,7 @@ IN_PLACE = "in-place operation"  # what torch calls it when an input is changed
 
 
 def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
-    """What `run` returns, without its graph. `name` is the block's."""
+    """Return the result of `run` without its graph; `name` is the name of the block."""
     try:
         with discard_saved_tensors(name):
             out = run()
@@ -244,8 +247,10 @@ def refuse_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 class Prefix:
-    """A cache whose keys and values learn (prefix tuning), shown as the tensors that it holds.
-    Every run of a block gets a cache of its own, with nothing but these in it."""
+    """A cache with trainable keys and values (prefix tuning), seen as the tensors that it holds.
+
+    Every run of a block gets its own cache, which contains only these tensors.
+    """
 
     def __init__(self, cache: Any) -> None:
         self.kind = type(cache)
@@ -295,7 +300,7 @@ class SavedCall:
         self.batch = first.shape[0] if first is not None else 1
 
     def detach(self) -> list[torch.Tensor]:
-        """Inputs without their history; returns those that have it."""
+        """Detach the inputs from their autograd history, and return the originals."""
         inputs, self.tensors = self.tensors, [t.detach() for t in self.tensors]
         self._versions = [t._version for t in inputs]
         return inputs
@@ -311,7 +316,7 @@ class SavedCall:
         self.evicted = True
 
     def restore_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes tensors of equal values in their place."""
+        """Replace evicted inputs by tensors with the same values."""
         coming = iter(tensors)
         pairs = zip(self.tensors, self.wants_grad, strict=True)
         self.tensors = [next(coming) if wants else tensor for tensor, wants in pairs]
@@ -329,7 +334,7 @@ class SavedCall:
         return tensors, *self.arguments(tensors)
 
     def inputs(self, part: slice, *, grad: bool) -> list[torch.Tensor]:
-        """The tensors of one slice."""
+        """Return the input tensors of one slice."""
         whole = part == slice(0, self.batch)
         tensors = []
         for number, (tensor, wants) in enumerate(zip(self.tensors, self.wants_grad, strict=True)):
@@ -338,7 +343,7 @@ class SavedCall:
         return tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with these in the place of its tensors."""
+        """Return the arguments of the call with `tensors` in place of its own tensors."""
         leaves = list(self._leaves)
         for i, tensor in zip(self._where, tensors, strict=True):
             leaves[i] = tensor
@@ -346,14 +351,16 @@ class SavedCall:
         return args, kwargs
 
     def check_untouched(self) -> None:
-        """The block has left its inputs as they were when `detach` was called."""
+        """Raise an error if the block changed its inputs since `detach` was called."""
         if [tensor._version for tensor in self.tensors] != self._versions:
             raise ModelError(changed_input(self.name))
 
 
 class ActivationHooks:
-    """What becomes of a call's activations between its forward and its backward. This one leaves
-    them where they are; others move them and bring them back."""
+    """Callbacks that decide where the activations of a call are between forward and backward.
+
+    This class leaves them where they are. Subclasses move them to another tier and back.
+    """
 
     def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
         """Forward begins. `buffers` are those that the schedule names."""
@@ -368,10 +375,10 @@ class ActivationHooks:
         """Backward begins and needs the inputs."""
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """A slice is about to be recomputed and needs its saved results."""
+        """Provide the saved results of a slice that is about to be recomputed."""
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """A slice's backward is given to compute."""
+        """Release the saved results of a slice whose backward has been launched."""
 
     def release(self, site: int, call: SavedCall) -> None:
         """Backward has ended."""
@@ -456,7 +463,7 @@ def wrap_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
 
 
 def write_back_mappings(out: Any, own: list[Any]) -> Any:
-    """The result of a call; what it wrote goes to the mappings."""
+    """Return the result of a call, after adding what it wrote to the mappings."""
     if not own:
         return out
     out, written = out
@@ -466,7 +473,7 @@ def write_back_mappings(out: Any, own: list[Any]) -> Any:
 
 
 def with_writes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a block, which returns what it wrote too if it was given wrapped mappings."""
+    """Wrap a block's forward so that it also returns what it wrote to wrapped mappings."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, SharedMapping) for value in (*args, *kwargs.values())):
@@ -512,8 +519,10 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a block had before a call: of each buffer its version and maybe a copy, and all
-    attributes of its modules."""
+    """The state of a block before a call.
+
+    It holds the version of each buffer, for some a copy, and all attributes of the modules.
+    """
 
     buffers: list[tuple[torch.Tensor, int, torch.Tensor | None]]
     attributes: list[dict[str, Any]]
@@ -546,7 +555,7 @@ class BlockState:
         return Snapshot(buffers, [dict(vars(module)) for module in self._modules])
 
     def changes_since(self, before: Snapshot) -> OldValues:
-        """The old values of what forward has changed."""
+        """Return the old values of everything that forward has changed."""
         saved: OldValues = []
         changed: set[int] = set()
         for number, now in enumerate(self._current()):
@@ -577,7 +586,10 @@ class BlockState:
         return saved
 
     def advanced(self, before: Snapshot) -> str:
-        """A buffer or number that a call has changed, so that several calls are not one."""
+        """Return the name of a buffer or number that a call has changed, or an empty string.
+
+        A block with such state gives other results in several calls than in one.
+        """
         for number, now in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
             moved = now is not tensor or now._version != version
@@ -684,7 +696,7 @@ class SlicedCompute:
         return output
 
     def _find_cut(self, block: Block, call: SavedCall) -> None:
-        """Finds out how a call falls into slices."""
+        """Determine how a call can be divided into slices."""
         call.context = CallContext.current(self._device.torch_device.type)
         if self.micro_batch and self.micro_batch < call.batch:
 
@@ -703,7 +715,7 @@ class SlicedCompute:
     def _run_slice(
         self, block: Block, call: SavedCall, part: slice, *, backward_follows: bool
     ) -> tuple[Any, Any]:
-        """What a slice returns and what it keeps. Note [what is compiled]."""
+        """Return the result of a slice and what it keeps. See Note [what is compiled]."""
         _, args, kwargs = call.restore(part, grad=backward_follows)
         save_plan = self.save_plans.of(block, call, part)
         fast = self.compiled.forward(block.number) if save_plan is None else None
@@ -735,7 +747,10 @@ class SlicedCompute:
     def backward(
         self, block: Block, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[Gathered]:
-        """The gradients of the inputs; those of the weights go to hooks on their leaves."""
+        """Return the gradients of the inputs.
+
+        The gradients of the weights go to the hooks on their leaves.
+        """
         inputs = [Gathered(call.batch) for _ in call.tensors]
         old_values = with_old_values(call.changed) if call.changed else nullcontext()
         with forked_random_state(self._device), self._device.computing(), old_values:
@@ -799,7 +814,7 @@ class SlicedCompute:
 
     @contextmanager
     def as_in_forward(self, call: SavedCall) -> Iterator[None]:
-        """The state of things at the beginning of a call's first slice."""
+        """Restore the random state and buffers of the beginning of a call's first slice."""
         with forked_random_state(self._device), with_old_values(call.changed):
             self._device.set_random_state(call.rng[0])
             yield

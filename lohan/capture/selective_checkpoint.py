@@ -100,8 +100,11 @@ class Counter:
 
 
 def leaves_of(*trees: Any) -> list[Any]:
-    """Of an operation's arguments or results: lists, tuples and dicts of anything. torch's own way
-    to do this takes as long as launching the operation."""
+    """Return the leaves of an operation's arguments or results.
+
+    They may be nested in lists, tuples and dicts. torch's own function for this takes as long
+    as launching the operation.
+    """
     found: list[Any] = []
     for tree in trees:
         kind = type(tree)
@@ -149,8 +152,11 @@ def may_draw(func: Any) -> bool:
 
 
 def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-    """Whether the results, put in the place of the operation, are all that it does: every tensor
-    fills a plain storage of its own, or the operation changes one tensor as a whole in place."""
+    """Return whether saved results can replace the operation completely.
+
+    This holds if every result fills a plain storage of its own, or if the operation changes one
+    whole tensor in place.
+    """
     results = tensors_in(out)
     if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
         return False
@@ -164,8 +170,10 @@ def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool:
-    """Whether tensors without values could stand for results that are not needed; `fresh`
-    of them have a storage of their own."""
+    """Return whether tensors without values could replace results that are not needed.
+
+    `fresh` is the number of results that have a storage of their own.
+    """
     if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
         return False
     if any(not isinstance(leaf, torch.Tensor | None) for leaf in leaves_of(out)):
@@ -205,8 +213,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one slice of a block call keeps. `skip` are operations that need not run again then;
-    they hold only for a call that runs exactly `ops` (empty: any)."""
+    """The results that one slice of a block's call keeps.
+
+    The operations in `skip` need not run again. They apply only to a call that runs exactly the
+    operations `ops`; an empty `ops` matches any call.
+    """
 
     keep: frozenset[OpKey]
     skip: frozenset[OpKey] = frozenset()
@@ -241,7 +252,7 @@ class Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def over(self, flat: torch.Tensor) -> torch.Tensor:
-        """A tensor of this layout over flat values. It is not a view to autograd."""
+        """Return a tensor of this layout over flat values. Autograd does not see it as a view."""
         made = flat.new_empty(0)
         return made.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.stride)
 
@@ -264,8 +275,11 @@ class Signature(NamedTuple):
         )
 
     def same_numbers(self, args: Any, kwargs: Any) -> bool:
-        """Whether what is no tensor fits. Tensors of another kind, with results of the same, are
-        seen when backward calls the operation again."""
+        """Return whether the arguments that are not tensors are the same.
+
+        Tensors of another kind that give results of the same kind are detected when
+        backward calls the operation again.
+        """
         given = args if self.plain and not kwargs else leaves_of(args, kwargs)
         if len(given) != len(self.leaves):
             return False
@@ -290,8 +304,11 @@ class Signature(NamedTuple):
 
 @dataclass
 class Result:
-    """How to do without one operation: the layouts of its results, where their values are in
-    `SavedOps.tensors` (None: nowhere, they are not needed), and the random state behind it."""
+    """What replaces one operation in recomputation.
+
+    It holds the layouts of the results, the position of their values in `SavedOps.tensors`
+    (None if the values are not needed), and the random state after the operation.
+    """
 
     called_with: Signature
     leaves: list[Any]
@@ -321,8 +338,11 @@ class Result:
 
 
 class Known(NamedTuple):
-    """An operation of a call with the same save plan: nothing else runs at its place as a rule, and
-    what was found out about it then need not be found out again."""
+    """An operation of an earlier call with the same save plan.
+
+    As a rule the next call runs the same operation at the same position, so that what was
+    determined about it is used again.
+    """
 
     func: Any
     key: OpKey
@@ -343,8 +363,11 @@ _NOTHING = torch.empty(0)
 
 @dataclass
 class SavedOps:
-    """Results of one slice of one call. `tensors` are flat and contiguous; what is taken with
-    `hand_over`, to another tier say, must come back with `adopt` before backward."""
+    """The saved results of one slice of one call.
+
+    `tensors` are flat and contiguous. Tensors that `hand_over` has given away, for example to
+    another tier, must be returned with `adopt` before backward.
+    """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     lost: str = ""  # why the slice has to be recomputed in full
@@ -365,7 +388,7 @@ class SavedOps:
         return taken
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes tensors of the values that `hand_over` gave."""
+        """Take back tensors with the values that `hand_over` gave away."""
         found = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         if found != self._sizes and not (self.lost and not tensors):
             raise LohanError(
@@ -380,7 +403,7 @@ class SavedOps:
         self.ops, self.results = [], {}
 
     def seal(self) -> None:
-        """The tensors are as forward left them now, and must stay so."""
+        """Record the versions of the tensors, which must not change after forward."""
         self._versions = [tensor._version for tensor in self.tensors]
         self._sizes = [(tensor.dtype, tensor.numel()) for tensor in self.tensors]
 
@@ -395,7 +418,7 @@ class SavedOps:
             self.release("a saved result was changed in place after the block had returned it")
 
     def take(self, result: Result) -> list[Any]:
-        """The values of an operation's results; they are no longer saved then."""
+        """Return the results of an operation, and remove them from the saved tensors."""
         made, position = [], result.first
         for leaf in result.leaves:
             if isinstance(leaf, Layout) and position is not None:
@@ -425,7 +448,10 @@ class _Disagreement(Exception):
 
 
 def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
-    """Calls `run`, which must leave no graph; returns its result and what the save plan saves."""
+    """Call `run` and return its result and what the save plan keeps.
+
+    `run` must leave no graph.
+    """
     mode = _Recorder(save_plan)
     with mode:
         result = run()
@@ -433,8 +459,10 @@ def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, Save
 
 
 def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
-    """Calls `run` once more, now with a graph, and returns the leaves of its result. Leaves whose
-    values nothing in backward needs have none. Uses `saved` up."""
+    """Call `run` again, with a graph, and return the leaves of its result.
+
+    Leaves whose values backward does not need have no values. `saved` is consumed.
+    """
     saved.check()
     if not saved.lost:
         device = saved.tensors[0].device if saved.tensors else torch.device("cpu")
@@ -455,10 +483,13 @@ def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
 
 
 class SkipUnneededOps:
-    """Recomputation of calls that keep nothing, without the operations whose results backward does
-    not need: the last projection of a block, say. They are found in the first recomputation of a
-    kind of call. Operations before them run as they are, unseen by Python: the last submodule that
-    is called before the first of them is where the mode begins that leaves them out."""
+    """Recomputation, for calls that keep nothing, without operations that backward does not need.
+
+    An example is the last projection of a block. The operations are determined in the first
+    recomputation of each kind of call. The dispatch mode that skips them starts at the last
+    submodule that is called before the first of them, so that earlier operations run without
+    overhead in Python.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Ending | None] = {}  # None: all operations run
@@ -466,9 +497,11 @@ class SkipUnneededOps:
     def run(
         self, kind: Hashable, module: nn.Module, run: Callable[[], Any], rewind: Callable[[], None]
     ) -> list[Any]:
-        """Calls `run`, which runs the module, with a graph; returns the leaves of its result,
-        without values where nothing in backward needs them. `rewind` sets random numbers to what
-        they were before the call."""
+        """Call `run`, which runs the module with a graph, and return the leaves of its result.
+
+        Leaves that backward does not need have no values. `rewind` resets the random state
+        to what it was before the call.
+        """
         if kind not in self._known:
             leaves, self._known[kind] = _learnt(run, module)
             return leaves
@@ -499,7 +532,7 @@ class Ending(NamedTuple):
 
 
 def _learnt(run: Callable[[], Any], module: nn.Module) -> tuple[list[Any], Ending | None]:
-    """The leaves of a call, and how to make them again without what backward does not need."""
+    """Return the leaves of a call, and how to recompute it without unneeded operations."""
     mode = _Learner()
     hooks = [child.register_forward_pre_hook(mode.enters) for child in module.modules()]
     try:
@@ -535,7 +568,10 @@ def _restored(
 
 @contextmanager
 def _beginning(mode: DispatchMode, begins: SubmoduleCall) -> Iterator[None]:
-    """The mode is on from that call of a submodule to the end; not at all, if it does not come."""
+    """Enable the mode from a given call of a submodule to the end.
+
+    If that call does not happen, the mode is never enabled.
+    """
     calls, entered = 0, False
 
     def enter(*_: Any) -> None:
@@ -585,7 +621,7 @@ class _Recorder(DispatchMode):
         return out
 
     def _look(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of which the call before does not tell enough."""
+        """Run an operation about which the previous call does not tell enough."""
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
@@ -616,14 +652,14 @@ class _Recorder(DispatchMode):
         return True
 
     def _leave_known(self) -> None:
-        """The call does something else than the last: from here on it is traced again."""
+        """Trace the rest of the call again, because it differs from the previous one."""
         if self._known:
             self._known = []
             for func in self._saved.ops[:-1]:
                 self._counter.key(func)
 
     def _learn(self) -> None:
-        """The next call is expected to go as this one."""
+        """Remember the operations of this call as the expectation for the next one."""
         counter, results = Counter(), self._saved.results
         self._save_plan.known[:] = [
             Known.of(func, counter.key(func), results.get(index))
@@ -740,13 +776,13 @@ class _Replay(DispatchMode):
             raise _Disagreement(f"backward ends where forward ran {self._saved.ops[self._index]}")
 
     def stand_in(self, leaf: Any) -> Any:
-        """The same place in the graph without the storage, if that has no values."""
+        """Replace a leaf without values by one with its place in the graph but no storage."""
         if isinstance(leaf, torch.Tensor) and storage_key(leaf) in self._valueless:
             return _StandIn.apply(leaf)
         return leaf
 
     def alive(self) -> str:
-        """An operation whose missing result is still referenced."""
+        """Return the name of an operation whose missing result is still referenced."""
         return next((str(func) for ref, func in self._valueless.values() if not ref.expired()), "")
 
 
@@ -891,8 +927,11 @@ def _device_of(args: Any, kwargs: Any) -> torch.device | None:
 
 
 def _is_at(leaf: Any, device: torch.device | None) -> bool:
-    """Whether a result is a tensor of the device that made it. Others are numbers of the host (seed
-    and offset of an attention kernel): they are few, backward reads them there, and they stay."""
+    """Return whether a result is a tensor on the device that computed it.
+
+    Other results are values on the host, such as the seed and offset of an attention kernel.
+    They are few, backward reads them on the host, and they are kept.
+    """
     return isinstance(leaf, torch.Tensor) and device in (None, leaf.device)
 
 
@@ -919,7 +958,10 @@ def _drew(
 
 
 def generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
-    """The host's generator draws for devices that have none of their own."""
+    """Return the device of the random generator and its state.
+
+    The generator of the host serves devices that have none of their own.
+    """
     own = None if device.type == "cpu" else accelerator.random_state(device)
     return (torch.device("cpu"), torch.get_rng_state()) if own is None else (device, own)
 

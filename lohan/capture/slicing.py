@@ -37,8 +37,12 @@ MOST_TENSORS = 6  # as long as the batch: for more of them not every choice is t
 
 @dataclass(frozen=True)
 class Cut:
-    """How a call falls into slices: which of its tensors have samples in their first dimension, and
-    how many rows of each output belong to one sample (0: it is the same for all of them)."""
+    """How a call can be divided into slices.
+
+    `inputs` says which tensors have samples in their first dimension. `outputs` says how many
+    rows of each output belong to one sample; 0 means that the output is the same for all
+    samples.
+    """
 
     inputs: tuple[bool, ...] = ()
     outputs: tuple[int, ...] = ()
@@ -47,8 +51,11 @@ class Cut:
 
 
 class Cuts:
-    """The cut of every call: tried once for each block and kind of input. `needs` are the bytes of
-    blocks that run a whole batch, where they are known, and `room` those that there are."""
+    """The cuts of all calls, each tried once per block and kind of input.
+
+    `needs` holds the bytes of blocks that run a whole batch, where they are known, and `room`
+    the bytes that are available.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, Cut] = {}
@@ -58,8 +65,10 @@ class Cuts:
         self.room = 0
 
     def of(self, module: nn.Module, call: SavedCall, run: Run) -> Cut:
-        """Return the cut of a call. `run` calls the block with its weights in place and leaves no
-        trace."""
+        """Return the cut of a call.
+
+        `run` calls the block with its weights in place and leaves no trace.
+        """
         self._unconfirmed = None
         key = (id(module), module.training, *pattern(call))
         if key not in self._known:
@@ -77,8 +86,11 @@ class Cuts:
         return self._known[key]
 
     def confirm(self) -> None:
-        """Keep the last cut for later calls. One that was found by errors is kept only after the
-        block has run the whole batch, so the errors were not due to the block itself."""
+        """Keep the last cut for later calls.
+
+        A cut that was determined by errors is kept only after the block has run the whole
+        batch, because the errors were then not due to the block itself.
+        """
         if self._unconfirmed is None:
             return
         key, name, batch, cut = self._unconfirmed
@@ -94,14 +106,16 @@ class Cuts:
 
 
 def pattern(call: SavedCall) -> Iterator[Any]:
-    """What the cut of a call depends on."""
+    """Yield the properties of a call on which its cut depends."""
     for tensor, wants in zip(call.tensors, call.wants_grad, strict=True):
         yield tensor.ndim, tensor.dtype, wants, tensor.shape[:1] == (call.batch,)
 
 
 def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> Cut:
-    """Return how a call falls into slices. Without `values` (on fake tensors) only shapes can
-    tell."""
+    """Return how a call can be divided into slices.
+
+    Without `values` (on fake tensors), only the shapes are compared.
+    """
     if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
         return Cut(whole=f"{type(module).__name__} has BatchNorm, which mixes samples")
     reason, failed = "its inputs have no samples in their first dimension", False
@@ -132,9 +146,12 @@ class AlwaysFails(NotSliceable):
 
 
 def attempt(trial: Callable[[], Result]) -> Result:
-    """Return the result of a trial. A block that does not fit a slice raises any kind of error, so
-    an error that is raised again when the trial is repeated becomes `AlwaysFails`. An error that is
-    not raised again is not due to the slice, and is the caller's."""
+    """Return the result of a trial.
+
+    A block that does not fit a slice may raise any kind of error. An error that is raised again
+    when the trial is repeated becomes `AlwaysFails`. An error that is not raised again is not
+    due to the slice, and is passed on to the caller.
+    """
     try:
         return trial()
     except NotSliceable:
@@ -152,8 +169,11 @@ def attempt(trial: Callable[[], Result]) -> Result:
 
 
 def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
-    """Which tensors may have samples in their first dimension, the likeliest first: all of that
-    size, or some of them."""
+    """Yield which tensors may have samples in their first dimension, the likeliest choice first.
+
+    All tensors whose first dimension has the size of the batch come first, then subsets of
+    them.
+    """
     fits = [t.ndim > 0 and 1 < t.shape[0] == call.batch for t in call.tensors]
     likely = [
         tuple(fit and t.ndim >= least for fit, t in zip(fits, call.tensors, strict=True))
@@ -194,7 +214,7 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
 
 
 def _check_truth(call: SavedCall, cut: Cut, run: Run) -> None:
-    """Compares two samples with the same two in the whole batch."""
+    """Compare the results of two samples with those of the same two in the whole batch."""
     with torch.no_grad(), NoChance():
         whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))

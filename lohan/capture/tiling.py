@@ -48,8 +48,11 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TileCut:
-    """How a call of a part falls into tiles: the dimension that tokens have in its tensors, and
-    which of its inputs and results have it; the others are the same for all tokens."""
+    """How a call of a part of a block can be divided into tiles.
+
+    It holds the dimension of tokens, and which inputs and results have that dimension. The
+    other tensors are the same for all tokens.
+    """
 
     dim: int
     inputs: tuple[bool, ...]
@@ -61,8 +64,11 @@ Cuts = dict[str, TileCut]  # by name of the part, relative to its block
 
 
 class Tiling:
-    """Gives blocks forwards whose position-wise parts run in tiles of `tokens`. `brief`: for fake
-    tensors whose bytes are counted; two tiles are run, since others take no more."""
+    """Wrappers that run the position-wise parts of blocks in tiles of `tokens`.
+
+    `brief` is for fake tensors whose bytes are counted: only two tiles run, because more of
+    them take no more memory.
+    """
 
     def __init__(self, tokens: int, *, brief: bool = False) -> None:
         self.tokens, self.brief = tokens, brief
@@ -116,7 +122,10 @@ class TiledForward:
 
 
 def _stream(arguments: Any) -> torch.Tensor | None:
-    """The hidden state among the arguments of a block: tokens are its last dimension but one."""
+    """Return the hidden state among the arguments of a block.
+
+    Tokens are its last dimension but one.
+    """
     found = (t for t in tensors_in(arguments) if t.is_floating_point() and t.ndim >= 2)
     return next(found, None)
 
@@ -255,8 +264,10 @@ class _TiledCall:
         ]
 
     def run(self, tensors: Sequence[torch.Tensor], tiles: Sequence[slice]) -> list[Any]:
-        """Leaves of the result, without a graph. What is the same for all tokens is the first
-        tile's."""
+        """Return the leaves of the result, without a graph.
+
+        Results that are the same for all tokens come from the first tile.
+        """
         if self._cut.draws:
             self._random = generator_state(tensors[0].device)
         self._context = CallContext.current(tensors[0].device.type)
@@ -298,8 +309,10 @@ class _TiledCall:
         tiles: Sequence[slice],
         grads: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of inputs and weights, from those of the results: every tile runs
-        once more."""
+        """Return the gradients of inputs and weights, given the gradients of the results.
+
+        Every tile is computed again.
+        """
         count = self.count
         # Parameters, since a parametrization inside the part, such as PEFT's of expert tensors,
         # puts back what it finds, and a plain tensor would become an attribute of the module.
@@ -371,7 +384,7 @@ def _at(dim: int, tile: slice) -> tuple[slice, ...]:
 
 
 def _added(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Sums of 16-bit parts are fp32."""
+    """Return the sum of gradients. Sums of 16-bit parts are accumulated in fp32."""
     if total is None:
         return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
     return total.add_(grad)
@@ -400,8 +413,11 @@ class _TileFunction(torch.autograd.Function):
 
 @dataclass
 class _Seen:
-    """A call of a submodule, as it was on fake tensors; bytes that autograd saved inside it, by
-    storage, but for inputs, weights and results."""
+    """A call of a submodule on fake tensors.
+
+    `saved` holds the bytes that autograd saved inside it, by storage, without inputs, weights
+    and results.
+    """
 
     name: str
     leaves: list[Any]
@@ -434,9 +450,11 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, Cuts]] = WeakKeyDictionary()
 def find_parts(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, alike: dict[Hashable, Cuts]
 ) -> Cuts:
-    """Return the largest position-wise parts of a block's call in which tiles save memory. `alike`:
-    of blocks of the same model, by kind of call. A block that was tried for a plan is not tried
-    again for a run, unless it failed."""
+    """Return the largest position-wise parts of a block's call in which tiles save memory.
+
+    `alike` holds the parts of other blocks of the model, by kind of call. A block that was
+    tried for a plan is not tried again for a run, unless the trial failed.
+    """
     leaves = [*module.parameters(), *pytree.tree_leaves((args, kwargs))]
     shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
     kind = type(module), str(module), module.training, shapes
@@ -477,7 +495,7 @@ def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> C
 def _seen_calls(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any
 ) -> dict[str, list[_Seen]]:
-    """Runs the block on fake tensors, with a graph."""
+    """Run the block on fake tensors, with a graph, and return the calls of its submodules."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen: dict[str, list[_Seen]] = {}
     running: list[_Seen] = []
@@ -525,8 +543,10 @@ def _seen_calls(
 
 
 def _with_gradient(leaf: Any) -> Any:
-    """Return an input that takes a gradient, if it can. It is no leaf of the graph, so the block
-    may change it in place."""
+    """Return an input that takes a gradient, if its type allows that.
+
+    The result is not a leaf of the graph, so that the block may change it in place.
+    """
     if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not leaf.is_floating_point():
         return leaf
     return leaf + leaf.new_zeros(()).requires_grad_()
@@ -647,8 +667,11 @@ def _has_tokens(dim: int, both: torch.Tensor, one: torch.Tensor, other: torch.Te
 
 @contextmanager
 def _stand_ins(part: nn.Module) -> Iterator[None]:
-    """Some values in the place of parameters, and of buffers that are not at hand, in little
-    memory: what spreads from token to token does so with any."""
+    """Temporarily replace parameters, and buffers without values, by small substitutes.
+
+    A dependence between tokens shows with any values, so that the substitutes may use little
+    memory.
+    """
     others: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for child in part.modules():
         for name, weight in child._parameters.items():

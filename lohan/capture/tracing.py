@@ -81,7 +81,7 @@ class Graph:
 
 
 def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
-    """Runs a call of `module` on fake tensors, in the caller's grad mode."""
+    """Run a call of `module` on fake tensors, in the caller's grad mode, and return its graph."""
     tracer = _Tracer()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(tracer.save, tracer.saved_tensor)
@@ -95,8 +95,11 @@ def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
 
 @contextmanager
 def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-    """Arguments and parameters of a module as fake tensors, in the current mode or one for the
-    purpose. If no argument takes a gradient, the first that can does."""
+    """Provide the arguments and parameters of a module as fake tensors.
+
+    They belong to the current fake mode, or to a new one. If no argument takes a gradient, the
+    first one that can is made to.
+    """
     random = torch.random.fork_rng(devices=[])
     with faking(Known.NUMBERS), random, _fake_parameters(module) as weights:
         yield _fake_inputs(leaves), weights
@@ -139,7 +142,7 @@ def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
-    """What has a shape only stands for something on the CPU."""
+    """Return the device of a tensor; a meta tensor represents one on the CPU."""
     return CPU if tensor.device.type == "meta" else tensor.device
 
 
@@ -154,9 +157,12 @@ class _Tracer(DispatchMode):
         self._modules: list[str] = []
 
     def let_go(self) -> None:
-        """The hooks in the graph of the call hold the tracer. Tensors of that graph in the tracer,
-        or in the hooks, would close a circle through autograd, where Python's collector does not
-        see it."""
+        """Release the tensors of the traced call.
+
+        The hooks in the graph of the call refer to the tracer. References from the tracer
+        back to tensors of that graph would form a cycle through autograd that Python's
+        garbage collector cannot see.
+        """
         self._alive.clear()
 
     def save(self, tensor: torch.Tensor) -> int:
@@ -346,8 +352,11 @@ def inventory(
     forward: Callable[..., Any] | None = None,
     flops_per_byte: float = FLOPS_PER_BYTE,
 ) -> Inventory:
-    """Traces one slice of a call. The tensors say their shapes and which of them take a gradient
-    (the first, if none does); `forward` stands for the module's own where that is replaced."""
+    """Trace one slice of a call and return what it could keep.
+
+    The arguments give the shapes and say which tensors take a gradient; if none does, the first
+    one is used. `forward` replaces the module's own forward.
+    """
     run = forward or module.__call__
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
     with collecting(), faked(module, leaves) as (inputs, weights):
@@ -359,7 +368,7 @@ def inventory(
 
 
 def kind_of_call(module: nn.Module, arguments: Any) -> Hashable:
-    """The same for calls that run the same operations on tensors of the same shapes."""
+    """Return a key that is equal for calls with the same operations on the same shapes."""
     leaves = [*module.parameters(), *pytree.tree_leaves(arguments)]
     return type(module), str(module), tuple(map(_shape, leaves))
 
@@ -387,9 +396,11 @@ class Inventories:
 def shapes_together(
     found: Mapping[str, Inventory], batch: tuple[int, ...]
 ) -> tuple[int, dict[str, BlockShape]]:
-    """Tokens of a sample, as the block with most of them sees it, and shapes of all blocks by that
-    count: those of one model may see different ones. `batch` is the shape of what the model is
-    called with: samples, and tokens if there are no blocks to ask."""
+    """Return the tokens per sample, and the shapes of all blocks relative to that count.
+
+    Blocks of one model may see different numbers of tokens; the largest one counts. `batch` is
+    the shape of the model's input: samples and, if there are no blocks, tokens.
+    """
     most = max((one.tokens for one in found.values()), default=math.prod(batch[:2]))
     seq = max(1, most // batch[0])
     shapes = {}
@@ -467,7 +478,7 @@ class _Block:
         return [part for part in parts if all(node.storable for node in part.saved)]
 
     def _cut(self, roots: list[int], work: set[int], *, shared: set[int]) -> list[_Part]:
-        """The saved results as one part; or as two, if a smaller one holds the expensive work."""
+        """Return the saved results as one part, or as two if a smaller one holds the expensive work."""
         saved = [self._nodes[root] for root in sorted(roots)]
         heavy, own = self._heavy(work), work - shared
         smaller = [
@@ -525,7 +536,7 @@ class _Block:
         return list(made.values())
 
     def _label(self, part: _Part) -> str:
-        """The operation, and where its most expensive work is done."""
+        """Return the operation and the module in which its most expensive work is done."""
         heavy = [self._nodes[index] for index in sorted(self._heavy(part.saved_work))]
         modules = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.saved)
         ops = dict.fromkeys(_ATTENTION.sub("attention", node.op) for node in part.saved)
@@ -555,8 +566,11 @@ MORE_KEPT = 1.05  # than planned: real calls may have a mask that fake ones have
 
 
 class SavePlans:
-    """`saved_classes`: classes by number of site. `planned_bytes`: what they take in the call that
-    was planned for."""
+    """The save plans of all sites.
+
+    `saved_classes` holds the classes that are saved, by number of the site. `planned_bytes`
+    holds what they take in the call that was planned.
+    """
 
     def __init__(
         self, saved_classes: Mapping[int, frozenset[str]], planned_bytes: Mapping[int, int]
@@ -566,8 +580,11 @@ class SavePlans:
         self._made: dict[tuple[Any, ...], SavePlan | None] = {}
 
     def of(self, block: Block, call: SavedCall, part: slice) -> SavePlan | None:
-        """For one slice of a call; None: nothing is kept, as of a call that would keep more than
-        was planned: there is no room for it."""
+        """Return the save plan of one slice of a call, or None if nothing is kept.
+
+        Nothing is kept of a call that would keep more than was planned, because there is no
+        memory for it.
+        """
         classes = self._saved_classes.get(block.number)
         if not classes:
             return None

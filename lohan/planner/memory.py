@@ -45,9 +45,12 @@ HeldBytes = dict[str, int]  # bytes by owner
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a site: bytes that it leaves in memory until its backward (`inputs`, `kept`), or
-    until they are on SSD (`moved`); and what its `forward` and its backward (`work`) take for work
-    besides `streams`. The head does both at once, as if in backward."""
+    """The memory of one call of a site, in bytes.
+
+    `inputs` and `kept` stay in memory until the backward of the call, and `moved` until it is
+    on SSD. `forward` and `work` are what forward and backward need besides `streams`. The head
+    runs both at once and counts as backward.
+    """
 
     groups: tuple[FlatGroup, ...]
     inputs: int = 0
@@ -60,9 +63,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How gradients wait: `held` groups until the next forward, others until `groups` more have
-    come; `width`: bytes of an element. `moving`: calls whose activations may be in flight to SSD
-    at a time, the one that makes them included."""
+    """The rules by which gradients and activations wait in memory.
+
+    The gradients of `held` groups wait until the next forward; those of other groups wait until
+    `groups` more have been computed. `width` is the size of an element in bytes. `moving` is
+    the number of calls whose activations may be on their way to SSD at a time, including the
+    current one.
+    """
 
     held: Collection[str]
     groups: int
@@ -82,8 +89,11 @@ def _first_calls(calls: Sequence[Call]) -> dict[str, int]:
 
 
 def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
-    """Where activations leave for SSD; elsewhere backward holds as much and works harder. Gradients
-    that were held are gone when their group is needed."""
+    """Yield the bytes that are held in forward, at each call.
+
+    They matter only if activations move to SSD: otherwise backward holds as much and needs more
+    memory for its work. Held gradients of a group are consumed by the time the group is needed.
+    """
     sizes = {group.key: group.numel for call in calls for group in call.groups}
     first = _first_calls(calls)
     inputs = kept = 0
@@ -150,8 +160,11 @@ IN_FORWARD, AT_HEAD = 3, 5  # hidden states: with two in flight; with losses
 
 @dataclass(frozen=True)
 class SiteBytes:
-    """One site, in the order of forward: bytes of work of its forward, with what it makes to keep,
-    and of its backward; of activations that stay with it; of its trained weights' gradients."""
+    """The bytes of one site on the device, in the order of forward.
+
+    `forward` includes what it computes to keep, `stays` is what remains on the device, and
+    `gradients` are those of its trained weights.
+    """
 
     forward: int
     backward: int
@@ -161,10 +174,13 @@ class SiteBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonBytes:
-    """What is the same for all sites. `stream`: bytes of the hidden state; `other_slices`: of its
-    parts that backward holds for them; `outside`: of what is held between sites before the head.
-    `groups`: whose gradients may be there at a time; with `sums`, those of the block at work are
-    not part of its work."""
+    """The bytes on the device that are the same for all sites.
+
+    `stream` is the hidden state, `other_slices` are its parts that backward holds for other
+    slices, and `outside` is what is held between sites before the head. `groups` is the number
+    of groups whose gradients may be present at a time. With `sums`, the gradients of the
+    current block are not part of its work.
+    """
 
     stream: int
     other_slices: int
@@ -219,8 +235,11 @@ PADDING = 2**16  # of the tensors of one site, when they are packed
 
 
 class KeptSizes:
-    """Of one model, batch and micro-batch. `width`: bytes of an element. What is asked of one
-    choice is asked many times, so all answers are remembered by choice."""
+    """The bytes that sites keep, for one model, batch and micro-batch.
+
+    `width` is the size of an element in bytes. Answers are cached by choice, because each
+    choice is looked up many times.
+    """
 
     def __init__(
         self, workload: BatchWorkload | None, found: Footprint | None, *, width: int
@@ -242,8 +261,11 @@ class KeptSizes:
         self._bytes: dict[Kept, list[int]] = {}
 
     def classes(self, kept: Kept) -> list[frozenset[str]]:
-        """Classes that each site keeps. Where the plan says how many sites keep a class, those that
-        do are spread evenly: the lanes are loaded evenly then."""
+        """Return the classes that each site keeps.
+
+        If the plan gives a number of sites for a class, these sites are spread evenly,
+        which also loads the lanes evenly.
+        """
         if kept not in self._classes:
             self._classes[kept] = self._spread(kept)
         return self._classes[kept]
@@ -269,7 +291,7 @@ class KeptSizes:
         return self.classes(kept)[self._number[name]]
 
     def by_site(self, kept: Kept) -> list[int]:
-        """That each site keeps, for the whole batch, without its inputs."""
+        """Return the bytes that each site keeps for the whole batch, without its inputs."""
         if kept not in self._bytes:
             self._bytes[kept] = self._sums(self.classes(kept))
         return self._bytes[kept]
@@ -319,7 +341,7 @@ IN_FLIGHT = 2  # sites, and slices of each, whose activations are in flight at a
 
 
 def _of_device(plan: Plan) -> tuple[object, ...]:
-    """What of a plan decides how much compute holds there."""
+    """Return the fields of a plan that determine the memory of compute on the device."""
     grads = plan.device_grads, plan.head_alone
     return plan.kept, plan.staying, grads, plan.head_tokens, plan.world
 
@@ -370,7 +392,7 @@ class DeviceMemoryModel:
         return self._largest_input + int(min(1.0, IN_FLIGHT * self._host.slice) * kept)
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
-        """What compute holds there when that is most."""
+        """Return what compute holds on the device at its peak."""
         host = self._host
         if host.found is None:
             return {}
@@ -391,8 +413,12 @@ class DeviceMemoryModel:
         return self._moments[key]
 
     def _site_bytes(self, plan: Plan) -> list[SiteBytes]:
-        """A block's forward makes what is kept of a slice, its backward finds it in flight. Of many
-        equal blocks in a row a few are enough: more of them hold no more."""
+        """Return the bytes of each site on the device.
+
+        The forward of a block creates what a slice keeps, and its backward fetches it
+        again. A few of many equal blocks in a row are enough, because more of them hold no
+        more.
+        """
         host = self._host
         kept = dict(zip(host.block_sites, host.sizes.by_site(plan.kept), strict=True))
         found: list[SiteBytes] = []
@@ -475,8 +501,11 @@ class _Known:
 
 
 class MemoryModel:
-    """Keeps the ledger of plans for one model, batch and micro-batch. `has_own_memory`: the device
-    has a memory of its own; otherwise compute works in host memory."""
+    """The ledgers of plans for one model, batch and micro-batch.
+
+    `has_own_memory` says that the device has its own memory. Otherwise compute uses host
+    memory.
+    """
 
     def __init__(
         self,
@@ -564,15 +593,20 @@ class MemoryModel:
 
     @property
     def staying(self) -> tuple[str, ...]:
-        """The last block is the first in backward: its activations need not leave the device, if
-        it has the room."""
+        """The sites whose activations stay on the device.
+
+        The last block comes first in backward, so that its activations need not leave if
+        there is room.
+        """
         return (
             tuple(self.block_sites[-1:]) if self.has_own_memory and self.slices <= IN_FLIGHT else ()
         )
 
     def relieved(self, plan: Plan, device_bytes: int) -> Plan | None:
-        """The plan, with activations staying on the device only if there is room for them; None if
-        there is no room for it without them either."""
+        """Return the plan, without activations that stay on the device if they do not fit.
+
+        The result is None if the plan does not fit without them either.
+        """
         if not self.has_own_memory or self.device_bytes(plan) <= device_bytes:
             return plan
         left = replace(plan, staying=())
@@ -643,8 +677,11 @@ class MemoryModel:
         return sites[-1] if sites else None
 
     def head_work(self, plan: Plan) -> int:
-        """Of one slice of tokens: logits and their gradients, then gradients of the weights and
-        the sum of those before."""
+        """Return the bytes that the head needs for one slice of tokens.
+
+        These are the logits with their gradients, then the gradients of the weights with
+        their sum over earlier slices.
+        """
         workload = self.workload
         if workload is None or self.head is None or not workload.vocabulary:
             return 0
@@ -712,8 +749,11 @@ class MemoryModel:
         }
 
     def _gradient_bytes(self, plan: Plan) -> int:
-        """Gradients that outlive their block's backward: of tied weights, of blocks whose update
-        is in flight, and those that are held."""
+        """Return the bytes of gradients that outlive the backward of their block.
+
+        They belong to tied weights, to blocks whose update is in flight, and to held
+        groups.
+        """
         width, held = self.gradient_width, self._held(plan)
         passing = sorted((g.numel for g in self.trained if g.key not in held), reverse=True)
         tied = numel(g for g in self.tied if self.has_own_memory or g.key not in held)
@@ -721,7 +761,7 @@ class MemoryModel:
         return width * (kept + sum(passing[: plan.grad_groups])) + FLOAT * tied
 
     def _held(self, plan: Plan) -> set[str]:
-        """Groups whose gradients wait in memory for the next forward."""
+        """Return the groups whose gradients wait in memory for the next forward."""
         if plan.needs_all_gradients:
             return {group.key for group in self.trained} - set(plan.spilled_gradients)
         return set(plan.deferred)
@@ -752,7 +792,7 @@ class MemoryModel:
     # -- compute ----------------------------------------------------------------------------------
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
-        """What compute holds in host memory when that is most."""
+        """Return what compute holds in host memory at its peak."""
         found, by_key = self.found, self.blocks.by_key
         assert found is not None
         groups = {s.name: tuple(by_key[key] for key in s.groups) for s in self.blocks.sites}
