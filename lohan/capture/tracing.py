@@ -478,7 +478,10 @@ class _Block:
         return [part for part in parts if all(node.storable for node in part.saved)]
 
     def _cut(self, roots: list[int], work: set[int], *, shared: set[int]) -> list[_Part]:
-        """Return the saved results as one part, or as two if a smaller one holds the expensive work."""
+        """Return the saved results as one part, or as two parts.
+
+        Two parts are made if a smaller one holds the expensive work.
+        """
         saved = [self._nodes[root] for root in sorted(roots)]
         heavy, own = self._heavy(work), work - shared
         smaller = [
