@@ -50,7 +50,7 @@ def needed_package(name: str) -> None:
 def test_examples_are_short() -> None:
     for name in (*SCRIPTS, *CONFIGS):
         lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 40, name
+        assert len(lines) <= 45, name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
