@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lohan.checkpoint.replacing import check_own, check_unmarked, export_digest
+from lohan.checkpoint.replacing import check_own, export_digest
 from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshard_to_world
 from lohan.config import BASE, Config, load_config
 from lohan.data.cache import CACHE_FILES
@@ -211,20 +211,14 @@ class RunFolder:
         return (config.budget.snapshot_dir or self.path / SNAPSHOTS) / name
 
     def tag(self, config: Config) -> str:
-        """Return the name that distinguishes this run's folders on a shared drive from others."""
-        mark = self.mark
-        return self._tag_by_path(config) if mark is None else mark.store
+        """Return the name that distinguishes this run's folders on a shared drive from others.
 
-    def _tag_by_path(self, config: Config) -> str:
-        """Return the tag of a run without a mark, derived from the path it was started with.
-
-        The settings contain that path, since the folder may have been moved.
+        A folder that no run has claimed yet has a provisional name, derived from its path.
         """
-        paths = (config.out, self.path, self.path.resolve())
-        tags = [f"lohan-{p.name}-{hashlib.sha256(bytes(p)).hexdigest()[:8]}" for p in paths]
-        found = [one for one in self.ssd_folders(config) if config.budget.ssd and one.is_dir()]
-        there = {parse_store_name(p.name)[0] for one in found for p in one.iterdir()}
-        return next((tag for tag in tags if tag in there), tags[0])
+        mark = self.mark
+        if mark is not None:
+            return mark.store
+        return f"lohan-{config.out.name}-{hashlib.sha256(bytes(config.out)).hexdigest()[:8]}"
 
     def ssd_folders(self, config: Config, rank: int = 0) -> list[Path]:
         """Return the directories over which the store of a rank is spread.
@@ -421,11 +415,7 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
     if (
         known is not None
         and folder.metrics_file.exists()
-        and (
-            mark
-            or folder.journal.exists()
-            or known.out == folder.path  # runs of earlier versions have no mark
-        )
+        and (mark is not None or folder.journal.exists())
     ):
         raise ConfigError(_without_store(folder, known))
     check_names(folder, config)
@@ -495,10 +485,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
                     f"{option} {path} lies in {target}, where the run would export its model; "
                     "give another --out, or set export = false under [output]"
                 )
-        if mark is not None:
-            check_own(target, mark.id)
-        else:
-            check_unmarked(target)
+        check_own(target, "" if mark is None else mark.id)
 
 
 def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
