@@ -67,7 +67,7 @@ def test_an_export_does_not_replace_what_the_run_is_made_of(lohan, inputs, tmp_p
 
 def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):  # noqa: F811
     run = tmp_path / "run"
-    more = ("--durability", "checkpoint", "--set", "budget.snapshot_every=1")
+    more = ("--set", "budget.snapshot_every=1")
     assert lohan(*short(inputs, run, *more)).code == 0
     shutil.rmtree(run / "store")
     ended = lohan("resume", run, "--steps", 3)

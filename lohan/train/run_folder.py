@@ -22,7 +22,7 @@ from lohan.config import BASE, Config, load_config
 from lohan.data.cache import CACHE_FILES
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.model.layout import RankInfo, parse_store_name
-from lohan.store.admin import find_snapshot, is_whole, restore
+from lohan.store.admin import find_snapshot, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
 from lohan.util.display import Display
@@ -663,11 +663,6 @@ def _without_store(folder: RunFolder, config: Config) -> str:
 
 def reshard_stores(folder: RunFolder, config: Config, world: int, display: Display) -> None:
     """Reshard the run's stores to `world` ranks, before the run resumes."""
-    if world > 1 and config.budget.durability != "step":
-        raise ConfigError(
-            f'durability = "{config.budget.durability}" goes with one rank, not {world}: their '
-            "commits are agreed step by step; resume with --gpus 1"
-        )
     reshard_to_world(
         partial(folder.ssd_folders, config),
         folder.store_name(config),
@@ -713,25 +708,24 @@ def _remove_data(path: Path) -> None:
         path.rmdir()
 
 
-def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
-    """Restore the store from its last snapshot if it is not consistent.
+def lost_with_snapshot(folder: RunFolder, config: Config) -> bool:
+    """Return whether the store is gone from the run folder and a snapshot of it exists.
 
-    This concerns stores that are written in place and died in a step or during a restore. Without a
-    store and a snapshot, do nothing: opening the store reports the problem.
+    A store on another drive does not count as lost, because the drive may not be mounted.
     """
-    dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
-    if is_whole(dirs):
-        return
+    if config.budget.ssd or sets_of(folder, config):
+        return False
     try:
-        find_snapshot(snapshots)
+        find_snapshot(folder.snapshots(config))
     except StoreError:
-        if not (dirs[0] / MANIFEST).exists():
-            return
-        raise StoreError(
-            f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
-            f"a step, and there is no snapshot at {snapshots}; start it again, with durability = "
-            "step or with snapshot_every"
-        ) from None
-    there = "is not whole" if dirs[0].exists() else "is not there"
-    display.note(f"the store in {dirs[0]} {there}; going back to the snapshot in {snapshots}")
-    restore(snapshots, dirs).close()
+        return False
+    return True
+
+
+def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
+    """Restore the store of a run from its last snapshot if the store was lost."""
+    if not lost_with_snapshot(folder, config):
+        return
+    dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
+    display.note(f"the store in {dirs[0]} is not there; going back to the snapshot in {snapshots}")
+    restore(snapshots, dirs, durability="step").close()
