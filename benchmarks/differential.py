@@ -95,7 +95,6 @@ AXES: dict[str, list[Any]] = {
     "host": ["large", 1.0, 1.0, 1.02, 1.2, 2.0, 0.97],
     "device": ["cpu", "emulated"],
     "device_memory": ["large", 1.0, 1.0, 1.02, 1.2, 2.0, 0.97],
-    "durability": ["step", "checkpoint"],
     "commit_every": ["step", 2, "auto", "10min"],
     "delays": [0, 1, 2, 3],
     "events": [[]],
@@ -188,8 +187,6 @@ def mend(case: Case, rng: random.Random) -> None:
         case["host"] = case["device_memory"] = "large"
         case["activations"], case["tiles"] = "recompute", "off"
         case["events"] = [e for e in case["events"] if e[1] not in ("replan", "oom_guard")]
-    if case["durability"] == "checkpoint" and case["commit_every"] != "auto":
-        case["commit_every"] = "step"
     if case["accumulate"] > 1:
         case["run_again"] = False
     for event in case["events"]:  # the guard watches the first steps of a plan alone
@@ -208,12 +205,12 @@ def mend_kind(case: Case, rng: random.Random) -> None:
         for axis in TRAIN_AXES:
             case[axis] = SIMPLEST[axis]
     if case["kind"] == "ranks":
-        case["durability"], case["run_again"] = "step", False
+        case["run_again"] = False
         case["batch"] = rng.choice((2, 4))
         case["micro_batch"] = 1 if case["micro_batch"] else None
     if case["kind"] == "train":
         if case["device"] == "cpu" and rng.random() < 0.4:
-            case["ranks"], case["durability"] = 2, "step"
+            case["ranks"] = 2
         case["known_batch"], case["run_again"], case["accumulate"] = True, False, 1
         case["frozen"], case["loss_factor"], case["cast"], case["delays"] = "none", 1.0, "model", 0
         if case["model"] == "gpt2":

@@ -321,7 +321,6 @@ class SessionRun:
             host=limits["host"],
             device=limits["device"] if own_memory else None,
             ssd=[self.folder / name],
-            durability=case["durability"],
             commit_every=commit,
         )
         return lohan.attach(
@@ -646,8 +645,6 @@ def train_arguments(case: Case, folder: Path, *, serial: bool) -> list[str]:
         case["dtype"],
         "--clip",
         case["clip"],
-        "--durability",
-        case["durability"],
     ]
     if case["lora"]:
         words += ["--lora", case["lora"]]

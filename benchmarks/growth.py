@@ -101,7 +101,7 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
     closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
     simulated_s, made = timed(
-        lambda: Simulator(request.machine, request.blocks, workload, True).forecast(plan)
+        lambda: Simulator(request.machine, request.blocks, workload).forecast(plan)
     )
     whole_s, _ = timed(lambda: plan_for_machine(request))
     actions = sum(map(len, made.phases))

@@ -3,10 +3,10 @@
     python benchmarks/kills.py --kills 1000 --seed 0 --minutes 60
 
 Every process of a run is killed (SIGKILL) until the run has come to its end: in a phase that is
-drawn first (loading, resuming, a step, a commit, a snapshot, a restore, an export), there between
+drawn first (loading, resuming, a step, a commit, a snapshot, an export), there between
 two operations on files or after a random time; one in five whenever a signal finds it. Kinds of
 runs: `plain`, `balanced` (updates in the next forward), `replanned` (another plan after the third
-step), `in place` (durability = "checkpoint", two steps between snapshots), `ranks` (two processes;
+step), `snapshots` (two steps between snapshots), `ranks` (two processes;
 one is killed and the other must end by itself, or both at once). A run that has ended is exported
 again, and those exports are killed too. Counted as
 
@@ -40,7 +40,6 @@ from common import HERE, Report, note, parser_of, work_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(HERE.parent))
 
-from lohan.store.admin import is_whole
 from tests import phases, ranked
 from tests.phases import FIRST
 from tests.processes import Boundary, Ended, Forge, Run
@@ -53,7 +52,6 @@ SNAPSHOT_EVERY = 2
 EARLY = 4  # the process is killed within so many steps: the next one meets the later ones
 OUTSIDE = 0.2  # of the kills: a signal at any instant
 EXIT_CODES = (0, 2, 130)  # documented ones of train, resume, export
-NO_SNAPSHOT = "there is no snapshot"
 NOT_BEGUN = "start it again"
 
 
@@ -62,7 +60,7 @@ class Kind:
     name: str
     options: tuple[object, ...] = ()
     ranks: int = 1
-    in_place: bool = False
+    snapshots: bool = False
     commit_every: int = 1
     env: dict[str, str] = field(default_factory=dict)
 
@@ -71,7 +69,7 @@ KINDS = (
     Kind("plain"),
     Kind("balanced", ("--clip", 0, "--update-mode", "balanced", "--host", "500KiB")),
     Kind("replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_REPLAN": "1"}),
-    Kind("in place", in_place=True),
+    Kind("snapshots", snapshots=True),
     Kind("interval", ("--commit-every", 3), commit_every=3),
     Kind("ranks", ("--host", "3MiB"), ranks=2),
 )
@@ -147,11 +145,9 @@ class Series:
 
     def train_words(self) -> list[object]:
         words = ["train", *arguments(self.inputs, self.out, *self.kind.options)]
-        if self.kind.in_place:
+        if self.kind.snapshots:
             config = self.folder / "config.toml"
-            config.write_text(
-                f'[budget]\ndurability = "checkpoint"\nsnapshot_every = {SNAPSHOT_EVERY}\n'
-            )
+            config.write_text(f"[budget]\nsnapshot_every = {SNAPSHOT_EVERY}\n")
             words += ["--config", config]
         return words
 
@@ -213,9 +209,7 @@ class Series:
         if first == "export":
             return [first]
         found = [first, first, "step", "step", "commit", "commit", "export"]
-        found += ["snapshot", "snapshot"] if self.kind.in_place else []
-        if first == "resume" and self.kind.in_place and not is_whole([self.out / "store"]):
-            found += ["restore"] * 16
+        found += ["snapshot", "snapshot"] if self.kind.snapshots else []
         return found
 
     def phase_of(self, rank: int) -> str:
@@ -250,7 +244,7 @@ class Series:
         seconds = time.monotonic() - start_s
         found, names = result(self.out), self.names()
         shutil.rmtree(self.out)
-        died = Kill(("step", SNAPSHOT_EVERY + 1, 9))  # in place, this needs a restore
+        died = Kill(("step", SNAPSHOT_EVERY + 1, 9))
         self.wait(self.start(self.train_words(), self.kind.ranks, {0: died}), [0])
         self.whole_process(["resume", self.out])
         names += self.names()
@@ -274,10 +268,8 @@ class Series:
 
     def note_promise(self) -> None:
         """A row in the log: that step is committed, or one as many steps before it as lie between
-        two commits; in place, the snapshot before it is."""
+        two commits."""
         rows = max(self.rows() - (self.kind.commit_every - 1), 0)
-        if self.kind.in_place:
-            rows = max(rows - 1, 0) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
         self.promised = max(self.promised, rows)
 
     def go(self) -> None:
@@ -299,10 +291,7 @@ class Series:
             elif words[0] == "train" and f"lohan resume {self.out}" in first.err:
                 words = ["resume", self.out]
                 continue
-            elif self.promised == 0 and (NO_SNAPSHOT in first.err or NOT_BEGUN in first.err):
-                if NO_SNAPSHOT in first.err:
-                    self.tally.count("started again before the first snapshot")
-                    shutil.rmtree(self.out)
+            elif self.promised == 0 and NOT_BEGUN in first.err:
                 words = self.train_words()
                 continue
             else:

@@ -247,7 +247,7 @@ def launched_us(
             optimizer=lohan.AdamW(lr=1e-3),
             batch=batch,
             activations=kept,
-            budget=lohan.Budget(host="64MiB", ssd=[place], durability="checkpoint"),
+            budget=lohan.Budget(host="64MiB", ssd=[place]),
             device=own,
             micro_batch=ROWS // slices,
             update_mode="optimized",

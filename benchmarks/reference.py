@@ -17,7 +17,7 @@ from common import median, note, peak_bytes
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
 MACHINE = "machine.toml"  # the profile, in the work folder
-WAY = {"clip": 0.0, "update_mode": "balanced", "durability": "step"}  # how LoHan runs
+WAY = {"clip": 0.0, "update_mode": "balanced"}  # how LoHan runs
 SHAPE = ("hidden", "layers", "intermediate", "vocabulary", "heads")
 
 

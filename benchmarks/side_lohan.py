@@ -136,7 +136,6 @@ def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
     budget = lohan.Budget(
         host=spec["host"],
         ssd=[spec["ssd"]],
-        durability=spec["durability"],
         commit_every=spec.get("commit_every", AUTO),
     )
     return lohan.attach(

@@ -38,13 +38,12 @@ def main() -> None:
             dtype="fp32",
             update_mode=spec["update_mode"],
             clip=spec["clip"],
-            durability=spec["durability"],
             activations=wish,
         )
         host = parse_bytes(spec["host"], name="host")
         return plan_for_budget(blocks, options, host_bytes=host, workload=workload, profile=machine)
 
-    simulator = Simulator(machine, blocks, workload, spec["durability"] == "step")
+    simulator = Simulator(machine, blocks, workload)
 
     def row(wish: str | Kept) -> dict[str, Any]:
         try:

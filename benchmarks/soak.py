@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[object, ...]] = {
     "plain": (),
     "balanced": ("--clip", 0, "--update-mode", "balanced", "--host", "500KiB"),
     "replanned": ("--activations", "holistic", "--host", "450KiB"),
-    "in place": ("--durability", "checkpoint", "--set", "budget.snapshot_every=2"),
+    "snapshots": ("--set", "budget.snapshot_every=2"),
 }
 LIMITS = {  # what may come with a cycle; 0: the second half has no more than the first
     "file descriptors": 0,

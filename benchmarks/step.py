@@ -51,7 +51,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--host", nargs="+", default=["1GiB"])
     parser.add_argument("--update-mode", nargs="+", choices=UPDATE_MODES, default=["balanced"])
-    parser.add_argument("--durability", nargs="+", default=["step"])
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--activations", default="recompute", help="as in `lohan train`")
     parser.add_argument("--rounds", type=int, default=4)
@@ -75,16 +74,14 @@ def sides_of(
     sides: dict[str, tuple[str, Child]] = {}
     for name, checkpointing in ((CHECKPOINTED, True), (WHOLE, False)):
         sides[name] = "side_torch.py", {**spec, "checkpointing": checkpointing}
-    for host, mode, durability in product(options.host, options.update_mode, options.durability):
+    for host, mode in product(options.host, options.update_mode):
         name = f"LoHan {host}, {mode}"
-        name += f", {durability}" if options.durability != ["step"] else ""
         sides[name] = (
             "side_lohan.py",
             {
                 **spec,
                 "host": host,
                 "update_mode": mode,
-                "durability": durability,
                 "profile": str(work / reference.MACHINE),
                 "activations": options.activations,
                 "ssd": str(stores / str(len(sides))),

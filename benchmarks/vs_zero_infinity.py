@@ -44,18 +44,16 @@ class Setting:
     """One of ours, and how many times the peer's speed it should reach, by tokens."""
 
     host: str
-    durability: str
     targets: dict[int, float]
 
     @property
     def name(self) -> str:
-        return f"LoHan {self.host}, {self.durability}"
+        return f"LoHan {self.host}"
 
 
 SETTINGS = (
-    Setting("1GiB", "step", {64: 2.5, 256: 2.0, 1024: 1.4}),
-    Setting("4GiB", "checkpoint", {64: 2.8, 256: 2.1}),
-    Setting("4GiB", "step", {64: 2.8, 256: 2.1, 1024: 1.45}),
+    Setting("1GiB", {64: 2.5, 256: 2.0, 1024: 1.4}),
+    Setting("4GiB", {64: 2.8, 256: 2.1, 1024: 1.45}),
 )
 
 
@@ -136,7 +134,6 @@ def lohan(
         **spec,
         "ssd": str(ssd),
         "host": setting.host,
-        "durability": setting.durability,
         "update_mode": "balanced",
         "clip": clip,
         "activations": "holistic",

@@ -88,7 +88,6 @@ AT_LEAST_0 = real("a number of at least 0", lambda x: x >= 0)
 BELOW_1 = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 DTYPES = ("fp32", "bf16", "fp16")
-DURABILITIES = ("step", "checkpoint")
 LOGGERS = ("tensorboard", "wandb")
 TASKS = (
     "language",
@@ -330,7 +329,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """[budget]: the resources that the run may use, and the durability of its state."""
+    """[budget]: the resources that the run may use, its commits and its snapshots."""
 
     host: int | None = setting(
         None,
@@ -363,12 +362,6 @@ class BudgetConfig:
         drives,
         "Folders on SSDs for the training state, one per drive; {rank} and {host} in a name stand "
         "for the rank's number and its machine. Not given: OUT/store.",
-    )
-    durability: str = setting(
-        "step",
-        choice(DURABILITIES),
-        "step: every committed step survives a crash, at twice the disk space. "
-        "checkpoint: half the space; a crash goes back to the last snapshot.",
     )
     commit_every: str = setting(
         AUTO,

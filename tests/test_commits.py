@@ -229,15 +229,6 @@ def test_what_is_no_interval_is_refused(text):
         parse_interval(text, name="commit_every")
 
 
-def test_one_copy_of_the_state_has_no_interval(tmp_path):
-    place = lohan.Budget(host="64MiB", ssd=[tmp_path], durability="checkpoint", commit_every=5)
-    with pytest.raises(
-        ConfigError, match=r'commit_every = "5" needs a second copy.*use durability'
-    ):
-        lohan.attach(net(), optimizer=lohan.AdamW(), budget=place)
-    assert not list(tmp_path.iterdir())
-
-
 # -- whole runs -----------------------------------------------------------------------------------
 
 

@@ -157,7 +157,6 @@ def test_unknown_override_is_refused_too() -> None:
         ("budget", "ssd", 3),
         ("budget", "ssd", [3]),
         ("budget", "ssd", ["/a", "/a"]),
-        ("budget", "durability", "never"),
         ("budget", "snapshot_every", -1),
         ("budget", "snapshot_dir", ""),
         ("output", "export", "yes"),
@@ -167,6 +166,11 @@ def test_unknown_override_is_refused_too() -> None:
 )
 def test_bad_value_names_its_key(section: str, key: str, value: Any) -> None:
     assert refusal(**{section: {key: value}}).startswith(f"[{section}] {key}: ")
+
+
+def test_rejects_removed_durability_with_the_nearest_setting() -> None:
+    message = refusal(budget={"durability": "checkpoint"})
+    assert message == "[budget] durability: unknown key; did you mean commit_every?"
 
 
 def test_message_says_what_it_got_and_wants() -> None:
@@ -238,7 +242,6 @@ budgets = st.builds(
     BudgetConfig,
     host=st.none() | st.integers(1024, 2**50) | st.integers(1, 999).map(lambda n: n * GiB),
     ssd=st.lists(names.map(lambda name: Path("/ssd") / name), unique=True).map(tuple),
-    durability=st.sampled_from(["step", "checkpoint"]),
     snapshot_every=st.integers(0, 9999),
     snapshot_dir=st.none() | names.map(lambda name: Path("/snap") / name),
 )

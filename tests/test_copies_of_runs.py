@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.checkpoint.replacing import check_target, check_unmarked, replacing, target_check
+from lohan.checkpoint.replacing import check_target, replacing, target_check
 from lohan.errors import ModelError
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_no_file_lost import tree
@@ -67,7 +67,7 @@ def test_an_export_does_not_replace_what_the_run_is_made_of(lohan, inputs, tmp_p
 
 def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):  # noqa: F811
     run = tmp_path / "run"
-    more = ("--durability", "checkpoint", "--set", "budget.snapshot_every=1")
+    more = ("--set", "budget.snapshot_every=1")
     assert lohan(*short(inputs, run, *more)).code == 0
     shutil.rmtree(run / "store")
     ended = lohan("resume", run, "--steps", 3)
@@ -83,17 +83,3 @@ def test_what_appears_at_the_target_meanwhile_stays(tmp_path):
     assert [path.name for path in target.iterdir()] == ["thesis.tex"]
     with pytest.raises(ModelError):
         check_target(target, overwrite=True)
-
-
-def test_an_unmarked_folder_is_an_export_or_stays(tmp_path):
-    for name in (
-        "config.json",
-        "tokenizer_config.json",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ):
-        (tmp_path / name).touch()
-    check_unmarked(tmp_path)
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ModelError, match=r"holds 'thesis\.tex'"):
-        check_unmarked(tmp_path)

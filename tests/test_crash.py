@@ -543,63 +543,6 @@ def test_kill_around_a_plan_for_clipped_steps(share, forge, inputs, tmp_path):
     assert result(killed) == expected
 
 
-# -- durability = "checkpoint" --------------------------------------------------------------------
-
-
-def in_place(inputs: Path, folder: Path, *, every: int) -> list[object]:
-    config = folder / "run-config.toml"
-    config.write_text(f'[budget]\ndurability = "checkpoint"\nsnapshot_every = {every}\n')
-    return ["--config", config, *arguments(inputs, folder / "run")]
-
-
-@pytest.fixture(scope="module")
-def whole_in_place(forge, inputs, whole, tmp_path_factory):
-    """Without interruption the result is the same, in half the space."""
-    folder = tmp_path_factory.mktemp("in-place")
-    ended = forge.run("train", *in_place(inputs, folder, every=4), trace=folder / "trace")
-    assert ended.code == 0, ended.err
-    assert result(folder / "run") == whole[0]
-    assert len(list((folder / "run" / "store").glob("slot-*.bin"))) == 1
-    return json.loads((folder / "trace").read_text())
-
-
-@pytest.mark.parametrize("back", [pytest.param(1, marks=pytest.mark.slow), 12])
-def test_kill_in_place_goes_back_to_the_snapshot(
-    back, forge, inputs, whole, whole_in_place, tmp_path
-):
-    """Killed after a write of step 5 or 6; the snapshot is of step 4."""
-    writes = [i for i, name in enumerate(whole_in_place) if name == "write done"]
-    given = in_place(inputs, tmp_path, every=4)
-    ended = forge.run("train", *given, kill_at=writes[-back])
-    assert ended.code == -signal.SIGKILL
-    ended = forge.run("resume", tmp_path / "run")
-    assert ended.code == 0, ended.err
-    assert "going back to the snapshot" in ended.out
-    assert f"resuming after step 4 of {STEPS}" in ended.out
-    assert result(tmp_path / "run") == whole[0]
-
-
-def test_kill_in_place_without_a_snapshot(forge, inputs, whole_in_place, tmp_path):
-    given = in_place(inputs, tmp_path, every=0)
-    run = forge.start("train", *given)
-    send_after_first_step(run, tmp_path / "run", signal.SIGKILL)
-    ended = forge.run("resume", tmp_path / "run")
-    assert ended.code == 2
-    assert "there is no snapshot" in ended.err and "snapshot_every" in ended.err
-    assert "Traceback" not in ended.err
-    again = forge.run("resume", tmp_path / "run")
-    assert again.code == 2 and again.err == ended.err
-
-
-def test_stop_in_place_is_durable(forge, inputs, whole, tmp_path):
-    """Ctrl-C settles what durability = "checkpoint" holds in memory."""
-    run = forge.start("train", *in_place(inputs, tmp_path, every=0))
-    assert send_after_first_step(run, tmp_path / "run", signal.SIGINT).code == 130
-    ended = forge.run("resume", tmp_path / "run")
-    assert ended.code == 0, ended.err
-    assert result(tmp_path / "run") == whole[0]
-
-
 def test_kill_between_evaluations(forge, tmp_path_factory, tmp_path):
     """Best so far, early-stop count and samples survive, also a death between an evaluation and its
     row of the log."""

@@ -172,7 +172,7 @@ def test_leftover_memory_caches_weights():
         )
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory
-        spec = spec_of(blocks, plan, two_generations=True)
+        spec = spec_of(blocks, plan)
         sites = tuple(range(len(blocks.sites)))
         order = ExecutionOrder(
             forward=sites, backward=sites[::-1], update_mode="balanced", deferred=()

@@ -1,5 +1,4 @@
-"""Where the last step is: with durability "checkpoint" what lives in host memory reaches the SSD at
-an export and at a clean end, and only there."""
+"""With a long commit interval, exports and clean ends write what is cached in host memory."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ def batch(step: int) -> torch.Tensor:
 
 def opened(model: Path, place: Path, **options: Any) -> tuple[torch.nn.Module, lohan.Session]:
     place.mkdir(exist_ok=True)
-    durability = options.pop("durability", "checkpoint")
+    commit_every = options.pop("commit_every", 100)
     module = lohan.load(model).train()
     session = lohan.attach(
         module,
         optimizer=lohan.AdamW(lr=1e-2),
         batch={"input_ids": batch(0).to("meta")},
-        budget=lohan.Budget(host=ROOMY, ssd=[place], durability=durability),
+        budget=lohan.Budget(host=ROOMY, ssd=[place], commit_every=commit_every),
         **options,
     )
     return module, session
@@ -55,7 +54,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     place = tmp_path_factory.mktemp("expected")
-    module, session = opened(model, place / "ssd", durability="step")
+    module, session = opened(model, place / "ssd", commit_every="step")
     with session:
         train(module, session, 4)
         session.export(place / "out")

@@ -81,7 +81,6 @@ VARIANTS = {
     "serial": {"overlap": False, "update_mode": "serial"},
     "clipped": {"clip": 1e9},
     "other chunks": {},
-    "in place": {},
 }
 
 
@@ -92,15 +91,7 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     if name == "other chunks":
         monkeypatch.setattr("lohan.engine.buffers.AVERAGED", 1000)
         tuned(monkeypatch, Tuning())
-    if name == "in place":
-        budget = lohan.Budget(host="64MiB", ssd=[tmp_path / "other"], durability="checkpoint")
-        net = small_model("llama")
-        with lohan.attach(net, optimizer=adamw(), budget=budget) as session:
-            for batch in steps:
-                loss_of(net, batch).backward()
-            found = average(session)
-    else:
-        found, _ = run(small_model("llama"), steps, tmp_path / "other", **options)
+    found, _ = run(small_model("llama"), steps, tmp_path / "other", **options)
     assert all(torch.equal(found[n], usual[n]) for n in usual)
 
 

@@ -47,7 +47,7 @@ def partly(which: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     [
         ("first blocks", {}),
         ("first blocks", {"update_mode": "serial", "micro_batch": 2}),
-        ("all but norms", {"update_mode": "naive", "micro_batch": 3, "durability": "checkpoint"}),
+        ("all but norms", {"update_mode": "naive", "micro_batch": 3}),
         ("middle and head", {"update_mode": "optimized", "activations": "all"}),
     ],
 )
@@ -56,8 +56,7 @@ def test_equals_in_memory_adamw(which, options, tmp_path):
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     expected_losses, expected = plain_run(model, data)
-    durability = options.pop("durability", "step")
-    budget = lohan.Budget(host="4MiB", ssd=[tmp_path], durability=durability)
+    budget = lohan.Budget(host="4MiB", ssd=[tmp_path])
     losses, weights = lohan_run(model, data, tmp_path, batch=data[0], budget=budget, **options)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)

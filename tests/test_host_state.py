@@ -1,32 +1,22 @@
-"""State that stays in host memory: durability "step" writes it through, "checkpoint" writes it at
-snapshots and at a clean stop only."""
+"""State that is cached in host memory is written with every commit and read again after errors."""
 
 from __future__ import annotations
 
 import shutil
-from functools import partial
 
 import pytest
 
 import lohan
-from lohan.errors import StoreError
-from lohan.store.admin import describe, restore, snapshot
-from tests import tied_sessions
+from lohan.store.admin import restore, snapshot
 from tests.overlapping import Tuning, data, tuned
-from tests.tied_sessions import STEPS, contents, finished, go_on
+from tests.tied_sessions import STEPS, contents, finished, go_on, opened
 
 MODES = [("optimized", 0.0), ("balanced", 0.0), ("balanced", 0.3)]
-opened = partial(tied_sessions.opened, durability="checkpoint")
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return finished(tmp_path_factory.mktemp("all"))
-
-
-def written(session: lohan.Session) -> int:
-    session.flush()
-    return session.store.counters.bytes_written
 
 
 def state_bytes(session: lohan.Session) -> int:
@@ -36,10 +26,9 @@ def state_bytes(session: lohan.Session) -> int:
 @pytest.mark.parametrize(("mode", "clip"), MODES)
 @pytest.mark.parametrize("cached", [0.4, 1.0])
 def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypatch):
-    """durability = step: a process that dies after any step, with everything in memory lost, goes
-    on from that step."""
+    """A process that loses its memory after any step goes on from that step."""
     tuned(monkeypatch, Tuning(cached=cached))
-    options = {"durability": "step", "update_mode": mode, "clip": clip}
+    options = {"update_mode": mode, "clip": clip}
     session = opened(tmp_path / "run", **options)
     reference = None
     for step in range(1, STEPS + 1):
@@ -60,43 +49,6 @@ def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypat
             assert contents(again) == reference
 
 
-@pytest.mark.parametrize(("mode", "clip"), MODES)
-def test_nothing_is_written_until_a_clean_stop(mode, clip, tmp_path, monkeypatch, expected):
-    """durability = checkpoint, everything in memory."""
-    tuned(monkeypatch, Tuning(cached=1.0, spilled=0.0))
-    with opened(tmp_path, update_mode=mode, clip=clip) as session:
-        first = written(session)
-        go_on(session, until=3)
-        assert written(session) == first
-        assert describe(tmp_path / "lohan-store")["meta"]["progress"]["step"] == 0
-        session.commit()
-        assert written(session) == first + state_bytes(session)
-        go_on(session, until=4)
-        assert written(session) == first + state_bytes(session)
-    facts = describe(tmp_path / "lohan-store")
-    assert facts["state"] == "clean" and facts["meta"]["progress"]["step"] == 4
-    with opened(tmp_path, resume=True, update_mode=mode, clip=clip) as session:
-        assert session.step == 4
-        go_on(session)
-        if not clip:
-            assert contents(session) == expected
-
-
-def test_only_what_is_not_in_memory_is_written(tmp_path, monkeypatch, expected):
-    """A chunk stays unwritten only if both its weights and its state are in memory."""
-    tuned(monkeypatch, Tuning(cached=0.5))
-    with opened(tmp_path) as session:
-        first = written(session)
-        go_on(session, until=2)
-        step = (written(session) - first) // 2
-        shape = session.executor.spec
-        stays = [(g, c) for g, c in shape.host_cached_state if g in shape.host_cached_weights]
-        assert stays
-        assert 0 < step < state_bytes(session)
-        go_on(session)
-        assert contents(session) == expected
-
-
 def test_snapshot_and_restore(tmp_path, monkeypatch, expected):
     tuned(monkeypatch, Tuning(cached=1.0))
     with opened(tmp_path / "run") as session:
@@ -105,7 +57,7 @@ def test_snapshot_and_restore(tmp_path, monkeypatch, expected):
         snapshot(session.store, tmp_path / "snapshots")
         go_on(session, until=4)
     shutil.rmtree(tmp_path / "run" / "lohan-store")
-    restore(tmp_path / "snapshots", [tmp_path / "run" / "lohan-store"]).close()
+    restore(tmp_path / "snapshots", [tmp_path / "run" / "lohan-store"], durability="step").close()
     with opened(tmp_path / "run", resume=True) as session:
         assert session.step == 2
         go_on(session)
@@ -136,7 +88,6 @@ def fail_once(session: lohan.Session, *, where: str) -> None:
 
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 def test_an_error_in_forward_costs_nothing(cached, tmp_path, monkeypatch, expected):
-    """The SSD is behind what is in memory: nothing may be read back from it."""
     tuned(monkeypatch, Tuning(cached=cached))
     with opened(tmp_path, update_mode="optimized") as session:
         go_on(session, until=3)
@@ -147,32 +98,9 @@ def test_an_error_in_forward_costs_nothing(cached, tmp_path, monkeypatch, expect
         assert contents(session) == expected
 
 
-@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_an_error_in_backward_cannot_be_undone_in_place(cached, tmp_path, monkeypatch, expected):
-    """Some blocks are updated, some are not, and no copy of the step before exists but the one of
-    the last clean stop: the session says so, and does not overwrite that."""
-    tuned(monkeypatch, Tuning(cached=cached))
-    session = opened(tmp_path, update_mode="optimized")
-    go_on(session, until=2)
-    session.commit()
-    fail_once(session, where="backward")
-    with pytest.raises(StoreError, match="did not finish"):
-        go_on(session)
-    with pytest.raises(StoreError, match="did not finish"):
-        session.commit()
-    session.close(flush=False)
-    if cached == 1.0:  # nothing was written in place
-        with opened(tmp_path, resume=True) as session:
-            assert session.step == 2
-            go_on(session)
-            assert contents(session) == expected
-    else:
-        assert describe(tmp_path / "lohan-store")["state"] == "not clean"
-
-
-def test_an_error_in_backward_is_undone_where_steps_are_durable(tmp_path, monkeypatch, expected):
+def test_an_error_in_backward_is_undone(tmp_path, monkeypatch, expected):
     tuned(monkeypatch, Tuning(cached=0.5))
-    with opened(tmp_path, durability="step") as session:
+    with opened(tmp_path) as session:
         go_on(session, until=2)
         fail_once(session, where="backward")
         assert session.step <= 2

@@ -216,15 +216,6 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
         config_of(tmp_path, "budget.gpus=4", "train.batch=3")
 
 
-def test_durability_of_several_ranks(tmp_path):
-    from lohan.train.run_folder import reshard_stores
-    from tests.displays import Watch
-
-    config = config_of(tmp_path, "budget.durability=checkpoint")
-    with pytest.raises(ConfigError, match="goes with one rank, not 2"):
-        reshard_stores(RunFolder(tmp_path / "run"), config, 2, Watch())
-
-
 def test_a_run_without_stores_says_where_they_should_be(tmp_path):
     from lohan.train.run_folder import stores_of
 

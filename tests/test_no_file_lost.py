@@ -41,7 +41,6 @@ from lohan.train.run_folder import (
     read_rows,
     repair_logs,
     step_rows,
-    stores_of,
 )
 from lohan.train.trainer import UnloggedRows
 from lohan.util.files import temporary_of, write_atomic
@@ -333,23 +332,6 @@ def test_a_store_is_found_under_any_path_of_its_run(inputs, tmp_path, call):
     out.rename(tmp_path / "moved")
     code, said = call("resume", tmp_path / "moved", "--steps", 4)
     assert code == 0, said
-
-
-def test_a_run_of_an_earlier_version_is_found(inputs, tmp_path, call):
-    """Without a mark, its store is named by the path that it was started with."""
-    out = tmp_path / "run"
-    command = words(inputs / "model", inputs / "train.jsonl", out, "--ssd", tmp_path / "drive")
-    assert call(*command)[0] == 0
-    (store,) = (tmp_path / "drive").iterdir()
-    (out / MARK).unlink()
-    (out / "model" / ".lohan-exported").unlink()
-    store.rename(store.with_name(f"lohan-run-{hashlib.sha256(bytes(out)).hexdigest()[:8]}"))
-    assert call("resume", out, "--steps", 2)[0] == 0
-    out.rename(tmp_path / "moved")
-    code, said = call("resume", tmp_path / "moved", "--steps", 3)
-    assert code == 0, said
-    folder = RunFolder(tmp_path / "moved")
-    assert stores_of(folder, folder.config()).step() == 3
 
 
 def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call):

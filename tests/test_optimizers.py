@@ -264,7 +264,7 @@ def test_arrays_of_a_chunk(name, moments, mode):
 
 
 def test_the_usual_arrays_are_what_they_were():
-    """Stores of earlier versions have no kind; they are read as they were written."""
+    """The arrays of AdamW define the format of the state in a store."""
     names = {mode: [array.name for array in kept.arrays] for mode, kept in STATE_FORMATS.items()}
     assert names == {
         "fp32": ["m", "v"],

@@ -1,4 +1,4 @@
-"""Sessions of one small model with tied weights, by any durability, and what their stores hold."""
+"""Sessions of one small model with tied weights, and what their stores hold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.overlapping import Tuning, data, net, tuned
 STEPS = 5
 
 
-def opened(place: Path, *, durability: str = "step", **options: Any) -> lohan.Session:
+def opened(place: Path, **options: Any) -> lohan.Session:
     place.mkdir(exist_ok=True)
-    budget = lohan.Budget(host="256MiB", ssd=[place], durability=durability)
+    budget = lohan.Budget(host="256MiB", ssd=[place])
     return attached(net("tied"), place, budget=budget, **options)
 
 

@@ -26,7 +26,6 @@ def store_from_snapshot(
     read: ReadFlat,
     given: Mapping[str, torch.dtype],
     *,
-    durability: str,
     process_group: ProcessGroup,
     meta: Mapping[str, Any],
 ) -> None:
@@ -60,9 +59,7 @@ def store_from_snapshot(
         own, state_format=state_format, chunk_params=chunk_params, gradients=scratch, exact=exact
     )
     barrier = process_group.barrier if process_group.several else None
-    with Store.create(
-        dirs, layout, durability=durability, first_generation=generation, barrier=barrier
-    ) as store:
+    with Store.create(dirs, layout, first_generation=generation, barrier=barrier) as store:
         fill(
             store,
             [group for group in own if group.frozen],

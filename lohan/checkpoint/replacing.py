@@ -35,11 +35,6 @@ EXPORTED = "export"  # the run id in the mark of an export that the user request
 PARTIAL, REPLACED, JOURNAL = "lohan-partial", "lohan-replaced", "lohan-journal"
 LOCK = "lohan-lock"
 DIGESTED = 16 * MiB  # Larger files are identified by size and time instead of a digest.
-_EXPORTED = (
-    r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template"
-    r"|adapter_config|preprocessor_config|processor_config|.*\.index)\.json"
-    r"|.*\.(safetensors|jinja|model)|merges\.txt|vocab\.txt"
-)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -57,7 +52,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         raise ModelError(
             f"{target}: holds {files} and no model, it is not overwritten; give another --out"
         )
-    if strange := _not_exported(target):
+    recorded = _marked(target) or {}
+    if strange := [name for name, what in _files(target).items() if recorded.get(name) != what]:
         raise ModelError(
             f"{target}: holds {strange[0]!r}, which no export has written there, or not like that, "
             "so it is not overwritten; move it away, or give another --out"
@@ -69,36 +65,6 @@ def target_check(target: Path, *, overwrite: bool, mark: str | None) -> Callable
     if mark is not None:
         return partial(check_own, target, mark)
     return partial(check_target, target, overwrite=overwrite)
-
-
-def check_unmarked(target: Path) -> None:
-    """Refuse a folder that holds anything other than exported files.
-
-    This is for runs of an earlier version, which have no id to mark their exports with.
-    """
-    strange = _not_exported(target) if target.is_dir() else []
-    if strange or (os.path.lexists(target) and not target.is_dir()):
-        what = f"holds {strange[0]!r}" if strange else "is a file"
-        raise ModelError(
-            f"{target} {what}, and the run exports its model there; move it away, or set "
-            "export = false under [output] and use `lohan export` later"
-        )
-
-
-def _not_exported(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that do not belong to an export.
-
-    If the folder has a mark, these are the files that differ from the mark's record. Otherwise,
-    files are judged by their names.
-    """
-    known = _marked(folder)
-    if known is not None:
-        return [name for name, what in _files(folder).items() if known.get(name) != what]
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.is_dir() or not re.fullmatch(_EXPORTED, path.name)
-    )
 
 
 def check_space(target: Path, needed: int) -> None:

@@ -208,7 +208,6 @@ def reshard(
             target = Store.create(
                 dirs,
                 source.regions_of(ranks),
-                durability=sources[0].durability,
                 first_generation=sources[0].generation,
             )
             targets.append((opened.enter_context(target), ranks))

@@ -543,7 +543,6 @@ def create_store(
     plan: Plan,
     *,
     dirs: Sequence[Path],
-    durability: str,
     engine: str | IOEngine,
     meta: Mapping[str, Any],
     progress: OnProgress,
@@ -565,7 +564,7 @@ def create_store(
         exact=exact,
     )
     barrier = process_group.barrier if ranks.several else None
-    store = Store.create(dirs, layout, durability=durability, engine=engine, barrier=barrier)
+    store = Store.create(dirs, layout, engine=engine, barrier=barrier)
     try:
         first = {
             **meta,

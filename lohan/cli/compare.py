@@ -18,7 +18,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
-from lohan.planner.machine_plan import MachinePlan, PlanRequest, SpaceError, plan_for_machine
+from lohan.planner.machine_plan import PlanRequest, plan_for_machine
 from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, PolicyResult, policy, run, with_choices
 from lohan.util.display import echo
@@ -89,7 +89,7 @@ def _auto(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )
     try:
-        planned = _plan_in_space(request)
+        planned = plan_for_machine(request)
     except BudgetError as refused:
         return PolicyResult(feasible=False, reason=str(refused))
     made = planned.forecast
@@ -103,17 +103,6 @@ def _auto(
         peak_bytes=planned.peak_bytes,
         kept_bytes=sum(site.kept_bytes for site in made.work.sites),
     )
-
-
-def _plan_in_space(request: PlanRequest) -> MachinePlan:
-    """With every step durable or, where the drives have no room for two generations of the state
-    and for activations, with one of them, as other systems have it, if that is faster."""
-    one = replace(request, options=replace(request.options, durability="checkpoint"))
-    try:
-        made = plan_for_machine(request)
-    except SpaceError:
-        return plan_for_machine(one)
-    return min(made, plan_for_machine(one), key=lambda p: p.step_s) if made.scarce else made
 
 
 # -- `lohan simulate`: one policy on one machine, for people and for programs ----------------------

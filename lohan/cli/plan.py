@@ -93,7 +93,7 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         )
         then = ", by a plan for such steps" if made.changes_plan else ""
         lines.append(f"if clipped    {clipped}, with every norm above the limit{then}")
-    elif made.plan.clip and made.plan.always_waits(two_generations=made.options.two_generations):
+    elif made.plan.clip and made.plan.always_waits():
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -155,7 +155,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained, two_generations=made.options.two_generations),
+        "updates": _updates(plan, trained),
         **_updated_twice(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
@@ -218,10 +218,10 @@ def _activations(plan: Plan) -> str:
     return f"{text}; those of {counted(len(plan.spilled_sites), 'block')} go to SSD"
 
 
-def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
+def _updates(plan: Plan, groups: int) -> str:
     if plan.update_mode == "serial" or (plan.needs_all_gradients and not plan.overlap):
         return f"{plan.update_mode}: all {groups} groups after backward"
-    if plan.may_speculate(two_generations=two_generations) and plan.clip:
+    if plan.may_speculate and plan.clip:
         again = "run again" if plan.spilled_gradients else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
@@ -229,7 +229,7 @@ def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
             f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
-    if plan.may_speculate(two_generations=two_generations):
+    if plan.may_speculate:
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.needs_all_gradients:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
@@ -240,8 +240,6 @@ def _updates(plan: Plan, groups: int, *, two_generations: bool) -> str:
 def _commits(made: MachinePlan) -> str:
     """How often, what a crash can cost, and what that saves."""
     plan, foreseen = made.plan, made.forecast
-    if made.options.durability != "step":
-        return "with each snapshot, and at the end"
     if not plan.commits_by_interval:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
@@ -404,7 +402,6 @@ def refusal_json(request: PlanRequest, reason: str) -> dict[str, Any]:
 
 PLANNED = (
     "budget.host",
-    "budget.durability",
     "budget.commit_every",
     *(
         f"train.{key}"

@@ -234,7 +234,6 @@ VERIFIED = (
     "budget.gpus",
     "budget.host",
     "budget.ssd",
-    "budget.durability",
     "budget.commit_every",
     *(
         f"train.{key}"

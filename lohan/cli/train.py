@@ -106,15 +106,15 @@ def resume(
     from here on; --ssd says where a store that was moved is now."""
     if keep_schedule and steps is None:
         raise ConfigError("--keep-schedule goes with --steps; give both, or leave it out")
-    from lohan.train.run_folder import RunFolder, stores_of
+    from lohan.train.run_folder import RunFolder, lost_with_snapshot, stores_of
 
     changes = {name: value for name, value in overrides.items() if value is not None}
     changes |= dict(map(assignment, assignments or ()))
     check_changes(changes)
     folder = RunFolder(run.absolute())
     config = folder.config(changes)
-    # Written in place, it has one rank, and its store may have to come from a snapshot first.
-    alone = is_rank() or config.budget.durability == "checkpoint"
+    # A store that is restored from a snapshot has one rank.
+    alone = is_rank() or lost_with_snapshot(folder, config)
     as_ranks(gpus or (1 if alone else stores_of(folder, config).world))
     set_up_libraries()
     from lohan.train.trainer import resume as run_resume

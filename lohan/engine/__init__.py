@@ -78,9 +78,7 @@ The end of the step
    is written during the backward after it, and C comes there: a crash can cost the step in flight
    and the one before it.
 
-With durability = "checkpoint" there is one generation, written in place, and Session.commit or a
-snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort_step drops
-what is queued, completes what is in flight and, with two generations, reads cached weights and
-state of the last commit again; with one, the session is lost if an update of the step has run. If
-no lane has failed, but the model's own code, it commits the steps before first, where it can.
+An error on a lane is raised by every wait. Executor.abort_step drops what is queued, completes what
+is in flight, and reads cached weights and state of the last commit again. If no lane has failed,
+but the model's own code, it first commits the steps before, where it can.
 """

@@ -60,7 +60,7 @@ from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, commit_interval
+from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups
@@ -73,7 +73,7 @@ from lohan.store.store import Store
 from lohan.util.settings import tile_tokens
 from lohan.util.system import cgroup_memory_limit, host_memory_bytes, offline, total_memory_bytes
 from lohan.util.trace import Trace
-from lohan.util.units import AUTO, format_bytes, parse_bytes
+from lohan.util.units import AUTO, format_bytes, parse_bytes, parse_interval
 
 STORE_FOLDER = "lohan-store"
 
@@ -91,7 +91,6 @@ class Budget:
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
     device: str | int | None = None
-    durability: str = "step"
     commit_every: str | int = AUTO
 
     def host_bytes(self, ranks: int = 1) -> int:
@@ -197,15 +196,6 @@ def rank_device(device: Device, process_group: ProcessGroup) -> Device:
         device = LinkedCpuDevice()
     process_group.open_net(device.torch_device)
     return device
-
-
-def check_durability(durability: str, commit_every: str | int, process_group: ProcessGroup) -> None:
-    commit_interval(durability, commit_every)
-    if process_group.several and durability != "step":
-        raise ConfigError(
-            f"durability = {durability!r} goes with one rank, this run has {process_group.world}: "
-            'their commits are agreed step by step; use durability = "step"'
-        )
 
 
 def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
@@ -338,7 +328,7 @@ def attach(
     offload_policy, model_policy, store_policy = with_keywords(
         offload_policy, model_policy, store_policy, fields
     )
-    check_durability(budget.durability, budget.commit_every, process_group)
+    parse_interval(budget.commit_every, name="commit_every")
     make_groups = _groups_maker(model, optimizer, param_groups)
     batch = None if batch is None else arguments_by_name(model, batch)
     source, dtype, found, wider = _prepared(model, batch, model_policy, new=not store_policy.resume)
@@ -442,10 +432,9 @@ def _options(
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
         update_mode=offload.update_mode,
         activations=offload.activations,
-        durability=budget.durability,
         kind=optimizer.kind,
         can_rerun=offload.run_again,
-        commit=commit_interval(budget.durability, budget.commit_every),
+        commit=parse_interval(budget.commit_every, name="commit_every"),
     )
 
 
@@ -469,7 +458,6 @@ def _created(
         context.blocks,
         plan,
         dirs=_store_dirs(context, budget, store_policy),
-        durability=budget.durability,
         engine=store_policy.engine,
         meta=store_policy.meta or {},
         progress=store_policy.progress,
@@ -491,13 +479,16 @@ def _reopened(
     dirs = _store_dirs(context, budget, store_policy)
     opened = open_store(context.process_group, dirs, engine=store_policy.engine)
     store = undo.enter_context(opened)
+    if store.durability != "step":
+        raise StoreError(
+            f"{dirs[0]} is a snapshot, with one copy of the state that a step would overwrite; "
+            'copy it to a new store with lohan.store.admin.restore(..., durability="step")'
+        )
     held = stored_model(store.meta, store.regions)
     check_same(store, context.blocks, context.options.dtype, optimizer.kind)
     options = replace(
         context.options,
         chunk_params=held.chunk_params,
-        durability=store.durability,
-        commit=commit_interval(store.durability, budget.commit_every),
         gradients_on_ssd=any(region.scratch for region in store.regions),
     )
     plan, context = agreed_plan(replace(context, options=options))

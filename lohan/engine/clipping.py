@@ -56,16 +56,14 @@ class Clipping:
         self,
         plan: Plan,
         *,
-        two_generations: bool,
         scheduler: ActionScheduler,
         runner: ActionRunner,
         store: Store,
         collectives: StepCollectives,
     ) -> None:
-        """`two_generations`: there is a committed generation to go back to."""
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
-        self._possible = plan.may_speculate(two_generations=two_generations)
+        self._possible = plan.may_speculate
         self.all_held_in_memory = not plan.spilled_gradients  # in memory, until the norm is known
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)

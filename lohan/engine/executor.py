@@ -244,8 +244,7 @@ class Executor:
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.step_gradients = StepGradients(self.refresh_resident)
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        two_generations = store.durability == "step"  # a committed one to go back to
-        self.spec = spec_of(context.shards, plan, two_generations=two_generations)
+        self.spec = spec_of(context.shards, plan)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context,
@@ -272,7 +271,7 @@ class Executor:
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.update_mode,
             deferred=deferred_groups(blocks, plan),
-            speculates=plan.may_speculate(two_generations=two_generations),
+            speculates=plan.may_speculate,
             by_interval=plan.commits_by_interval,
         )
         self.commit_clock = CommitClock(plan, context.process_group)
@@ -297,7 +296,6 @@ class Executor:
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
             plan,
-            two_generations=two_generations,
             scheduler=self.scheduler,
             runner=self.runner,
             store=store,
@@ -645,7 +643,7 @@ class Executor:
             self.scheduler.drain()
 
     def commit(self) -> None:
-        """Every finished step is durable when it returns, where there are two generations."""
+        """Make every finished step durable."""
         self.flush()
         with self.guarded():
             self.runner.commit_uncommitted()
@@ -668,11 +666,6 @@ class Executor:
     def in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
         return self._in_backward
-
-    @property
-    def outside_backward(self) -> bool:
-        """Weights and state are those of the last finished step, or will be when it is flushed."""
-        return not self._lost and not self._in_backward
 
     @property
     def lost(self) -> bool:
@@ -706,15 +699,8 @@ class Executor:
                 self.runner.activation_spill.discard_in_flight()
             if self.store.status is Status.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
-            elif self.store.durability == "step":
-                self.runner.load_host_cached()
-                self._lost = ""
-            elif self.runner.unfinished:  # the SSD is behind what is cached: nothing to go back to
-                self._lost = (
-                    "the weights in memory belong to a step that did not finish, and with "
-                    "durability = checkpoint they have no copy on SSD"
-                )
             else:
+                self.runner.load_host_cached()
                 self._lost = ""
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"

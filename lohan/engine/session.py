@@ -1,4 +1,4 @@
-"""A model attached to its store: steps, durability, export, and new plans while it runs."""
+"""A model attached to its store: steps, commits, export, and new plans while it runs."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ class PlanContext:
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         """What a plan does on such a machine, of a known batch."""
         assert self.workload is not None
-        return Simulator(
-            profile, self.shards, self.workload, self.options.two_generations
-        ).forecast(plan, clipped=clipped)
+        return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
         """The machine as a step by this plan found it on this rank."""
@@ -323,9 +321,6 @@ class Session:
     def commit(self) -> None:
         """Flush, and make the last step durable. `export` and `close` call this method."""
         self.executor.commit()
-        if self.store.durability == "checkpoint" and self._committed_step != self.step:
-            self.executor.runner.write_back_host_cached()
-            self.store.commit(clean=True)
         self._committed_step = self.step
 
     @property
@@ -487,14 +482,13 @@ class Session:
             error.add_note(f"closing the session failed too: {second}")
 
     def _commits_after(self, error: BaseException) -> bool:
-        """An error of the user's own code does not cost the steps before it, which may not be
-        committed yet. After Ctrl-C they are committed only where that is many steps, with commit
-        intervals, or where the store would be left in the middle of one, with durability
-        "checkpoint"."""
+        """Return whether `close` commits the steps that ended before an error.
+
+        An error of the user's own code does not lose them. After Ctrl-C they are committed only
+        if there may be many of them, that is, if commits are made by interval.
+        """
         if self._stopped or self._executor is None:
             return False
-        if self.store.durability == "checkpoint":
-            return self._executor.outside_backward
         return isinstance(error, Exception) or self.plan.commits_by_interval
 
 

@@ -19,11 +19,10 @@ from lohan.util.units import AUTO
 class LohanArguments:
     """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
     not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
-    LOHAN_DURABILITY, LOHAN_COMMIT_EVERY. Without `ssd` the state is in the output folder."""
+    LOHAN_COMMIT_EVERY. Without `ssd` the state is in the output folder."""
 
     host: str | int | None = None
     ssd: tuple[str | os.PathLike[str], ...] = ()
-    durability: str = ""
     commit_every: str | int = ""
     device_memory: str | int | None = None
     micro_batch: int | None = None
@@ -41,7 +40,6 @@ class LohanArguments:
             host=self.host or os.environ.get("LOHAN_HOST"),
             ssd=ssd,
             device=self.device_memory,
-            durability=self.durability or os.environ.get("LOHAN_DURABILITY", "step"),
             commit_every=self.commit_every or os.environ.get("LOHAN_COMMIT_EVERY", AUTO),
         )
 

@@ -206,7 +206,6 @@ class OutputStore:
         of another folder. Weights that are not trained come from the model."""
         self._new_store()
         dirs, group = self._store_dirs(), self._ranks or ALONE
-        budget = self.lohan.budget(self.args.output_dir)
         named = self.model.named_parameters(remove_duplicate=False)
         given = {name: given_dtype(p) for name, p in named if not p.requires_grad}
         logger.info(f"{dirs[0]}: the store is made from the state in {checkpoint}")
@@ -218,7 +217,6 @@ class OutputStore:
                 dirs,
                 weights_source(self.model),
                 given,
-                durability=budget.durability,
                 process_group=group,
                 meta={OUTPUT_DIR: str(self._out.resolve())},
             )

@@ -12,7 +12,7 @@ from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.files import from_json, load_json
-from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
+from lohan.util.units import EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- The plan: made by the planner, followed by the executor, convertible to and from JSON ---------
 
@@ -92,32 +92,29 @@ class Plan:
         """
         return self.clip > 0 or self.dtype == "fp16" or self.update_mode == "serial"
 
-    def may_speculate(self, *, two_generations: bool) -> bool:
-        """Return whether updates may run in backward as if no step were clipped.
+    @property
+    def may_speculate(self) -> bool:
+        """True if updates may run in backward as if no step were clipped.
 
         If the step is clipped after all, the updates are rolled back and repeated, with the held
-        gradients if all of them are in memory, or by running the step again. `two_generations` says
-        whether the store has a committed generation to return to. That is the generation of the
-        previous step only if every step is committed; otherwise updates wait.
+        gradients if all of them are in memory, or by running the step again. The committed
+        generation is that of the previous step only if every step is committed; otherwise updates
+        wait.
         """
         every_step = self.updates_in_next_forward and not self.commits_by_interval
-        return every_step and two_generations and (self.can_rerun or not self.spilled_gradients)
+        return every_step and (self.can_rerun or not self.spilled_gradients)
 
     @property
     def updates_in_next_forward(self) -> bool:
         """True if all updates run in the next forward, except those made by speculation."""
         return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
 
-    def always_waits(self, *, two_generations: bool, every_clipped: bool = False) -> bool:
+    def always_waits(self, *, every_clipped: bool = False) -> bool:
         """Return whether all updates of every step run in the next forward.
 
         This is so if not every step is committed, or if every step is clipped.
         """
-        return (
-            self.updates_in_next_forward
-            and two_generations
-            and (self.commits_by_interval or every_clipped)
-        )
+        return self.updates_in_next_forward and (self.commits_by_interval or every_clipped)
 
     @property
     def commits_by_interval(self) -> bool:
@@ -268,20 +265,6 @@ class BatchWorkload:
 # -- The options of a plan, besides the model and the machine --------------------------------------
 
 
-def commit_interval(durability: str, commit_every: str | int) -> Interval | None:
-    """Return the commit interval that the user asked for, or None if the planner chooses it."""
-    wanted = parse_interval(commit_every, name="commit_every")
-    if durability == "step":
-        return wanted
-    if wanted not in (None, EVERY_STEP):
-        raise ConfigError(
-            f'commit_every = "{commit_every}" needs a second copy of the state to write to, which '
-            f"durability = {durability!r} has not: it commits with each snapshot; use durability = "
-            f'"step", or leave commit_every at "{AUTO}"'
-        )
-    return EVERY_STEP
-
-
 # Properties of a step that a plan can minimise; cost includes the machine's time and drive wear.
 MINIMISE = ("time", "writes", "cost")
 
@@ -310,7 +293,6 @@ class PlanOptions:
     spill_all: bool = False
     # True to cache whole groups first, instead of all weights and then state.
     cache_groups: bool = False
-    durability: str = "step"
     commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.
     minimise: str = "time"  # One of MINIMISE.
     activations: str | Kept = "holistic"  # One of ACTIVATIONS, or an explicit choice.
@@ -319,11 +301,6 @@ class PlanOptions:
     world: int = 1
     # Device memory, by owner, that is used besides the blocks and the schedule.
     device_overhead: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def two_generations(self) -> bool:
-        """True if the store has a committed generation to return to during a step."""
-        return self.durability == "step"
 
     def fixed_by(self, plan: Plan) -> PlanOptions:
         """Return the options for another plan of the same run.
@@ -353,9 +330,8 @@ def options_of(
         activations=activation_policy_of(train.activations),
         clip=train.clip,
         kind=train.kind,
-        durability=budget.durability,
         minimise=minimise,
         world=world,
         can_rerun=True,
-        commit=commit_interval(budget.durability, budget.commit_every),
+        commit=parse_interval(budget.commit_every, name="commit_every"),
     )

@@ -56,7 +56,6 @@ def choose(
     plan: Plan,
     *,
     limit: int,
-    two_generations: bool,
     minimise: str = "time",
     kept: Kept | None = None,
     spill_all: bool = False,
@@ -66,7 +65,7 @@ def choose(
     If `kept` is given, only the share is chosen. Of equally fast choices, the one that keeps the
     fewest bytes is returned.
     """
-    pricer = _Pricer(profile, memory, workload, plan, limit, two_generations, spill_all)
+    pricer = _Pricer(profile, memory, workload, plan, limit, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
     if plan.needs_all_gradients:
         shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
@@ -111,13 +110,12 @@ class _Pricer:
         workload: BatchWorkload,
         plan: Plan,
         limit: int,
-        two_generations: bool,
         spill_all: bool,
     ) -> None:
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
-        self.two_generations, self.spill_all = two_generations, spill_all
+        self.spill_all = spill_all
         # Whether cached weights and state are written in every step.
-        self.writes_cached = two_generations and not plan.commits_by_interval
+        self.writes_cached = not plan.commits_by_interval
         bare = replace(plan, kept=(), spilled_sites=())
         # Host memory for activations, waiting gradients, and cached weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
@@ -158,7 +156,7 @@ class _Pricer:
         waiting = trained * width * share
         spilled = max(0.0, waiting - free) if plan.needs_all_gradients else 0.0
         in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
-        if in_memory.may_speculate(two_generations=self.two_generations):
+        if in_memory.may_speculate:
             # The price is that of a step that is not clipped: its updates run in backward.
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting

@@ -97,7 +97,6 @@ class Simulator:
     profile: Profile
     blocks: Blocks
     workload: BatchWorkload
-    two_generations: bool
     # The last rough forecasts by plan and `clipped`, because planning requests them repeatedly.
     _rough: dict[tuple[Plan, bool], Forecast] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -126,7 +125,7 @@ class Simulator:
             spec, work = _joined(spec, work, FEW_CHUNKS)
         elif chunks > 2 * MANY_CHUNKS:
             spec, work = _joined(spec, work, MANY_CHUNKS)
-        order = planned_order(blocks, plan, two_generations=self.two_generations, clipped=clipped)
+        order = planned_order(blocks, plan, clipped=clipped)
         machine = profile if order.commits else replace(profile, commit_s=0.0)
         chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
@@ -151,7 +150,7 @@ class Simulator:
         return _with_commits(made, profile, spec, later)
 
     def spec(self, plan: Plan) -> ScheduleSpec:
-        return spec_of(self.blocks, plan, two_generations=self.two_generations)
+        return spec_of(self.blocks, plan)
 
 
 def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpec, StepWork]:

@@ -216,7 +216,7 @@ class PlanProblem:
         """The simulator of this problem, or None if the machine is not known."""
         if (machine := self.rank_machine) is None:
             return None
-        return Simulator(machine, self.blocks, self.workload, self.options.two_generations)
+        return Simulator(machine, self.blocks, self.workload)
 
     @property
     def traced(self) -> bool:
@@ -277,7 +277,7 @@ class MachinePlan(PlanProblem):
 
     @property
     def spec(self) -> ScheduleSpec:
-        return spec_of(self.blocks, self.plan, two_generations=self.options.two_generations)
+        return spec_of(self.blocks, self.plan)
 
     @property
     def phases(self) -> dict[str, Schedule]:
@@ -340,10 +340,9 @@ def solve(problem: PlanProblem) -> MachinePlan:
         faster = without_lane(problem.machine, made.binding).share(plan.world)
         faster_s = on_machine(made, faster).step_s
     calls = problem.site_order(plan) if problem.site_order is not None else ()
-    two_generations = problem.options.two_generations
-    order = planned_order(problem.blocks, plan, calls, two_generations=two_generations)
+    order = planned_order(problem.blocks, plan, calls)
     if calls:
-        check_order(spec_of(problem.blocks, plan, two_generations=two_generations), order)
+        check_order(spec_of(problem.blocks, plan), order)
     return MachinePlan(
         **{field.name: getattr(problem, field.name) for field in fields(PlanProblem)},
         plan=plan,
@@ -485,9 +484,6 @@ def _changes(request: PlanRequest) -> Iterator[str]:
         if fits(replace(request, host=more)):
             yield f"--host {format_bytes(more).replace(' ', '')}"
             break
-    once = replace(request.options, durability="checkpoint")
-    if request.options.durability != "checkpoint" and fits(replace(request, options=once)):
-        yield "--durability checkpoint"
     device = request.machine.device_bytes
     for gib in (12, 16, 24, 32, 48, 80):
         if 0 < device < gib * 2**30:

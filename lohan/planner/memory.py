@@ -460,6 +460,7 @@ class DeviceMemoryModel:
 
 
 BUFFERS = "activation buffers"
+GENERATIONS = 2  # Copies of weights and state in a store: the committed one and the next.
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 
@@ -515,7 +516,6 @@ class MemoryModel:
         micro_batch: int | None,
         *,
         has_own_memory: bool = False,
-        generations: int = 2,
         gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND,
         world: int = 1,
@@ -524,7 +524,7 @@ class MemoryModel:
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
         self.state_format = state_format_of(dtype, kind)
         self._world = world
-        self.has_own_memory, self._generations = has_own_memory, generations
+        self.has_own_memory = has_own_memory
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
@@ -545,7 +545,7 @@ class MemoryModel:
         self._last_cached: tuple[object, int, int] = ((), 0, 0)  # chunks, and bytes of their state
 
     def _known(self, dtype: str) -> _Known:
-        """Plans of one batch may differ in host memory, optimizer and durability; what is the same
+        """Plans of one batch may differ in host memory, optimizer and commits; what is the same
         for all of them is found once."""
         workload, micro_batch = self.workload, self.micro_batch
         key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
@@ -704,7 +704,7 @@ class MemoryModel:
 
     def _on_ssd(self, plan: Plan) -> list[LedgerEntry]:
         trained, frozen = numel(self.blocks.trained), numel(self.frozen)
-        copies, stored = self._generations, trained * self.state_format.weight_bytes
+        copies, stored = GENERATIONS, trained * self.state_format.weight_bytes
         stored += self._state_total(plan.chunk_params)
         entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * stored)]
         if frozen:

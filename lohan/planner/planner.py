@@ -253,7 +253,7 @@ def plan_for_budget(
     """
     simulator = None
     if workload is not None and profile is not None:
-        simulator = Simulator(profile, blocks, workload, options.two_generations)
+        simulator = Simulator(profile, blocks, workload)
     plan, known = plan_with_forecast(
         blocks,
         options,
@@ -263,7 +263,7 @@ def plan_for_budget(
         device_bytes=device_bytes,
         simulator=simulator,
     )
-    if simulator is None or not plan.may_speculate(two_generations=options.two_generations):
+    if simulator is None or not plan.may_speculate:
         return plan
     if options.every_clipped:  # The forecast assumes clipped steps, so it cannot be used here.
         known = None
@@ -282,7 +282,7 @@ def foreseen(
     """
     if known is None or known.work.joined:
         known = simulator.forecast(plan)
-    if not plan.may_speculate(two_generations=simulator.two_generations):
+    if not plan.may_speculate:
         return plan, known, None
     if not plan.updated_twice:
         waits = simulator.forecast(plan, clipped=True, rough=True)
@@ -345,7 +345,7 @@ class _PlanSearch:
         options, simulator = self._with_micro_batch(options), self._simulator
         if options.commit is not None:
             return self._with_interval(options)
-        if simulator is None or not options.two_generations:
+        if simulator is None:
             return self._with_interval(replace(options, commit=EVERY_STEP))
         return choose_commit_interval(
             simulator.profile,
@@ -383,7 +383,7 @@ class _PlanSearch:
         best = plan_of(options)
         every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
         most_cached = 2 * sum(weights_too(best)) > every
-        if options.commit is None and options.two_generations and most_cached:
+        if options.commit is None and most_cached:
             # Most of the state is cached and need not be written in every step.
             commit = Interval(0, LONGEST_S)
             best = plan_of(options)
@@ -424,13 +424,11 @@ class _PlanSearch:
         gradients in memory.
         """
         held, made = self._simulated_plan(options)
-        two_generations, every_clipped = options.two_generations, options.every_clipped
+        every_clipped = options.every_clipped
         if held.commits_by_interval or every_clipped:
-            fixed = not held.always_waits(
-                two_generations=two_generations, every_clipped=every_clipped
-            )
+            fixed = not held.always_waits(every_clipped=every_clipped)
         else:
-            fixed = not (options.can_rerun and held.may_speculate(two_generations=two_generations))
+            fixed = not (options.can_rerun and held.may_speculate)
         if made is None or fixed or options.spill_all:
             return held, made
         simulator = self._simulator
@@ -478,9 +476,7 @@ class _PlanSearch:
                 made, options = at_once, replace(options, update_mode="optimized")
 
         def updated_twice(made: Forecast) -> Forecast:
-            if not made.plan.always_waits(
-                two_generations=options.two_generations, every_clipped=options.every_clipped
-            ):
+            if not made.plan.always_waits(every_clipped=options.every_clipped):
                 return made
             return _with_updates_twice(simulator, made)
 
@@ -519,7 +515,7 @@ def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> floa
 
     `made` is the forecast of a step that is not clipped.
     """
-    speculates = made.plan.may_speculate(two_generations=simulator.two_generations)
+    speculates = made.plan.may_speculate
     if not clipped or not speculates:
         return made.step_s
     other = simulator.forecast(made.plan, clipped=True, rough=True)

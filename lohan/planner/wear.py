@@ -166,7 +166,6 @@ def written_per_step(
     workload: BatchWorkload,
     plan: Plan,
     *,
-    two_generations: bool,
     has_own_memory: bool,
 ) -> float:
     """Return the bytes that all ranks write to SSD in a step that is not clipped.
@@ -174,9 +173,9 @@ def written_per_step(
     The step's share of a commit is included if the interval is a number of steps. No profile of the
     machine is needed.
     """
-    spec = spec_of(blocks, plan, two_generations=two_generations)
+    spec = spec_of(blocks, plan)
     work = step_work(blocks, workload, plan, has_own_memory=has_own_memory)
-    order = planned_order(blocks, plan, two_generations=two_generations)
+    order = planned_order(blocks, plan)
     *_, last = steps(spec, order, 2)
     written = sum(work.written(action) for phase in last.values() for action in phase)
     if not order.commits and plan.commit.steps:
@@ -233,7 +232,7 @@ def _candidates(
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
     much_in_memory = sum(weights_too(plan)) > (1 - LESS) * chunks
-    if options.two_generations and not plan.commits_by_interval and much_in_memory:
+    if not plan.commits_by_interval and much_in_memory:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.spilled_sites and options.activations == "holistic":

@@ -20,7 +20,7 @@ from lohan.schedule.buffers import BufferState, empty_buffers
 STEADY_AFTER = 3  # number of steps after which the use of slots and rings is periodic
 
 
-def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpec:
+def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
     """Return the schedule spec of a model and a plan, with groups and sites as numbers."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     cached = [numbers[key] for key in (*RESIDENTS, *plan.host_cached_weights) if key in numbers]
@@ -35,7 +35,6 @@ def spec_of(blocks: Blocks, plan: Plan, *, two_generations: bool) -> ScheduleSpe
         grads=plan.grad_groups,
         host_cached_weights=tuple(cached),
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
-        write_through=two_generations,
         spilled_gradients=frozenset(numbers[key] for key in plan.spilled_gradients),
         spilled_sites=frozenset(
             n for n, s in enumerate(blocks.sites) if s.name in plan.spilled_sites
@@ -87,7 +86,6 @@ def planned_order(
     plan: Plan,
     sites: Sequence[int] = (),
     *,
-    two_generations: bool,
     clipped: bool = False,
 ) -> ExecutionOrder:
     """Return the order of a plan: `sites` in forward, and in reverse order in backward.
@@ -105,8 +103,8 @@ def planned_order(
         update_mode=plan.update_mode,
         overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
-        speculates=plan.may_speculate(two_generations=two_generations) and not clipped,
-        commits=not (two_generations and plan.commits_by_interval),
+        speculates=plan.may_speculate and not clipped,
+        commits=not plan.commits_by_interval,
     )
 
 

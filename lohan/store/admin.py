@@ -314,8 +314,7 @@ def find_snapshot(target: str | Path) -> Path:
     snapshot.
     """
     made = Path(target).absolute()
-    for path in (made, _old(made), made.with_name(made.name + ".old")):
-        # The last candidate is the name that earlier versions gave a snapshot being replaced.
+    for path in (made, _old(made)):
         if (path / IDENTITY).exists():
             return path
     raise StoreError(f"there is no snapshot at {made}; check the path")

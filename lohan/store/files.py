@@ -151,13 +151,11 @@ def check_vacant(directory: Path) -> None:
         )
 
 
-def check_free_space(needed: Mapping[Path, int], *, disk_slots: int) -> None:
+def check_free_space(needed: Mapping[Path, int]) -> None:
     """Raise NoRoomError if a file system has less free space than the store needs.
 
     Requirements of directories on the same file system are added up.
     """
-    option = '--durability checkpoint (durability = "checkpoint")'
-    halve = f", or take {option}, which needs half as much" if disk_slots == 2 else ""
     filesystems: dict[int, tuple[int, int, list[Path]]] = {}
     for directory, nbytes in needed.items():
         existing = next(p for p in (directory, *directory.parents) if p.exists())
@@ -173,7 +171,7 @@ def check_free_space(needed: Mapping[Path, int], *, disk_slots: int) -> None:
         if total > free:
             raise NoRoomError(
                 f"the store needs {format_bytes(total)} in {', '.join(map(str, members))}, but"
-                f" {format_bytes(free)} are free there; free some space or add a drive{halve}"
+                f" {format_bytes(free)} are free there; free some space or add a drive"
             )
 
 

@@ -336,7 +336,7 @@ class Store:
         for path in paths:
             files.check_vacant(path)
         needed = needed_bytes(paths, layout, disk_slots=disk_slots, with_scratch=with_scratch)
-        files.check_free_space(needed, disk_slots=disk_slots)
+        files.check_free_space(needed)
         volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
         created: list[Path] = []
         try:

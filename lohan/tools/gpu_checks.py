@@ -289,7 +289,7 @@ def trained(
         optimizer=AdamW(lr=1e-3),
         device=opened,
         batch=batches[0],
-        budget=Budget(host="1GiB", ssd=[folder], durability="step"),
+        budget=Budget(host="1GiB", ssd=[folder]),
         **options,
     ) as session:
         torch.manual_seed(11)

@@ -171,7 +171,7 @@ class Case:
         return self.forecast(plan, machine).step_s
 
     def forecast(self, plan: Plan, machine: Profile) -> Forecast:
-        simulator = Simulator(machine, self.blocks, self.workload, self.options.two_generations)
+        simulator = Simulator(machine, self.blocks, self.workload)
         return simulator.forecast(plan)
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:

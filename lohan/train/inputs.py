@@ -24,7 +24,6 @@ from lohan.engine.attach import (
     StorePolicy,
     attach,
     blocks_of,
-    check_durability,
     load,
 )
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
@@ -199,7 +198,6 @@ def open_session(
         budget=Budget(
             host=budget.host,
             ssd=ssd_folders,
-            durability=budget.durability,
             commit_every=budget.commit_every,
         ),
         device=device,
@@ -339,10 +337,9 @@ def remove_base(target: Path, *, last: bool = True) -> None:
 def check_settings(group: ProcessGroup, config: Config) -> None:
     """Check settings that concern several ranks.
 
-    Every rank needs a row of every batch, must commit with the others, and must have read the same
-    settings, since ranks on several machines read their own files.
+    Every rank needs a row of every batch and must have read the same settings, since ranks on
+    several machines read their own files.
     """
-    check_durability(config.budget.durability, config.budget.commit_every, group)
     if config.train.batch < group.world:
         raise ConfigError(
             f"--batch {config.train.batch} is less than one row for each of {group.world} ranks; "

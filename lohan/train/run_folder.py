@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lohan.checkpoint.replacing import check_own, check_unmarked, export_digest
+from lohan.checkpoint.replacing import check_own, export_digest
 from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshard_to_world
 from lohan.config import BASE, Config, load_config
 from lohan.data.cache import CACHE_FILES
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.model.layout import RankInfo, parse_store_name
-from lohan.store.admin import find_snapshot, is_whole, restore
+from lohan.store.admin import find_snapshot, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
 from lohan.util.display import Display
@@ -211,20 +211,14 @@ class RunFolder:
         return (config.budget.snapshot_dir or self.path / SNAPSHOTS) / name
 
     def tag(self, config: Config) -> str:
-        """Return the name that distinguishes this run's folders on a shared drive from others."""
-        mark = self.mark
-        return self._tag_by_path(config) if mark is None else mark.store
+        """Return the name that distinguishes this run's folders on a shared drive from others.
 
-    def _tag_by_path(self, config: Config) -> str:
-        """Return the tag of a run without a mark, derived from the path it was started with.
-
-        The settings contain that path, since the folder may have been moved.
+        A folder that no run has claimed yet has a provisional name, derived from its path.
         """
-        paths = (config.out, self.path, self.path.resolve())
-        tags = [f"lohan-{p.name}-{hashlib.sha256(bytes(p)).hexdigest()[:8]}" for p in paths]
-        found = [one for one in self.ssd_folders(config) if config.budget.ssd and one.is_dir()]
-        there = {parse_store_name(p.name)[0] for one in found for p in one.iterdir()}
-        return next((tag for tag in tags if tag in there), tags[0])
+        mark = self.mark
+        if mark is not None:
+            return mark.store
+        return f"lohan-{config.out.name}-{hashlib.sha256(bytes(config.out)).hexdigest()[:8]}"
 
     def ssd_folders(self, config: Config, rank: int = 0) -> list[Path]:
         """Return the directories over which the store of a rank is spread.
@@ -421,11 +415,7 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
     if (
         known is not None
         and folder.metrics_file.exists()
-        and (
-            mark
-            or folder.journal.exists()
-            or known.out == folder.path  # runs of earlier versions have no mark
-        )
+        and (mark is not None or folder.journal.exists())
     ):
         raise ConfigError(_without_store(folder, known))
     check_names(folder, config)
@@ -495,10 +485,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
                     f"{option} {path} lies in {target}, where the run would export its model; "
                     "give another --out, or set export = false under [output]"
                 )
-        if mark is not None:
-            check_own(target, mark.id)
-        else:
-            check_unmarked(target)
+        check_own(target, "" if mark is None else mark.id)
 
 
 def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
@@ -676,11 +663,6 @@ def _without_store(folder: RunFolder, config: Config) -> str:
 
 def reshard_stores(folder: RunFolder, config: Config, world: int, display: Display) -> None:
     """Reshard the run's stores to `world` ranks, before the run resumes."""
-    if world > 1 and config.budget.durability != "step":
-        raise ConfigError(
-            f'durability = "{config.budget.durability}" goes with one rank, not {world}: their '
-            "commits are agreed step by step; resume with --gpus 1"
-        )
     reshard_to_world(
         partial(folder.ssd_folders, config),
         folder.store_name(config),
@@ -726,25 +708,24 @@ def _remove_data(path: Path) -> None:
         path.rmdir()
 
 
-def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
-    """Restore the store from its last snapshot if it is not consistent.
+def lost_with_snapshot(folder: RunFolder, config: Config) -> bool:
+    """Return whether the store is gone from the run folder and a snapshot of it exists.
 
-    This concerns stores that are written in place and died in a step or during a restore. Without a
-    store and a snapshot, do nothing: opening the store reports the problem.
+    A store on another drive does not count as lost, because the drive may not be mounted.
     """
-    dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
-    if is_whole(dirs):
-        return
+    if config.budget.ssd or sets_of(folder, config):
+        return False
     try:
-        find_snapshot(snapshots)
+        find_snapshot(folder.snapshots(config))
     except StoreError:
-        if not (dirs[0] / MANIFEST).exists():
-            return
-        raise StoreError(
-            f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
-            f"a step, and there is no snapshot at {snapshots}; start it again, with durability = "
-            "step or with snapshot_every"
-        ) from None
-    there = "is not whole" if dirs[0].exists() else "is not there"
-    display.note(f"the store in {dirs[0]} {there}; going back to the snapshot in {snapshots}")
-    restore(snapshots, dirs).close()
+        return False
+    return True
+
+
+def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
+    """Restore the store of a run from its last snapshot if the store was lost."""
+    if not lost_with_snapshot(folder, config):
+        return
+    dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
+    display.note(f"the store in {dirs[0]} is not there; going back to the snapshot in {snapshots}")
+    restore(snapshots, dirs, durability="step").close()

@@ -284,7 +284,6 @@ class Share:
         return (
             not self.session.process_group.several
             and executor.device.torch_device.type != "cpu"
-            and executor.store.durability == "step"
             and not executor.plan.commits_by_interval
         )
 

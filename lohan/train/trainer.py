@@ -290,10 +290,10 @@ def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Di
 def check_before_resume(
     folder: RunFolder, config: Config, group: ProcessGroup, display: Display
 ) -> None:
-    """Check that a run can be resumed; restore a store that is written in place."""
+    """Check that a run can be resumed, and restore a store that was lost."""
     check_original(folder, config)
     check_snapshots(folder, config)
-    if config.budget.durability == "checkpoint" and not group.ranks.several:
+    if not group.ranks.several:
         restore_last_snapshot(folder, config, display)
     check_resumable(folder, config)
     check_made_for(folder, config)
@@ -480,7 +480,7 @@ def show_rate(config: Config, display: Display) -> None:
 def show_commits(session: Session, display: Display) -> None:
     """Report how many steps a crash can lose, if commits are by interval."""
     plan = session.plan
-    if session.store.durability == "step" and plan.commits_by_interval:
+    if plan.commits_by_interval:
         display.note(
             f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
             "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"
@@ -502,7 +502,6 @@ def show_wear(
         context.shards,
         context.workload,
         session.plan,
-        two_generations=context.options.two_generations,
         has_own_memory=context.device.has_own_memory,
     )
     lines = wear_lines(drives_at(folders), written, steps=steps, instead=instead)
@@ -626,8 +625,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
 def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
     """Take a snapshot if one is due and does not exist yet.
 
-    A process may have died between a step and its snapshot. The next step must not overwrite that
-    step in place before the snapshot exists.
+    A process may have died between a step and its snapshot, so this is called on resume too.
     """
     every = config.budget.snapshot_every
     if not every or not session.step or session.step % every:

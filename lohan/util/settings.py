@@ -356,6 +356,7 @@ OTHER_NAMES = {
     "lora_r": "lora",
     "sample_packing": "pack",
     "packing": "pack",
+    "durability": "commit_every",
 }
 
 

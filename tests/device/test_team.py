@@ -288,7 +288,6 @@ def test_ranks_with_other_settings(forge, inputs, tmp_path):
     ("more", "message"),
     [
         (("--batch", 1), "--batch 1 is less than one row for each of 2 ranks"),
-        (("--durability", "checkpoint"), "goes with one rank"),
     ],
 )
 def test_refusals(more, message, forge, inputs, tmp_path):

@@ -45,7 +45,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
     at_once = closed_form_plan(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
     made = plan_for_budget(BLOCKS, OPTIONS, **asked)
-    simulator = Simulator(MACHINE, BLOCKS, WORKLOAD, two_generations=True)
+    simulator = Simulator(MACHINE, BLOCKS, WORKLOAD)
     deferring, without, best = (simulator.forecast(plan).step_s for plan in (closed, at_once, made))
     assert closed.deferred and (deferring < without) is deferring_pays
     assert best == min(deferring, without)
@@ -175,7 +175,7 @@ def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
     plan = closed_form_plan(
         asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
     )
-    simulator = Simulator(machine, asked.blocks, workload, two_generations=True)
+    simulator = Simulator(machine, asked.blocks, workload)
     last, rough = simulator.forecast(plan), simulator.forecast(plan, rough=True)
     monkeypatch.setattr("lohan.planner.forecast.MANY_CHUNKS", 10**6)
     exact = simulator.forecast(plan)

@@ -78,4 +78,3 @@ def test_drives_that_last_are_not_spared():
 
 def test_what_the_user_says_counts():
     assert planned(commit=Interval(7)).plan.commit == Interval(7)
-    assert planned(commit=None, durability="checkpoint").plan.commit == EVERY_STEP

@@ -41,7 +41,7 @@ def made(*, flops, rate, **shares):
     plan = closed_form_plan(
         BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
     )
-    simulator = Simulator(replace(machine, **shares), BLOCKS, WORKLOAD, two_generations=True)
+    simulator = Simulator(replace(machine, **shares), BLOCKS, WORKLOAD)
     return simulator.forecast(plan)
 
 
@@ -97,7 +97,7 @@ def on_device(*, drives: int, host_rate: float):
     plan = closed_form_plan(
         blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine
     )
-    return Simulator(machine, blocks, workload, two_generations=True).forecast(plan)
+    return Simulator(machine, blocks, workload).forecast(plan)
 
 
 def test_four_fast_drives_tie_with_main_memory():

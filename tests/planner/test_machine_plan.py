@@ -159,7 +159,7 @@ def test_the_schedule_that_is_simulated_is_the_one_that_runs():
 
     asked = request("gpt-13b", "ratel-4090", batch=8)
     made = plan_for_machine(asked)
-    shape = spec_of(layout_of(asked.model), made.plan, two_generations=True)
+    shape = spec_of(layout_of(asked.model), made.plan)
     chain = tuple(action for phase in made.forecast.phases for action in phase)
     validate(chain, shape, empty_buffers(shape), whole=True)
 
@@ -224,11 +224,10 @@ def test_never_slower_than_the_paper_long_form(model, machine, batch):
     never_slower(model, machine, batch)
 
 
-def test_drives_with_room_for_one_generation_are_enough():
-    """As for the published system, which keeps one."""
+def test_rejects_drives_with_room_for_one_generation():
     profile, model = presets.machine("ratel-4090").with_drives(1), presets.model("gpt-175b")
     made = outcome_of("auto", model, profile, batch=4, seq=1024)
-    assert made.feasible and made.peak_bytes["ssd"] <= profile.drives[0].bytes
+    assert not made.feasible and "SSD space too small" in made.reason
     with pytest.raises(BudgetError, match="SSD space too small"):
         plan_for_machine(replace(request("gpt-175b", "ratel-4090", batch=4), machine=profile))
 
@@ -260,15 +259,13 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
 
 def test_drives_that_are_said_to_be_enough_are():
     asked = request("llama-3-8b", "rtx4090", batch=64, host=24 * GB)
-    with pytest.raises(BudgetError, match=r"--durability checkpoint, or .* drives") as refused:
+    with pytest.raises(BudgetError, match=r"fits with \d+ drives") as refused:
         plan_for_machine(with_room(asked, 3, 45 * GB))
     assert "and 3 drives can hold" in str(refused.value)
     enough = int(re.search(r"(\d+) drives like the first", str(refused.value))[1])
     assert enough > 3 and plan_for_machine(with_room(asked, enough, 45 * GB)).forecast.step_s > 0
     with pytest.raises(BudgetError):
         plan_for_machine(with_room(asked, enough - 1, 45 * GB))
-    once = replace(asked, options=replace(asked.options, durability="checkpoint"))
-    assert plan_for_machine(with_room(once, 3, 45 * GB)).forecast.step_s > 0
 
 
 @pytest.mark.parametrize("ask", [plan_for_machine, largest_batch])
@@ -305,9 +302,7 @@ def test_the_choice_is_the_best_of_all(clip):
     bare = replace(plan, host_cached_weights=(), host_cached_state=(), deferred=())
 
     def price(kept):
-        return choose(
-            asked.machine, memory, workload, bare, limit=asked.host, two_generations=True, kept=kept
-        ).step_s
+        return choose(asked.machine, memory, workload, bare, limit=asked.host, kept=kept).step_s
 
     best = price(None)
     every = [price(kept) for kept in levels(memory, workload)]
@@ -316,7 +311,7 @@ def test_the_choice_is_the_best_of_all(clip):
 
 
 def test_fewer_bytes_are_written_when_asked():
-    asked = request("gpt-13b", "rtx4090", batch=8, durability="checkpoint", clip=1.0)
+    asked = request("gpt-13b", "rtx4090", batch=8, clip=1.0)
     fast = plan_for_machine(asked)
     sparing = plan_for_machine(replace(asked, options=replace(asked.options, minimise="writes")))
     assert sparing.forecast.written_bytes <= fast.forecast.written_bytes

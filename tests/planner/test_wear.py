@@ -165,9 +165,7 @@ def test_a_machine_without_prices_has_no_cheapest_plan():
 
 def test_what_a_step_writes_needs_no_machine():
     made = plan_for_machine(asked())
-    written = written_per_step(
-        made.blocks, made.workload, made.plan, two_generations=True, has_own_memory=True
-    )
+    written = written_per_step(made.blocks, made.workload, made.plan, has_own_memory=True)
     assert written == made.forecast.written_bytes
 
 

@@ -266,7 +266,7 @@ def test_a_half_made_plan_leaves_nothing_in_the_model(
         assert contents(session) == expected
 
 
-# -- durability = checkpoint ----------------------------------------------------------------------
+# -- errors between two steps ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
@@ -275,7 +275,7 @@ def test_an_error_between_two_steps_leaves_a_whole_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: float, when: str, expected: Any
 ) -> None:
     tuned(monkeypatch, Tuning(cached=cached))
-    with pytest.raises(Broken), opened(tmp_path, durability="checkpoint") as session:
+    with pytest.raises(Broken), opened(tmp_path) as session:
         go_on(session, until=3)
         if when == "in backward":
             with breaking(session):
@@ -284,11 +284,8 @@ def test_an_error_between_two_steps_leaves_a_whole_store(
             session.model(**data(STEPS)[3])
         raise Broken
     facts = describe(tmp_path / "lohan-store")
-    if when == "in backward":
-        assert facts["state"] == "not clean" or facts["meta"]["progress"]["step"] == 0
-        return
     assert facts["state"] == "clean" and facts["meta"]["progress"]["step"] == 3
-    with opened(tmp_path, durability="checkpoint", resume=True) as again:
+    with opened(tmp_path, resume=True) as again:
         go_on(again)
         assert contents(again) == expected
 
@@ -321,17 +318,12 @@ def follow(session: lohan.Session, arm: Callable[[], None]) -> None:
     session.follow(replace(session.plan, overlap=False))
 
 
-def commit(session: lohan.Session, arm: Callable[[], None]) -> None:
-    arm()
-    session.commit()
-
-
 def close(session: lohan.Session, arm: Callable[[], None]) -> None:
     arm()
     session.close()
 
 
-OPERATIONS = {"abort": abort, "follow": follow, "commit": commit, "close": close}
+OPERATIONS = {"abort": abort, "follow": follow, "close": close}
 
 
 def hit(
@@ -340,7 +332,6 @@ def hit(
     monkeypatch: pytest.MonkeyPatch,
     *,
     operation: str,
-    durability: str,
     at: int,
     error: Error,
     expected: dict[str, bytes],
@@ -349,7 +340,7 @@ def hit(
     there was no such call."""
     shutil.copytree(start, place)
     engine = NumberedEngine(open_engine("threads"))
-    session = opened(place, durability=durability, engine=engine, overlap=False, resume=True)
+    session = opened(place, engine=engine, overlap=False, resume=True)
     go_on(session, until=2)
     faults = engine.faults = Faults(at=at, error=error)
     met: BaseException | None = None
@@ -378,34 +369,17 @@ def hit(
         outcome = "refused"
         session.close(flush=False)
     engine.close()
-    try:
-        with opened(place, durability=durability, resume=True) as again:
-            go_on(again)
-            assert contents(again) == expected
-    except StoreError as refusal:
-        assert durability == "checkpoint" and "resume from the last snapshot" in str(refusal)
-        outcome = "snapshot"
+    with opened(place, resume=True) as again:
+        go_on(again)
+        assert contents(again) == expected
     return outcome
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    def made(durability: str) -> Path:
-        tuned(monkeypatch, Tuning(cached=0.5))
-        opened(tmp_path / "start", durability=durability).close()
-        return tmp_path / "start"
-
-    return made
-
-
-CASES = [
-    ("abort", "step"),
-    ("follow", "step"),
-    ("close", "step"),
-    ("follow", "checkpoint"),
-    ("commit", "checkpoint"),
-    ("close", "checkpoint"),
-]
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tuned(monkeypatch, Tuning(cached=0.5))
+    opened(tmp_path / "start").close()
+    return tmp_path / "start"
 
 
 def campaign(
@@ -430,11 +404,10 @@ def campaign(
         at += stride
 
 
-@pytest.mark.parametrize(("operation", "durability"), CASES)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_second_fault(
     operation: str,
-    durability: str,
-    start: Callable[[str], Path],
+    start: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     expected: dict[str, bytes],
@@ -442,11 +415,10 @@ def test_a_second_fault(
     stride = 97 if operation == "follow" else 31
     for error, first in ((OSError, 1), (KeyboardInterrupt, 6)):
         tally = campaign(
-            start(durability) if error is OSError else tmp_path / "start",
+            start,
             tmp_path,
             monkeypatch,
             operation=operation,
-            durability=durability,
             expected=expected,
             stride=stride,
             error=error,
@@ -457,26 +429,24 @@ def test_a_second_fault(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize(("operation", "durability"), CASES)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_second_fault_at_every_call(
     operation: str,
-    durability: str,
     error: Error,
-    start: Callable[[str], Path],
+    start: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     expected: dict[str, bytes],
 ) -> None:
     tally = campaign(
-        start(durability),
+        start,
         tmp_path,
         monkeypatch,
         operation=operation,
-        durability=durability,
         expected=expected,
         stride=1,
         error=error,
         first=1,
     )
-    print(f"{operation}, {durability}, {error.__name__}: {tally}")
+    print(f"{operation}, {error.__name__}: {tally}")
     assert tally

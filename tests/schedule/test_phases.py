@@ -189,11 +189,11 @@ def test_updates_that_do_not_wait_for_the_norm():
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
     cached = replace(TWO, host_cached_weights=(1,), host_cached_state=((1, 0),))
-    for two_generations, wanted in (
+    for write_through, wanted in (
         (True, "U1.0@2,2(B1) W1.0@2,2(U1.0) C(E)"),
         (False, "U1.0@2,2(B1) C(E,U1.0)"),
     ):
-        spec = replace(cached, write_through=two_generations)
+        spec = replace(cached, write_through=write_through)
         made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
         assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
 

@@ -145,7 +145,6 @@ def test_16_bit_types(verify, dtype):
     [
         ("--micro-batch", 2),
         pytest.param(("--clip", 0), marks=pytest.mark.slow),
-        pytest.param(("--durability", "checkpoint"), marks=pytest.mark.slow),
     ],
 )
 def test_other_settings(verify, more):
