@@ -5,7 +5,8 @@ about shape, type and device at once, as models ask them (`x.to(weight.device)`,
 `weight.new_zeros(n)`), and streams its values from the store for every operation that needs them.
 Parameters that stay in memory are `ResidentParameter`. Both refuse what LoHan could not honour: an
 operation that writes values in place, and gradients that are read or set after backward has
-consumed them.
+consumed them. Views of a parameter's values, such as `weight[0]`, can be read but not written
+(`ParameterView`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -168,7 +170,7 @@ class OffloadedParameter(AttachedParameter):
             return args[0].to(one.compute_device, one.dtype, **how)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if _is_written(name, asked, args, kwargs):
-            return _write(name, args, caller)
+            return _write(name, args, kwargs, caller)
         if name in _HOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -210,7 +212,8 @@ class ResidentParameter(AttachedParameter):
         one = next((x for x in pytree.tree_leaves(leaves) if isinstance(x, cls)), None)
         if one is not None and one.step_gradients is not None:
             if _is_written(name, asked, args, kwargs):
-                return _write(name, args, sys._getframe(1).f_globals.get("__name__", ""))
+                caller = sys._getframe(1).f_globals.get("__name__", "")
+                return _write(name, args, kwargs, caller)
             one.step_gradients.refresh()
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -218,7 +221,85 @@ class ResidentParameter(AttachedParameter):
             return out
         if name == "detach" or (name == "__get__" and asked is torch.Tensor.data):
             return _alias(one, out)
+        if one.step_gradients is not None:
+            return _read_only(out, {one.label[0]: one})
         return out
+
+
+class ParameterView(torch.Tensor):
+    """A view of the values of an attached parameter, such as `weight[0]`, `weight.T` or
+    `weight.cpu()`. It can be read; writing to it is refused, since the values are in the store."""
+
+    parameter_name = ""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.as_subclass(torch.Tensor).clone()
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        views = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        name, asked = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        written = next(iter(_written(name, asked, args, kwargs, cls)), None)
+        if written is not None:
+            raise _refused_write(written.parameter_name)
+        if any(issubclass(kind, AttachedParameter) for kind in types):
+            args, kwargs = without_views(args, kwargs)
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        return _read_only(out, {view.parameter_name: view for view in views})
+
+
+def _read_only(out: Any, sources: Mapping[str, torch.Tensor]) -> Any:
+    """Return the result of an operation over the values of parameters, given by name, with views
+    of these values made read-only.
+
+    Where autograd records the operation, PyTorch itself refuses writes to views of parameters, so
+    that the forward of a training step gets ordinary tensors.
+    """
+    if isinstance(out, np.ndarray):
+        out.flags.writeable = False
+        return out
+    if not isinstance(out, (torch.Tensor, tuple, list)):
+        return out
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and any(source.requires_grad for source in sources.values()):
+            return out
+        names = {_storage(source): name for name, source in sources.items()}
+        names.pop(0, None)
+
+        def protect(tensor: torch.Tensor) -> torch.Tensor:
+            name = names.get(_storage(tensor)) if type(tensor) is torch.Tensor else None
+            if name is None:
+                return tensor
+            view = tensor.as_subclass(ParameterView)
+            view.parameter_name = name
+            return view
+
+        return pytree.tree_map_only(torch.Tensor, protect, out)
+
+
+def without_views(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call with ordinary tensors in the place of read-only views."""
+    if not any(isinstance(leaf, ParameterView) for leaf in pytree.tree_leaves((args, kwargs))):
+        return args, kwargs
+    plain: tuple[Any, Any] = pytree.tree_map_only(
+        ParameterView, lambda view: view.as_subclass(torch.Tensor), (args, kwargs)
+    )
+    return plain
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that a tensor shares with its views; 0 without memory."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 _DEVICE_PROPERTIES = {
@@ -232,33 +313,45 @@ _DEVICE_PROPERTIES = {
 
 def _is_written(name: str, asked: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation changes the values of an attached parameter."""
+    return bool(_written(name, asked, args, kwargs, AttachedParameter))
+
+
+def _written(
+    name: str, asked: Any, args: Any, kwargs: Mapping[str, Any], kind: type[torch.Tensor]
+) -> list[Any]:
+    """Return the tensors of class `kind` whose values an operation changes."""
     if name == "__set__":
-        return asked is torch.Tensor.data and not isinstance(args[1], AttachedParameter)
-    if isinstance(kwargs.get("out"), AttachedParameter):
-        return True
+        is_data = asked is torch.Tensor.data and not isinstance(args[1], kind)
+        return [args[0]] if is_data and isinstance(args[0], kind) else []
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    if not in_place and name not in _IN_PLACE:
-        return False
-    return any(isinstance(x, AttachedParameter) for x in pytree.tree_leaves(args[:1]))
+    targets = [kwargs.get("out")]
+    if in_place or name in _IN_PLACE:
+        # The functions of nn.init pass the tensor that they fill by name.
+        targets += [args[:1], *(kwargs.get(key) for key in ("self", "input", "tensor"))]
+    return [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, kind)]
 
 
 _IN_PLACE = {f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow")}
 _IN_PLACE.add("__setitem__")
 
 
-def _write(name: str, args: Any, caller: str) -> Any:
+def _write(name: str, args: Any, kwargs: Mapping[str, Any], caller: str) -> Any:
     """Write values that a module's load_state_dict copies to the store; refuse other writes."""
-    one = next(x for x in pytree.tree_leaves(args) if isinstance(x, AttachedParameter))
+    leaves = pytree.tree_leaves((args, kwargs))
+    one = next(leaf for leaf in leaves if isinstance(leaf, AttachedParameter))
     if name == "copy_" and caller == TORCH_MODULES and one.stored_weights is not None:
         one.stored_weights.write(one, args[1])
         if isinstance(one, ResidentParameter):
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 one.copy_(args[1])
         return one
-    raise ModelError(
-        f"parameter {one.label[0]} is changed in memory, where its values would be lost: they are "
-        "in the store; write them with "
-        f"model.load_state_dict({{{one.label[0]!r}: values}}, strict=False)"
+    raise _refused_write(one.label[0])
+
+
+def _refused_write(name: str) -> ModelError:
+    return ModelError(
+        f"parameter {name} is changed in memory, where its values would be lost: they are in the "
+        f"store; write them with model.load_state_dict({{{name!r}: values}}, strict=False)"
     )
 
 
@@ -302,8 +395,11 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             streamed[id(leaf)] = leaf.values()
         return streamed[id(leaf)]
 
+    leaves = pytree.tree_leaves((args, kwargs))
+    labels = {id(leaf): leaf.label[0] for leaf in leaves if isinstance(leaf, OffloadedParameter)}
     args, kwargs = pytree.tree_map_only(OffloadedParameter, fetch, (args, kwargs))
-    return func(*args, **kwargs)
+    out = func(*args, **kwargs)
+    return _read_only(out, {labels[key]: values for key, values in streamed.items()})
 
 
 def _alias(one: AttachedParameter, out: torch.Tensor) -> Any:

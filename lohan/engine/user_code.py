@@ -46,11 +46,15 @@ class WatchedParameters:
     ) -> None:
         self._model, self._groups, self.parameters = model, groups, dict(parameters)
         self._ids = {id(parameter) for parameter in parameters.values()}
+        self._order = [id(parameter) for parameter in model.parameters()]
         self.frozen: frozenset[TensorKey] = frozenset()
 
     def check(self) -> None:
         """Take over what has changed since the last step, or refuse it by name."""
-        if {id(parameter) for parameter in self._model.parameters()} != self._ids:
+        present = list(self._model.parameters())
+        if [id(parameter) for parameter in present] != self._order or not all(
+            isinstance(parameter, AttachedParameter) for parameter in present
+        ):
             self._refuse_replaced()
         frozen = []
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,7 +73,11 @@ class WatchedParameters:
 
     def _refuse_replaced(self) -> None:
         named = dict(self._model.named_parameters())
-        added = [name for name, parameter in named.items() if id(parameter) not in self._ids]
+        added = [
+            name
+            for name, parameter in named.items()
+            if id(parameter) not in self._ids or not isinstance(parameter, AttachedParameter)
+        ]
         if added:
             raise ModelError(
                 f"{added[0]} was added or replaced after the model was attached, so it would not "
@@ -77,10 +85,15 @@ class WatchedParameters:
                 "new one over the changed model), or write values with load_state_dict"
             )
         there = {id(parameter) for parameter in named.values()}
-        gone = next(p for p in self.parameters.values() if id(p) not in there)
+        gone = next((p for p in self.parameters.values() if id(p) not in there), None)
+        if gone is not None:
+            raise ModelError(
+                f"{gone.label[0]} was removed from the model after it was attached; change the "
+                "model first, then attach it"
+            )
         raise ModelError(
-            f"{gone.label[0]} was removed from the model after it was attached; change the model "
-            "first, then attach it"
+            f"the modules of {type(self._model).__name__} were reordered after it was attached, so "
+            "weights would be saved under other names; reorder them first, then attach the model"
         )
 
     def hooked(self) -> dict[TensorKey, OffloadedParameter]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import views
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.placeholders import lacks_values, without_views
 from lohan.capture.recompute import (
     BlockState,
     Gathered,
@@ -89,7 +89,7 @@ class WrappedSite:
         executor = self.executor
         if any(map(self.within, executor.sites_with_weights)):
             return self.original(*args, **kwargs)
-        args, kwargs, mappings = wrap_mappings(args, kwargs)
+        args, kwargs, mappings = wrap_mappings(*without_views(args, kwargs))
         if not torch.is_grad_enabled():
             return write_back_mappings(executor.block_runner.evaluate(self, args, kwargs), mappings)
         return write_back_mappings(self._train(args, kwargs), mappings)

@@ -42,6 +42,17 @@ class Idioms(nn.Module):
         return [{"x": torch.randn(4, 3, WIDTH, generator=g)} for _ in range(steps)]
 
 
+class Gained(Idioms):
+    """With a parameter that stays in memory, a view of which is given to the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((2 * WIDTH,), 1.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.gain[:WIDTH]).sum() * self.entry(x).square().mean()
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(3)
@@ -85,6 +96,16 @@ def test_a_placeholder_is_like_its_parameter(model, tmp_path):
         lambda w: w.data.__setitem__(0, 0.0),
         lambda w: torch.add(w.detach(), 1, out=w.data),
         lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: nn.init.constant_(w, 1.0),
+        lambda w: nn.init.kaiming_uniform_(tensor=w),
+        lambda w: w[0].zero_(),
+        lambda w: w.data[0].__setitem__(1, 9.0),
+        lambda w: w.view(-1).mul_(2),
+        lambda w: w.detach().T[:2].diagonal().zero_(),
+        lambda w: w.chunk(2)[1].normal_(),
+        lambda w: [row.zero_() for row in w.data],
+        lambda w: torch.mul(w, 2, out=w[...]),
+        lambda w: w.cpu().clamp_(-1, 1),
     ],
 )
 def test_writes_outside_a_block_are_refused(write, model, tmp_path):
@@ -97,6 +118,35 @@ def test_writes_outside_a_block_are_refused(write, model, tmp_path):
         write(model.entry.weight)
 
 
+def test_rejects_writes_to_views_of_parameters_in_memory(tmp_path):
+    model = Gained()
+    with attached(model, tmp_path), torch.no_grad():
+        for write in (lambda w: w.data[:3].zero_(), lambda w: w.view(-1).mul_(2)):
+            with pytest.raises(ModelError, match=r"gain is changed in memory.*load_state_dict"):
+                write(model.gain)
+        for parameter in (model.gain, model.entry.weight):
+            with pytest.raises(ValueError, match="read-only"):
+                parameter.numpy()[0] = 0
+
+
+def test_views_of_parameters_are_read_as_ordinary_tensors(tmp_path):
+    """Results of operations can be written, copied and saved, and blocks take views."""
+    model, data = Gained(), Idioms.data(1)
+    expected = model.entry.weight.detach().clone()
+    with torch.no_grad():
+        loss = loss_of(model, data[0])
+    with attached(model, tmp_path), torch.no_grad():
+        assert torch.equal(loss_of(model, data[0]), loss)
+        row = model.entry.weight[1]
+        average = torch.zeros(WIDTH).lerp_(row, 0.5)
+        average += row.clone().mul_(0.5)
+        assert torch.equal(average, expected[1])
+        assert type(copy.deepcopy(row)) is type(row + 1) is type(row.clone()) is torch.Tensor
+        assert torch.equal(pickle.loads(pickle.dumps(row)), expected[1])
+        assert torch.equal(torch.stack([row, model.entry.weight[1]]).mean(0), expected[1])
+        assert torch.equal(row @ model.entry.weight, expected[1] @ expected)
+
+
 def test_values_outside_a_block_are_streamed(model, tmp_path):
     reads = [
         lambda w: w.split(2)[1],
@@ -106,7 +156,7 @@ def test_values_outside_a_block_are_streamed(model, tmp_path):
         lambda w: w.to(torch.float64, copy=True),
         lambda w: w[0, 0].item(),
         lambda w: w.tolist()[1],
-        lambda w: w.detach().numpy(),
+        lambda w: w.detach().numpy().copy(),
         lambda w: next(iter(w)),
         lambda w: torch.equal(w, torch.zeros(w.shape)),
         copy.deepcopy,

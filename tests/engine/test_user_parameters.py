@@ -235,6 +235,11 @@ def test_freezing_the_head_of_a_language_model_is_honoured(tmp_path):
         (lambda m: delattr(m.blocks[0], "linear"), r"blocks\.0\.linear\.weight was removed"),
         (lambda m: m.bfloat16(), r"is converted from torch.float32 to torch.bfloat16"),
         (lambda m: m.gain.data.mul_(2), r"gain is changed in memory"),
+        (lambda m: setattr(m, "blocks", m.blocks[::-1]), "modules of Gained were reordered"),
+        (
+            lambda m: torch.utils.swap_tensors(m.exit.weight, nn.Parameter(torch.ones(2, 12))),
+            r"exit\.weight was added or replaced",
+        ),
     ],
 )
 def test_changes_without_optimizer_state_are_refused(change, message, tmp_path):
