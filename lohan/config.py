@@ -347,7 +347,8 @@ class BudgetConfig:
         device_name,
         "Where blocks compute. auto: the accelerator that torch finds, or else the cpu; cuda, gpu "
         "or xpu name it too, cuda:1 the second of several. emulated: "
-        "the cpu in the part of a device with a memory and a link of its own, for trials.",
+        "the cpu in the part of a device with a memory and a link of its own, for trials; "
+        "emulated-unified: the same, in one memory with the host.",
     )
     device_memory: int | None = setting(
         None, byte_size, "Memory of the device the run may use. Not given: what is free."

@@ -33,7 +33,7 @@ def test_a_model_has_about_the_size_in_its_name(name):
 @pytest.mark.parametrize("name", presets.machine_names())
 def test_a_machine_is_whole(name):
     machine = presets.machine(name)
-    assert machine.name == name and machine.has_link
+    assert machine.name == name and machine.has_gpu
     assert machine.usd > 0 and machine.adam > 0 and machine.ssd_read >= machine.ssd_write > 0
     for drive in machine.drives:
         assert drive.bytes > 0 and drive.endurance_bytes > 100 * drive.bytes

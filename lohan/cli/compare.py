@@ -559,7 +559,7 @@ def _machines(machines: list[Profile]) -> Iterator[str]:
             (
                 m.name,
                 gpu,
-                format_bytes(m.device_bytes),
+                "unified" if m.unified else format_bytes(m.device_bytes),
                 f"{m.host_bytes / 1e9:,.0f} GB",
                 f"{count} x {drive.bytes / 1e12:.3g} TB{price}",
                 f"{drive.endurance_bytes / 1e15:.2g} PB each",

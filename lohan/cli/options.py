@@ -95,6 +95,10 @@ def machine_of(
     else:
         profile = presets.machine(name)
     if device_memory is not None:
+        if profile.unified:
+            raise ConfigError(
+                f"--device-memory: {profile.name} has one memory for host and device; use --host"
+            )
         size = parse_bytes(device_memory, name="--device-memory")
         profile = replace(profile, device_bytes=size)
     if host is not None:

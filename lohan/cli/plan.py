@@ -560,7 +560,7 @@ def _show(
 
 def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> PlanRequest:
     _check_prices(profile, minimise)
-    dtype = settings.train.dtype or ("bf16" if profile.has_link else "fp32")
+    dtype = settings.train.dtype or ("bf16" if profile.has_gpu else "fp32")
     host = settings.budget.host
     profile = profile if host is None else profile.with_host(host)
     return PlanRequest(

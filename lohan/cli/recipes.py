@@ -77,7 +77,7 @@ def init(
         return
     answers = 2 if task == "preference" else 1  # of each row
     seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
-    dtype = "bf16" if profile.has_link else "fp32"
+    dtype = "bf16" if profile.has_gpu else "fp32"
     request = PlanRequest(
         model=presets.model(model),
         machine=profile,
@@ -192,7 +192,7 @@ def _plain_recipe(
         "[train]",
         "batch = 8",
         *(["seq = 1024  # longer examples are cut"] if task != "diffusion" else []),
-        f"dtype = {json.dumps('bf16' if machine.has_link else 'fp32')}",
+        f"dtype = {json.dumps('bf16' if machine.has_gpu else 'fp32')}",
         "epochs = 1.0",
         "lr = 1e-5",
         *(

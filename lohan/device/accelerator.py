@@ -239,6 +239,7 @@ class AcceleratorDevice:
     """
 
     has_own_memory = compiles = True
+    computes_on_cores = False
 
     def __init__(self, memory: int | None = None, *, number: int | None = None) -> None:
         self.torch_device = torch.device(found_type(), _number(number))

@@ -75,6 +75,7 @@ class Event(Protocol):
 class Device(Protocol):
     name: str
     has_own_memory: bool
+    computes_on_cores: bool  # whether compute takes cores from updates and I/O
     torch_device: torch.device
     default_dtype: str  # type of the parameters unless the user chooses another
     compiles: bool  # whether blocks may be compiled; results then need not match the CPU's bits
@@ -140,6 +141,7 @@ class CpuDevice:
     """The CPU, which computes in host memory without copies."""
 
     name, has_own_memory, default_dtype, compiles = "cpu", False, "fp32", False
+    computes_on_cores = True
     torch_device = torch.device("cpu")
 
     def memory_bytes(self) -> int:

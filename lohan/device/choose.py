@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from lohan.device.accelerator import AcceleratorDevice, found_type
 from lohan.device.base import CpuDevice, Device
-from lohan.device.emulated import EmulatedDevice
+from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
 from lohan.errors import ConfigError
 
-NAMES = ("auto", "cpu", "accelerator", "emulated")
+NAMES = ("auto", "cpu", "accelerator", "emulated", UNIFIED_NAME)
 BACKENDS = ("cuda", "xpu", "mps", "npu")  # torch's names for accelerators
 _AN_ACCELERATOR = re.compile(rf"(accelerator|gpu|{'|'.join(BACKENDS)})(?::(\d+))?")
 
@@ -35,8 +35,8 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
     if name == "accelerator":
         return AcceleratorDevice(memory, number=number)
     if memory is not None:
-        raise ConfigError("device cpu: it has no memory of its own; leave --device-memory out")
-    return CpuDevice()
+        raise ConfigError(f"device {name}: it has no memory of its own; leave --device-memory out")
+    return UnifiedDevice() if name == UNIFIED_NAME else CpuDevice()
 
 
 def known_name(name: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 import weakref
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.device.base import HostMemory, pages, sum_squares_on_host
+from lohan.device.base import Event, HostMemory, Pairs, pages, sum_squares_on_host
 from lohan.errors import LohanError
 from lohan.util.units import format_bytes
 
@@ -197,6 +198,17 @@ class Memory:
             self.peak = max(self.peak, self.live)
             self._known[key] = _Tracked(size, written=self.span if made else None)
         weakref.finalize(storage, self._dead, key)
+
+    def add_host(self, memory: HostMemory) -> None:
+        """Count host memory until it is freed, for a device that computes there."""
+        with self._lock:
+            self.live += memory.nbytes
+            self.peak = max(self.peak, self.live)
+        weakref.finalize(memory, self._host_freed, memory.nbytes)
+
+    def _host_freed(self, count: int) -> None:
+        with self._lock:
+            self.live -= count
 
     def _dead(self, key: int) -> None:
         with self._lock:
@@ -406,6 +418,37 @@ class EmulatedDevice(AcceleratorDevice):
     def close(self) -> None:
         for stream in (*self._streams.values(), self._own.stream):
             stream.close()
+
+
+UNIFIED_NAME = "emulated-unified"
+
+
+class UnifiedDevice(EmulatedDevice):
+    """An emulated accelerator that computes in host memory, like the GPU of a DGX Spark.
+
+    It has no link and no weight slots of its own: compute reads the slots of the host. Events of
+    compute complete later than its calls return, as on the emulated accelerator. `memory.peak` is
+    the peak of the one memory: buffers of the host and whatever compute allocates.
+    """
+
+    def __init__(self, *, flops: float | None = None) -> None:
+        super().__init__(sys.maxsize, flops=flops)
+        self.name, self.has_own_memory = UNIFIED_NAME, False
+
+    def memory_bytes(self) -> int:
+        """Return 0, because the device has no memory besides the host's."""
+        return 0
+
+    def allocate(self, count: int) -> torch.Tensor:
+        raise LohanError(f"{self.name} has no memory of its own")
+
+    def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
+        raise LohanError(f"{self.name} has no lane {lane}")
+
+    def host_memory(self, count: int) -> HostMemory:
+        made = super().host_memory(count)
+        self.memory.add_host(made)
+        return made
 
 
 class _ComputeStream:

@@ -193,6 +193,11 @@ def with_keywords(
 def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     """Where a rank computes: blocks are gathered there, also if it is the CPU."""
     if process_group.several and not device.has_own_memory:
+        if not device.computes_on_cores:
+            raise ConfigError(
+                f"device {device.name} goes with one rank, this run has {process_group.world}; "
+                "start one"
+            )
         device = LinkedCpuDevice()
     process_group.open_net(device.torch_device)
     return device
@@ -629,10 +634,11 @@ def tested_classes() -> frozenset[str]:
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
     """The profile, if it was measured with such a device; an emulated link has rates of its own."""
-    if profile is None or (profile.has_link and not device.has_own_memory):
+    if profile is None:
         return None
     if not device.has_own_memory:
-        return profile
+        same = not profile.has_link and profile.unified != device.computes_on_cores
+        return profile if same else None
     rates = device.rates if isinstance(device, EmulatedDevice) else {}
     h2d, d2h = rates.get("h2d") or profile.h2d, rates.get("d2h") or profile.d2h
     if not h2d or not d2h:

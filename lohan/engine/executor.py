@@ -260,7 +260,7 @@ class Executor:
             trace=trace,
             device=device,
             net=self.spec.net,
-            updates_on_caller=not device.has_own_memory,
+            updates_on_caller=device.computes_on_cores and not device.has_own_memory,
         )
         on_device = self.runner.device_parts
         self.scheduler = ActionScheduler(

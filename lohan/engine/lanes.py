@@ -235,6 +235,8 @@ class Lanes:
         assert job is not None
         self._current = None
         if not self._device.has_own_memory:
+            # Lanes use the same memory. A GPU with unified memory may still be computing.
+            self._device.mark().synchronize()
             self._finish(job, self._begun.at_s)
             return
         ended = self._device.stamp()

@@ -681,12 +681,14 @@ def profile(
     host_rate = _bus(device, effort, progress) if own else 0.0
     probe = BlockProbe(effort.sizes, device)
     computed = _compute(probe, effort, device, progress)
-    shared = bool(ssd) and not own  # compute and I/O have the cores in common
+    # Compute and I/O use the same cores.
+    shared = bool(ssd) and not own and device.computes_on_cores
     contention = _contention(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
         name=platform.node() or "this machine",
         device=device.name,
         device_bytes=device_bytes,
+        unified=not own and not device.computes_on_cores,
         compute=computed.forward,
         backward=computed.backward,
         head_flops=computed.head_flops,

@@ -106,6 +106,7 @@ class PlanContext:
             host_bytes=self.host_bytes,
             device=self.device.name,
             device_bytes=self.device_bytes or 0,
+            unified=not self.device.has_own_memory and not self.device.computes_on_cores,
         )
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:

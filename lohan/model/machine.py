@@ -49,6 +49,8 @@ class Profile:
     name: str
     device: str  # "cpu", or the name of a GPU.
     device_bytes: int = 0  # 0: compute uses host memory, and there is no link.
+    # True if the GPU computes in host memory, as on a DGX Spark. `device_bytes` is 0 then.
+    unified: bool = False
     # Points (tokens at once, FLOP/s) for the forward of a block, with increasing tokens.
     compute: Curve
     backward: Curve = ()  # The same for the backward of a block. Empty: use `compute`.
@@ -82,6 +84,10 @@ class Profile:
     @property
     def has_link(self) -> bool:
         return self.device_bytes > 0
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.has_link or self.unified
 
     @property
     def usd(self) -> float:
@@ -208,7 +214,13 @@ class Profile:
         if not isinstance(drives, (list, tuple)) or not all(isinstance(d, Mapping) for d in drives):
             raise wrong(f"{source}: drives", drives, "[[drives]] tables")
         made = (Drive(**_values(Drive, table, f"{source}: drive")) for table in drives)
-        return cls(**_values(cls, rest, source), drives=tuple(made))
+        profile = cls(**_values(cls, rest, source), drives=tuple(made))
+        if profile.unified and profile.device_bytes:
+            raise ConfigError(
+                f"{source}: device_bytes is {profile.device_bytes}, but a machine with unified "
+                "memory has only host_bytes; leave device_bytes out"
+            )
+        return profile
 
     @classmethod
     def read(cls, path: Path) -> Profile:
@@ -254,6 +266,10 @@ def _value(field: Field[Any], value: Any, name: str) -> Any:
     if field.type == "str":
         if not isinstance(value, str):
             raise wrong(name, value, "text")
+        return value
+    if field.type == "bool":
+        if not isinstance(value, bool):
+            raise wrong(name, value, "true or false")
         return value
     if field.type == "Curve":
         return _curve(value, name)

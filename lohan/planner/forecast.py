@@ -263,7 +263,7 @@ def _timed(
     If cores and drives slow each other down, the slowdown depends on which actions overlap, and the
     overlap depends on the slowdown. The simulation is repeated a few times and converges quickly.
     """
-    costs, shared = ActionCosts(profile, work), not profile.has_link
+    costs, shared = ActionCosts(profile, work), not profile.has_gpu
     timeline = simulate(phases, costs.seconds, caller_updates=shared)
     for _ in range(ROUNDS if shared and (profile.io_share or profile.compute_share) else 0):
         costs = ActionCosts(profile, work, lost=_lost(profile, timeline))
@@ -327,12 +327,13 @@ def profile_of_step(
     host_bytes: int,
     device: str = "cpu",
     device_bytes: int = 0,
+    unified: bool = False,
 ) -> Profile | None:
     """Return the machine profile measured by one step of a run, or None if it is incomplete.
 
     The profile is incomplete if the step had no forward, backward or update, or if it moved nothing
     over the link of a device. The rates of compute include the slowdown by concurrent I/O.
-    `device_bytes` is the memory of a device that has its own, or 0.
+    `device_bytes` is the memory of a device that has its own, or 0. `unified` is as in Profile.
     """
     seconds: dict[str, float] = {}
     layout, others = work.per_parameter, work.world - 1
@@ -378,6 +379,7 @@ def profile_of_step(
         name="this run",
         device=device,
         device_bytes=device_bytes,
+        unified=unified,
         compute=((1.0, rate),),
         # A run that trains only the head measures no backward of a block.
         backward=((1.0, gradients / back_s),) if gradients else (),

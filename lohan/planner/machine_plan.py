@@ -311,7 +311,8 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """Return the plan and its forecast, or raise a BudgetError that names changes that help."""
     ranks, machine = request.ranks, request.machine
     if ranks > 1 and not machine.has_link:
-        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
+        count = "one GPU" if machine.unified else "no GPU"
+        raise ConfigError(f"--gpus {ranks}: {machine.name} has {count}; take a machine with some")
     if request.batch < ranks:
         raise ConfigError(
             f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
@@ -424,9 +425,10 @@ def problem_of(request: PlanRequest) -> PlanProblem:
 
     def overhead(host_bytes: int) -> Overhead:
         """Return the same overhead as in a run on such a card."""
-        if not machine.has_link:
+        if not machine.has_gpu:
             return ()
-        return tuple(card_overhead(machine.device_bytes, host_bytes).items())
+        memory = host_bytes if machine.unified else machine.device_bytes
+        return tuple(card_overhead(memory, host_bytes).items())
 
     return PlanProblem(
         model=request.model.name,

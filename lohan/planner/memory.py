@@ -586,6 +586,8 @@ class MemoryModel:
         host = {**self._state(plan), **self.activations(plan)}
         if not self.has_own_memory and self.found is not None:
             host |= self._peak_held(plan)
+        if not self.has_own_memory:  # A GPU with unified memory has its overhead there.
+            host |= self._overhead
         entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
         entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
         moved = tuple(self.site_bytes(plan, name) for name in plan.spilled_sites)

@@ -362,7 +362,7 @@ class _PlanSearch:
         of the steps are assumed to be clipped, because a run keeps its slices whatever its norms.
         """
         simulator = self._simulator
-        if simulator is None or not simulator.profile.has_link:
+        if simulator is None or not simulator.profile.has_gpu:
             return options
         if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
             return options

@@ -61,7 +61,8 @@ def gpu_of(card: str) -> dict[str, Any] | None:
     if not found:
         return None
     best = max(found, key=lambda gpu: len(gpu["device"]))
-    return {**best, "device_bytes": parse_bytes(best["device_bytes"], name="device_bytes")}
+    size = best.get("device_bytes", 0)  # A GPU with unified memory has none of its own.
+    return {**best, "device_bytes": parse_bytes(size, name="device_bytes") if size else 0}
 
 
 def _preset_model(name: str, table: Mapping[str, Any]) -> ModelShape:

@@ -808,7 +808,10 @@ def step_of(
 
 def _check(profile: Profile, batch: int, seq: int) -> None:
     if not profile.has_link:
-        raise ConfigError(f"{profile.name} has no GPU; policies are compared on machines with one")
+        raise ConfigError(
+            f"{profile.name} has no GPU with its own memory; policies are compared on machines "
+            "with one"
+        )
     if batch < 1 or seq < 1:
         raise ConfigError(f"--batch {batch} and --seq {seq} must be positive")
     if batch % profile.gpus:

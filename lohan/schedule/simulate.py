@@ -551,10 +551,10 @@ def phase_s(profile: Profile, lanes: Mapping[str, float]) -> float:
 def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
     """Return the total seconds of lanes that share one resource.
 
-    Without a device, compute and updates share the cores. If GPUs are connected only by their links
-    to host memory, transfers between ranks share these links.
+    Without a GPU, compute and updates share the cores. If GPUs are connected only by their links to
+    host memory, transfers between ranks share these links.
     """
-    if not profile.has_link:
+    if not profile.has_gpu:
         return lanes["compute"] + lanes["optimizer"]
     if not profile.net_over_links:
         return 0.0
