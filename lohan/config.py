@@ -89,7 +89,7 @@ BELOW_1 = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
-LOGGERS = ("tensorboard", "wandb")
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 TASKS = (
     "language",
     "masked",
