@@ -68,7 +68,11 @@ ACTIVATIONS = (
 )
 
 
-@kind("|".join(ACTIVATIONS) + "|PLAN.json", str)
+@kind(
+    "|".join(ACTIVATIONS) + "|PLAN.json",
+    str,
+    anyOf=[{"enum": list(ACTIVATIONS)}, {"type": "string", "pattern": r"\.json$"}],
+)
 def activations(value: Any, name: str, base: Path) -> str:
     """Parse the name of an activation policy, or the path of a plan file."""
     if isinstance(value, str) and value in ACTIVATIONS:
