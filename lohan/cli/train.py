@@ -166,12 +166,30 @@ def export(
             show_default=False,
         ),
     ] = None,
+    as_lora: Annotated[
+        int | None,
+        typer.Option(
+            "--as-lora",
+            min=1,
+            metavar="RANK",
+            help="The best LoRA approximation of what was trained, as a PEFT folder.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the weights of the last committed step as a Hugging Face folder, or the adapter of a
-    LoRA run as a PEFT folder; with --merge the model with the adapter in it."""
+    LoRA run as a PEFT folder; with --merge the model with the adapter in it, with --as-lora an
+    adapter that approximates a full fine-tune."""
     check_dtype(dtype)
     set_up_libraries()
+    if as_lora is not None:
+        if merge or model is not None:
+            raise ConfigError("--as-lora: makes an adapter of a run; leave --merge and --model out")
+        export_as_lora(
+            run, out, as_lora, dtype=dtype, ema=ema, overwrite=overwrite, as_json=as_json
+        )
+        return
     if (run / "adapter_config.json").is_file():
         if not merge:
             raise ConfigError(f"{run}: is an adapter's folder already; add --merge")
@@ -226,6 +244,67 @@ def export_run(
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
     if as_json:
         facts = {"path": str(out.absolute()), "step": step, "content": what, "averaged": ema}
+        echo(json.dumps(facts, indent=1))
+
+
+def export_as_lora(
+    run: Path,
+    out: Path,
+    rank: int,
+    *,
+    dtype: str | None,
+    ema: bool,
+    overwrite: bool,
+    as_json: bool = False,
+) -> None:
+    """Write the best rank-`rank` adapter for the difference between a run and its base model."""
+    from lohan.capture.blocks import dtype_of
+    from lohan.checkpoint.low_rank import export_low_rank
+    from lohan.checkpoint.resharding import open_set
+    from lohan.checkpoint.store_io import TrainState, source_of, store_reader
+    from lohan.model.state import STATE_FORMATS, stored_state_format
+    from lohan.train.inputs import task_of
+    from lohan.train.run_folder import RunFolder, check_export_to, stores_of
+
+    folder = RunFolder(run.absolute())
+    config = folder.config()
+    if config.train.lora:
+        raise ConfigError(f"--as-lora: {run} has trained an adapter already; leave it out")
+    check_export_to(folder, config, out)
+    with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
+        own = stored_state_format(stores[0].meta).name
+        model = task_of(config).load(config, dtype=own)
+        held = export_low_rank(
+            model,
+            store_reader(*stores, ema=ema),
+            source_of(model),
+            out,
+            rank=rank,
+            dtype=dtype_of(STATE_FORMATS[dtype or own]),
+            overwrite=overwrite,
+            progress=lambda done, all_: shown.advance("exporting", done, all_),
+        )
+        step = TrainState.of(stores[0].meta).step
+        changed = [each for each in held if each.total]
+        total = sum(each.total for each in changed)
+        share = sum(each.exported for each in changed) / total if total else 1.0
+        if not as_json:
+            width = max((len(each.name) for each in changed), default=0)
+            for each in changed:
+                shown.note(f"{each.name:{width}} {each.share:7.1%}")
+        shown.note(
+            f"adapter of rank {rank} after step {step}: {out}; it holds {share:.1%} of the "
+            "difference to the base, by squared norm"
+        )
+    if as_json:
+        facts = {
+            "path": str(out.absolute()),
+            "step": step,
+            "content": "adapter",
+            "rank": rank,
+            "share": share,
+            "parameters": {each.name: each.share for each in changed},
+        }
         echo(json.dumps(facts, indent=1))
 
 
