@@ -68,7 +68,11 @@ ACTIVATIONS = (
 )
 
 
-@kind("|".join(ACTIVATIONS) + "|PLAN.json", str)
+@kind(
+    "|".join(ACTIVATIONS) + "|PLAN.json",
+    str,
+    anyOf=[{"enum": list(ACTIVATIONS)}, {"type": "string", "pattern": r"\.json$"}],
+)
 def activations(value: Any, name: str, base: Path) -> str:
     """Parse the name of an activation policy, or the path of a plan file."""
     if isinstance(value, str) and value in ACTIVATIONS:
@@ -88,7 +92,7 @@ AT_LEAST_0 = real("a number of at least 0", lambda x: x >= 0)
 BELOW_1 = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 DTYPES = ("fp32", "bf16", "fp16")
-LOGGERS = ("tensorboard", "wandb")
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 TASKS = (
     "language",
     "masked",

@@ -305,7 +305,7 @@ class GroupSetting:
         return {PARAMS: self.params, **dict(self.values)}
 
 
-@kind("TABLES", str)
+@kind("TABLES", str, type="array", items={"type": "object", "required": [PARAMS]})
 def group_settings(value: Any, name: str, base: Path) -> tuple[GroupSetting, ...]:
     """Parse a list of tables; their values are checked once the optimizer is known."""
     if not isinstance(value, (list, tuple)):

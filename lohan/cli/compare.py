@@ -532,11 +532,16 @@ def _numbers(name: str, text: str) -> list[int]:
     return values
 
 
-def presets() -> None:
+def presets(as_json: Json = False) -> None:
     """Names that --machine, --model and --policy know; machines with memory, drives and price."""
     from lohan.planner import presets as known
     from lohan.planner.systems import policy_names
 
+    if as_json:
+        machines = [asdict(known.machine(name)) for name in known.machine_names()]
+        lists = {"models": list(known.model_names()), "policies": list(policy_names())}
+        echo(json.dumps({"machines": machines, **lists}, indent=1, default=str))
+        return
     echo("machines:")
     for line in _machines([known.machine(name) for name in known.machine_names()]):
         echo(f"  {line}")

@@ -21,6 +21,7 @@ MODULES = {  # of this package -> its commands
     "forward": ("eval", "generate"),
     "plan": ("plan",),
     "recipes": ("init",),
+    "schema": ("schema",),
     "compare": ("simulate", "compare", "presets"),
     "tools": ("profile", "verify", "report", "doctor"),
 }
@@ -102,14 +103,28 @@ RunsOrStores = Annotated[
     ),
 ]
 Dirs = Path | list[Path]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+def print_json(value: Any) -> None:
+    import json
+
+    echo(json.dumps(value, indent=1, default=str))
 
 
 @store_app.command("ls")
-def store_ls(folders: RunsOrStores = [Path()]) -> None:  # noqa: B006
+def store_ls(
+    folders: RunsOrStores = [Path()],  # noqa: B006
+    as_json: Json = False,
+) -> None:
     """List stores: state, step, size and directories."""
     from lohan.store.admin import describe
     from lohan.util.units import counted, format_bytes
 
+    if as_json:
+        stores = [describe(dirs) for dirs in named_stores(folders)]
+        print_json([{key: v for key, v in one.items() if key != "meta"} for one in stores])
+        return
     for dirs in named_stores(folders):
         facts = describe(dirs)
         step = "-" if facts["step"] is None else facts["step"]
@@ -124,28 +139,35 @@ def store_ls(folders: RunsOrStores = [Path()]) -> None:  # noqa: B006
 
 
 @store_app.command("verify")
-def store_verify(folders: RunsOrStores) -> None:
+def store_verify(folders: RunsOrStores, as_json: Json = False) -> None:
     """Read a whole store and compare every chunk with its checksum."""
     from lohan.cli.train import display
     from lohan.store.admin import verify
     from lohan.store.store import Store
 
     bad = 0
+    results = []
     for dirs in named_stores(folders):
-        with display() as shown, Store.open(dirs) as store:
+        with display(stderr=as_json) as shown, Store.open(dirs) as store:
             findings = verify(store, progress=lambda d, t: shown.advance("verifying", d, t))
             for finding in findings:
                 shown.note(finding.problem)
             bad += len(findings)
             chunks = len(store.layout.durable)
             shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are right")
+            problems = [finding.problem for finding in findings]
+            results.append({"path": str(first_of(dirs)), "chunks": chunks, "problems": problems})
+    if as_json:
+        print_json(results)
     if bad:
         raise typer.Exit(EXIT_ERROR)
 
 
 @store_app.command("rm")
 def store_rm(
-    folders: RunsOrStores, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+    folders: RunsOrStores,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Remove stores and give their space back. The run's log and exported model stay."""
     from lohan.store.admin import remove
@@ -155,10 +177,17 @@ def store_rm(
         folder = RunFolder(path.absolute())
         if folder.config_file.is_file():
             check_original(folder, folder.config())
+    if as_json and not yes:
+        raise ConfigError("--json: a program cannot answer the question; add --yes")
+    removed = []
     for dirs in named_stores(folders):
         if yes or _sure(f"remove the store {first_of(dirs)}?"):
             for path in remove(dirs):
-                echo(f"removed {path}")
+                removed.append(str(path))
+                if not as_json:
+                    echo(f"removed {path}")
+    if as_json:
+        print_json({"removed": removed})
 
 
 def _sure(question: str) -> bool:

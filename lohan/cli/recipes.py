@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of, option
+from lohan.cli.options import MODEL_HELP, Gpus, Json, Machine, Ssds, machine_of, option
 from lohan.config import field_of
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.display import echo
@@ -44,6 +44,7 @@ def init(
     machine: Machine = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
+    as_json: Json = False,
 ) -> None:
     """Write a commented settings file: what the planner would choose, and why. Without --machine it
     is for this one, which is measured once; that takes less than a minute."""
@@ -70,6 +71,9 @@ def init(
     task = _task(Path(model), data)
     if task not in ("language", "preference"):
         _write(file, _plain_recipe(Path(model), data, file, run, task, profile, budget))
+        if as_json:
+            echo(json.dumps({"file": str(file), "task": task, "host_bytes": host}, indent=1))
+            return
         echo(
             f"{file}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {file} "
             "--dry-run` plans it"
@@ -89,6 +93,10 @@ def init(
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = made.batch // answers
     _write(file, _recipe(model, data, file, run, task, made, batch, speeds, budget, why_seq))
+    if as_json:
+        facts = {"file": str(file), "task": task, "batch": batch, "seq": seq, "host_bytes": host}
+        echo(json.dumps(facts, indent=1))
+        return
     echo(f"{file}: batch {batch}, {seq} tokens, {format_bytes(host)} of memory")
     echo(f"start with: lohan train --config {file}")
 

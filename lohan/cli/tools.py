@@ -182,6 +182,7 @@ def report(
         Path | None,
         typer.Option("-o", "--out", help="File to write; not given: RUN/report.html."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write one HTML file about a run: curves, lanes, memory, wear, and what would help."""
     from lohan.util.system import set_up_libraries
@@ -199,11 +200,16 @@ def report(
     text = page(story, advice_for(story))
     with owner_only():
         target.write(text.encode())
-    echo(f"report: {file}")
+    written = {"report": str(file)}
     traces = read_traces(folder)
     if len(traces) > 1:
         write_merged(folder.path / MERGED, traces)
-        echo(f"trace of all ranks: {folder.path / MERGED}")
+        written["trace of all ranks"] = str(folder.path / MERGED)
+    if as_json:
+        echo(json.dumps({key.replace(" ", "_"): path for key, path in written.items()}, indent=1))
+        return
+    for key, path in written.items():
+        echo(f"{key}: {path}")
 
 
 def advice_for(story: RunRecord) -> Advice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from contextlib import AbstractContextManager
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import ConfigFile, settings_options
+from lohan.cli.options import ConfigFile, Json, settings_options
 from lohan.cli.recipes import refuse_yaml
 from lohan.config import DTYPES, field_of, fields_of, load_config
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
 from lohan.train.changes import check_changes
+from lohan.util.display import echo
 from lohan.util.settings import assignment, load_toml
 from lohan.util.system import fetch, set_up_libraries
 from lohan.util.units import counted
@@ -60,6 +62,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only the plan; nothing is written.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Fine-tune a model and export it."""
     if config is not None:
@@ -70,18 +73,25 @@ def train(
     if not dry_run:
         as_ranks(resolved.budget.gpus)
     set_up_libraries()
-    with display() as shown:
+    with display(stderr=as_json) as shown:
         if dry_run:
-            from lohan.cli.plan import describe
+            from lohan.cli.plan import describe, to_json
             from lohan.tools.plan_run import dry_run as plan_only
 
             count, made = plan_only(resolved, shown)
+            if as_json:
+                echo(
+                    json.dumps(
+                        {"steps": count, **to_json(made, steps=count, schedule=False)}, indent=1
+                    )
+                )
+                return
             for line in (counted(count, "step"), *describe(made, steps=count)):
                 shown.note(line)
             return
         from lohan.train.trainer import train as run_train
 
-        finish(run_train(resolved, shown), resolved.out, shown)
+        finish(run_train(resolved, shown), resolved.out, shown, as_json=as_json)
 
 
 @settings_options("train.lr", "train.batch", "train.micro_batch", "budget.host", "budget.ssd")
@@ -101,6 +111,7 @@ def resume(
         typer.Option("--gpus", min=1, help="Ranks to go on with. Not given: as many as before."),
     ] = None,
     assignments: Set = None,
+    as_json: Json = False,
 ) -> None:
     """Continue a run from its last committed step. Settings given here replace those of the run
     from here on; --ssd says where a store that was moved is now."""
@@ -119,9 +130,9 @@ def resume(
     set_up_libraries()
     from lohan.train.trainer import resume as run_resume
 
-    with display() as shown:
+    with display(stderr=as_json) as shown:
         ended = run_resume(folder, shown, steps=steps, keep_schedule=keep_schedule, changes=changes)
-        finish(ended, folder.path, shown)
+        finish(ended, folder.path, shown, as_json=as_json)
 
 
 def export(
@@ -155,23 +166,49 @@ def export(
             show_default=False,
         ),
     ] = None,
+    as_lora: Annotated[
+        int | None,
+        typer.Option(
+            "--as-lora",
+            min=1,
+            metavar="RANK",
+            help="The best LoRA approximation of what was trained, as a PEFT folder.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write the weights of the last committed step as a Hugging Face folder, or the adapter of a
-    LoRA run as a PEFT folder; with --merge the model with the adapter in it."""
+    LoRA run as a PEFT folder; with --merge the model with the adapter in it, with --as-lora an
+    adapter that approximates a full fine-tune."""
     check_dtype(dtype)
     set_up_libraries()
+    if as_lora is not None:
+        if merge or model is not None:
+            raise ConfigError("--as-lora: makes an adapter of a run; leave --merge and --model out")
+        export_as_lora(
+            run, out, as_lora, dtype=dtype, ema=ema, overwrite=overwrite, as_json=as_json
+        )
+        return
     if (run / "adapter_config.json").is_file():
         if not merge:
             raise ConfigError(f"{run}: is an adapter's folder already; add --merge")
-        merge_adapter(run, model, out, dtype=dtype, overwrite=overwrite)
+        merge_adapter(run, model, out, dtype=dtype, overwrite=overwrite, as_json=as_json)
         return
     if model is not None:
         raise ConfigError(f"--model: {run} is no adapter's folder; a run knows its model, leave it")
-    export_run(run, out, dtype=dtype, ema=ema, overwrite=overwrite, merge=merge)
+    export_run(run, out, dtype=dtype, ema=ema, overwrite=overwrite, merge=merge, as_json=as_json)
 
 
 def export_run(
-    run: Path, out: Path, *, dtype: str | None, ema: bool, overwrite: bool, merge: bool
+    run: Path,
+    out: Path,
+    *,
+    dtype: str | None,
+    ema: bool,
+    overwrite: bool,
+    merge: bool,
+    as_json: bool = False,
 ) -> None:
     from lohan.checkpoint.resharding import open_set
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
@@ -186,7 +223,7 @@ def export_run(
     if merge and not config.train.lora:
         raise ConfigError(f"--merge: {run} has trained all weights, not an adapter; leave it out")
     check_export_to(folder, config, out)
-    with display() as shown, open_set(stores_of(folder, config)) as stores:
+    with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
         own = stored_state_format(meta).name
         trained = task_of(config).load(config, dtype=own)
@@ -205,10 +242,80 @@ def export_run(
         step = TrainState.of(meta).step
         what = "merged model" if merge else "adapter" if config.train.lora else "weights"
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
+    if as_json:
+        facts = {"path": str(out.absolute()), "step": step, "content": what, "averaged": ema}
+        echo(json.dumps(facts, indent=1))
+
+
+def export_as_lora(
+    run: Path,
+    out: Path,
+    rank: int,
+    *,
+    dtype: str | None,
+    ema: bool,
+    overwrite: bool,
+    as_json: bool = False,
+) -> None:
+    """Write the best rank-`rank` adapter for the difference between a run and its base model."""
+    from lohan.capture.blocks import dtype_of
+    from lohan.checkpoint.low_rank import export_low_rank
+    from lohan.checkpoint.resharding import open_set
+    from lohan.checkpoint.store_io import TrainState, source_of, store_reader
+    from lohan.model.state import STATE_FORMATS, stored_state_format
+    from lohan.train.inputs import task_of
+    from lohan.train.run_folder import RunFolder, check_export_to, stores_of
+
+    folder = RunFolder(run.absolute())
+    config = folder.config()
+    if config.train.lora:
+        raise ConfigError(f"--as-lora: {run} has trained an adapter already; leave it out")
+    check_export_to(folder, config, out)
+    with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
+        own = stored_state_format(stores[0].meta).name
+        model = task_of(config).load(config, dtype=own)
+        held = export_low_rank(
+            model,
+            store_reader(*stores, ema=ema),
+            source_of(model),
+            out,
+            rank=rank,
+            dtype=dtype_of(STATE_FORMATS[dtype or own]),
+            overwrite=overwrite,
+            progress=lambda done, all_: shown.advance("exporting", done, all_),
+        )
+        step = TrainState.of(stores[0].meta).step
+        changed = [each for each in held if each.total]
+        total = sum(each.total for each in changed)
+        share = sum(each.exported for each in changed) / total if total else 1.0
+        if not as_json:
+            width = max((len(each.name) for each in changed), default=0)
+            for each in changed:
+                shown.note(f"{each.name:{width}} {each.share:7.1%}")
+        shown.note(
+            f"adapter of rank {rank} after step {step}: {out}; it holds {share:.1%} of the "
+            "difference to the base, by squared norm"
+        )
+    if as_json:
+        facts = {
+            "path": str(out.absolute()),
+            "step": step,
+            "content": "adapter",
+            "rank": rank,
+            "share": share,
+            "parameters": {each.name: each.share for each in changed},
+        }
+        echo(json.dumps(facts, indent=1))
 
 
 def merge_adapter(
-    adapter: Path, model: Path | None, out: Path, *, dtype: str | None, overwrite: bool
+    adapter: Path,
+    model: Path | None,
+    out: Path,
+    *,
+    dtype: str | None,
+    overwrite: bool,
+    as_json: bool = False,
 ) -> None:
     """Of an adapter's folder, onto the base that it names or that is given."""
     from lohan.checkpoint.adapters import named_base
@@ -222,7 +329,7 @@ def merge_adapter(
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
     own = own_dtype(base)
-    with display() as shown:
+    with display(stderr=as_json) as shown:
         adapted = load(base, dtype=own, adapter=adapter)
         export_merged(
             adapted,
@@ -234,6 +341,8 @@ def merge_adapter(
             progress=lambda done, all_: shown.advance("exporting", done, all_),
         )
         shown.note(f"merged model: {out}")
+    if as_json:
+        echo(json.dumps({"path": str(out.absolute()), "content": "merged model"}, indent=1))
 
 
 def fetch_model(config: Path | None, overrides: dict[str, Any]) -> None:
@@ -262,7 +371,23 @@ def display(*, stderr: bool = False) -> AbstractContextManager[Display]:
     return closing(open_display(Console(stderr=stderr)))
 
 
-def finish(outcome: Any, out: Path, shown: Display) -> None:
+def finish(outcome: Any, out: Path, shown: Display, *, as_json: bool = False) -> None:
+    """Report the end of a run, as JSON if asked, and exit with 130 if it was stopped early."""
+    if as_json and ranks_of(os.environ).first:
+        from lohan.train.run_folder import RunFolder, final_exports
+
+        folder = RunFolder(out.absolute())
+        exports = final_exports(folder, folder.config()) if outcome.exported else {}
+        facts = {
+            "run": str(folder.path),
+            "step": outcome.step,
+            "steps": outcome.total,
+            "stopped": outcome.stopped,
+            "metrics": str(folder.metrics_file),
+            "exports": [str(path) for path in exports.values()],
+        }
+        shown.close()
+        echo(json.dumps(facts, indent=1))
     if outcome.stopped and outcome.step < outcome.total:
         shown.close()  # the bar stays where it is, the message comes below it
         shown.note(

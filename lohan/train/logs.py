@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import logging
+import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -152,7 +155,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-# -- Metrics for TensorBoard and Weights & Biases, in addition to the run's own log ----------------
+# -- Metrics for external trackers, in addition to the run's own log -------------------------------
 
 
 class Logger(Protocol):
@@ -232,8 +235,115 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Trackio:
+    """One Trackio run per run folder; Trackio's settings (TRACKIO_DIR, TRACKIO_SPACE_ID) apply.
+
+    TRACKIO_PROJECT names the project; the default is "lohan". Trackio has no way to replace a row,
+    so steps that a resumed run repeats are logged once, with their first values.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
+        import tomllib
+
+        import trackio
+
+        with redirect_stdout(sys.stderr):  # Trackio prints, but stdout may be read by a program
+            self._run: Any = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", "lohan"),
+                name=folder.tag(config),
+                resume="allow",
+                config=tomllib.loads(config.to_toml()),
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+                embed=False,
+            )
+        # Trackio restores the next step of a resumed run. It has no public name for it.
+        self._last_step = int(getattr(self._run, "_next_step", 0)) - 1
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        # The evaluation of a step is logged after the step. It may be missing if the run crashed.
+        first = self._last_step if "eval_loss" in row else self._last_step + 1
+        if row["step"] >= first:
+            self._run.log(dict(scalars(row)), step=row["step"])
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+class MLflow:
+    """One MLflow run per run folder, in RUN/mlflow/mlflow.db or in MLFLOW_TRACKING_URI.
+
+    MLFLOW_EXPERIMENT_NAME names the experiment; the default is "lohan". Steps that a resumed run
+    repeats are logged once, with their first values.
+    """
+
+    _TAG = "lohan.run"  # holds the tag of the run folder, by which a resumed run is found
+
+    def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name in ("mlflow", "alembic"):  # they log the creation of every table
+            logging.getLogger(name).setLevel(logging.WARNING)
+        import mlflow
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            file = folder.path / "mlflow" / "mlflow.db"
+            file.parent.mkdir(exist_ok=True)
+            uri = f"sqlite:///{file}"
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        tag, name = folder.tag(config), os.environ.get("MLFLOW_EXPERIMENT_NAME", "lohan")
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        same = f"tags.`{self._TAG}` = '{tag}'"
+        earlier = self._client.search_runs([number], filter_string=same, max_results=1)
+        if earlier:
+            self._id = earlier[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            tags = {self._TAG: tag}
+            run = self._client.create_run(number, run_name=folder.path.name, tags=tags)
+            self._id = run.info.run_id
+            for key, value in _flat(config):
+                self._client.log_param(self._id, key, value)
+        self._last_step = {
+            group: max((m.step for m in self._history(f"{group}/loss")), default=0)
+            for group in ("train", "eval")
+        }
+
+    def _history(self, name: str) -> list[Any]:
+        entries: list[Any] = self._client.get_metric_history(self._id, name)
+        return entries
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        step = row["step"]
+        if step > self._last_step["eval" if "eval_loss" in row else "train"]:
+            now = int(time.time() * 1000)
+            metrics = [Metric(name, value, now, step) for name, value in scalars(row)]
+            self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _flat(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a run by their dotted names, as text that MLflow accepts."""
+    import tomllib
+
+    for key, value in tomllib.loads(config.to_toml()).items():
+        for inner, entry in value.items() if isinstance(value, dict) else ((None, value),):
+            yield key if inner is None else f"{key}.{inner}", str(entry)[:MLFLOW_PARAM_CHARS]
+
+
+MLFLOW_PARAM_CHARS = 6000  # MLflow refuses longer values
+
+
 _LOGGERS: dict[str, Callable[[RunFolder, Config, int], Logger]] = {
+    "mlflow": MLflow,
     "tensorboard": TensorBoard,
+    "trackio": Trackio,
     "wandb": WeightsAndBiases,
 }
 

@@ -30,13 +30,24 @@ class Kind:
     metavar: str
     typed: Any
     parse: Parser
+    # JSON Schema of the values that a TOML file may have. It may accept more than the parser does.
+    schema: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __call__(self, value: Any, name: str, base: Path) -> Any:
         return self.parse(value, name, base)
 
 
-def kind(metavar: str, typed: Any) -> Callable[[Parser], Kind]:
-    return partial(Kind, metavar, typed)
+def kind(metavar: str, typed: Any, **schema: Any) -> Callable[[Parser], Kind]:
+    """Return a decorator that makes a kind of a parser; `schema` describes its values."""
+    return partial(Kind, metavar, typed, schema=schema)
+
+
+def some_of(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the alternatives of a schema that accepts one item or a list of items."""
+    return [dict(item), {"type": "array", "items": dict(item)}]
+
+
+TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 
 
 PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
@@ -50,7 +61,7 @@ def wrong(name: str, value: object, wants: str) -> ConfigError:
 
 
 def whole(least: int) -> Kind:
-    @kind("N", int)
+    @kind("N", int, type="integer", minimum=least)
     def parse(value: Any, name: str, base: Path) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
             raise wrong(name, value, f"a whole number of at least {least}")
@@ -60,7 +71,7 @@ def whole(least: int) -> Kind:
 
 
 def real(wants: str, accepts: Callable[[float], bool]) -> Kind:
-    @kind("X", float)
+    @kind("X", float, type="number")
     def parse(value: Any, name: str, base: Path) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise wrong(name, value, wants)
@@ -72,7 +83,7 @@ def real(wants: str, accepts: Callable[[float], bool]) -> Kind:
 
 
 def choice(options: tuple[str, ...]) -> Kind:
-    @kind("|".join(options), str)
+    @kind("|".join(options), str, enum=list(options))
     def parse(value: Any, name: str, base: Path) -> str:
         if not isinstance(value, str) or value not in options:
             raise wrong(name, value, "one of " + ", ".join(options))
@@ -85,7 +96,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:N", "accelerator", "emulated")
 _DEVICE = re.compile(r"auto|cpu|emulated|(accelerator|gpu|cuda|xpu|mps|npu)(:\d+)?")
 
 
-@kind("|".join(DEVICES), str)
+@kind("|".join(DEVICES), str, type="string", pattern=f"^({_DEVICE.pattern})$")
 def device_name(value: Any, name: str, base: Path) -> str:
     if not isinstance(value, str) or _DEVICE.fullmatch(value) is None:
         raise wrong(name, value, "one of " + ", ".join(DEVICES))
@@ -96,7 +107,7 @@ def choices(options: tuple[str, ...]) -> Kind:
     """Return a kind that accepts some of the options; a single one need not be in a list."""
     one = choice(options)
 
-    @kind("|".join(options), list[str])
+    @kind("|".join(options), list[str], anyOf=some_of({"enum": list(options)}))
     def parse(value: Any, name: str, base: Path) -> tuple[str, ...]:
         entries = value if isinstance(value, (list, tuple)) else [value]
         return tuple(dict.fromkeys(one(entry, name, base) for entry in entries))
@@ -104,7 +115,7 @@ def choices(options: tuple[str, ...]) -> Kind:
     return parse
 
 
-@kind("true|false", bool)
+@kind("true|false", bool, type="boolean")
 def flag(value: Any, name: str, base: Path) -> bool:
     if not isinstance(value, bool):
         raise wrong(name, value, "true or false")
@@ -131,11 +142,11 @@ def model_path(value: Any, name: str, base: Path) -> Path:
     return path if path.exists() else cached_folder(str(value)) or path
 
 
-folder, file = Kind("DIR", Path, one_path), Kind("FILE", Path, one_path)
-model_folder = Kind("DIR|ORG/NAME", Path, model_path)
+folder, file = Kind("DIR", Path, one_path, TEXT), Kind("FILE", Path, one_path, TEXT)
+model_folder = Kind("DIR|ORG/NAME", Path, model_path, TEXT)
 
 
-@kind("DIR", list[Path])
+@kind("DIR", list[Path], anyOf=some_of(TEXT))
 def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
     """Parse folders, one per drive, whose names may have placeholders that each rank fills in."""
     entries = [value] if isinstance(value, (str, Path)) else value
@@ -169,7 +180,7 @@ class Source:
         return str(self.path) if self.weight is None else f"{self.path}:{self.weight:g}"
 
 
-@kind("FILE[:WEIGHT]", list[str])
+@kind("FILE[:WEIGHT]", list[str], anyOf=some_of(TEXT))
 def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
     """Parse data files, of which either all or none have a weight."""
     entries = value if isinstance(value, (list, tuple)) else [value]
@@ -203,7 +214,7 @@ def _source(entry: Any, name: str, base: Path) -> Source:
     return Source(one_path(before, name, base), share)
 
 
-@kind("NAME|FILE", str)
+@kind("NAME|FILE", str, **TEXT)
 def template(value: Any, name: str, base: Path) -> str:
     """Parse the name of a chat template, or the path of a file."""
     if not isinstance(value, str) or not value.strip():
@@ -212,7 +223,7 @@ def template(value: Any, name: str, base: Path) -> str:
     return str(path) if path.is_file() else value
 
 
-@kind("NAME", list[str])
+@kind("NAME", list[str], anyOf=some_of(TEXT))
 def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(entry, str) and entry.strip() for entry in entries):
@@ -220,7 +231,7 @@ def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
     return tuple(entries)
 
 
-@kind("FILE|TEXT", list[str])
+@kind("FILE|TEXT", list[str], anyOf=some_of(TEXT))
 def prompts(value: Any, name: str, base: Path) -> tuple[str, ...]:
     """Parse prompts and files of prompts; an entry with a file suffix must be an existing file."""
     entries = value if isinstance(value, (list, tuple)) else [value]
@@ -238,27 +249,27 @@ def _prompt(entry: str, name: str, base: Path) -> str:
     return str(path)
 
 
-@kind("SIZE", str)
+@kind("SIZE", str, type=["string", "number"])
 def byte_size(value: Any, name: str, base: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise wrong(name, value, "a byte size such as 8GiB")
     return parse_bytes(value, name=name)
 
 
-@kind("RATE", str)
+@kind("RATE", str, type=["string", "number"])
 def byte_rate(value: Any, name: str, base: Path) -> float:
     """Parse a rate in bytes per second."""
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
     return float(byte_size(text, name, base))
 
 
-@kind("step|N|TIME|auto", str)
+@kind("step|N|TIME|auto", str, type=["string", "integer"])
 def interval(value: Any, name: str, base: Path) -> str:
     parse_interval(value, name=name)
     return str(value)
 
 
-@kind("N|X", float)
+@kind("N|X", float, type="number", minimum=0)
 def warmup_length(value: Any, name: str, base: Path) -> int | float:
     wants = "a number of steps, or a share of them between 0 and 1"
     number = real(wants, lambda x: 0 <= x < 2**53)(value, name, base)
@@ -267,7 +278,15 @@ def warmup_length(value: Any, name: str, base: Path) -> int | float:
     return number if 0 < number < 1 else int(number)
 
 
-@kind("auto|off|N", str)
+@kind(
+    "auto|off|N",
+    str,
+    anyOf=[
+        {"enum": ["auto", "off"]},
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": "^[0-9]+$"},
+    ],
+)
 def tile_tokens(value: Any, name: str, base: Path) -> int | str:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)

@@ -206,7 +206,7 @@ def test_every_option_is_a_setting(lohan, folder, tmp_path):  # noqa: F811
         for name in item.opts
     }
     known = {info.dotted for info in fields_of()}
-    for name in options - {"--config", "--set", "--dry-run", "--help"}:
+    for name in options - {"--config", "--set", "--dry-run", "--json", "--help"}:
         key = name.removeprefix("--").replace("-", "_")
         section, _, rest = key.partition("_")
         assert any(d.rpartition(".")[2] == key or d == f"{section}.{rest}" for d in known), name

@@ -9,7 +9,7 @@ import pytest
 
 from lohan.cli.train import train
 
-OTHERS = ("config", "assignments", "dry_run")  # that are no settings
+OTHERS = ("config", "assignments", "dry_run", "as_json")  # that are no settings
 
 
 class Seen(Exception):
