@@ -6,7 +6,7 @@ STAMP := .venv/.lohan-setup
 CUDA_TORCH ?= 2.14.1
 CUDA_VENV := build/cuda-venv-$(CUDA_TORCH)
 
-.PHONY: setup demo test test-slow test-cuda test-browser lint format docs bench sanitize clean
+.PHONY: setup demo test test-fast test-slow test-cuda test-browser lint format docs bench sanitize clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,16 @@ demo: setup
 # the longest first (tests/conftest.py).
 test: setup
 	$(PY) -m pytest -q -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
+
+# The layers that compute without running a model, without the files that take longest, and one
+# training by the command line. Both lists together must end within 60 seconds on 2 cores.
+FAST := tests/util tests/model tests/schedule tests/planner tests/test_units.py tests/test_config.py \
+	$(addprefix tests/store/test_,store.py recovery.py extents.py fixed.py) \
+	tests/test_train.py::test_plain_text_file
+NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py ranks.py wear.py)
+
+test-fast: setup
+	$(PY) -m pytest -q -n 2 $(addprefix --ignore=,$(NOT_FAST)) $(FAST)
 
 # Everything else, in slices of at most half an hour; the table in docs/slow-tests.md says how each
 # ended last. One slice: make test-slow SLICE=crash
