@@ -11,9 +11,9 @@ import pytest
 import lohan
 from lohan.errors import StoreError
 from lohan.store.admin import describe, restore, snapshot
-from tests import tied_sessions
-from tests.overlapping import Tuning, data, tuned
-from tests.tied_sessions import STEPS, contents, finished, go_on
+from tests.support import tied_sessions
+from tests.support.delayed_runs import Tuning, data, tuned
+from tests.support.tied_sessions import STEPS, contents, finished, go_on
 
 MODES = [("optimized", 0.0), ("balanced", 0.0), ("balanced", 0.3)]
 opened = partial(tied_sessions.opened, durability="checkpoint")
