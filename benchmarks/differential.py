@@ -360,7 +360,7 @@ def in_processes(
     folder.mkdir(parents=True, exist_ok=True)
     environments: list[dict[str, str]] = [{}]
     if world > 1:
-        from tests.ranked import environment, free_port
+        from tests.support.forked_ranks import environment, free_port
 
         port = free_port()
         environments = [environment(rank, world, port) for rank in range(world)]
@@ -683,7 +683,7 @@ def prepare(families: Sequence[str] = ()) -> None:
     import transformers.models.t5.modeling_t5
 
     from benchmarks import differential_runs  # noqa: F401
-    from tests.processes import warm_up
+    from tests.support.forked_commands import warm_up
 
     transformers.logging.set_verbosity_error()
     arguments, sys.argv = sys.argv, list(sys.argv)

@@ -17,7 +17,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import odd_modules, overlapping
+from tests.support import delayed_runs, unusual_modules
 
 WIDTH = 12
 VOCAB = 48
@@ -162,18 +162,18 @@ def class_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
 
 
 def net_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
-    shape = rows, tokens, overlapping.WIDTH
+    shape = rows, tokens, delayed_runs.WIDTH
     return {name: torch.randn(shape, generator=generator) for name in ("x", "target")}
 
 
 def odd_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
-    return {"x": torch.randn(rows, tokens, odd_modules.WIDTH, generator=generator)}
+    return {"x": torch.randn(rows, tokens, unusual_modules.WIDTH, generator=generator)}
 
 
 def streams_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
     return {
-        "x": torch.randn(rows, 4, odd_modules.WIDTH, generator=generator),
-        "c": torch.randn(rows, odd_modules.WIDTH, generator=generator),
+        "x": torch.randn(rows, 4, unusual_modules.WIDTH, generator=generator),
+        "c": torch.randn(rows, unusual_modules.WIDTH, generator=generator),
         "weight": torch.rand(rows, generator=generator),
     }
 
@@ -271,7 +271,7 @@ def stack(block: Callable[[float], nn.Module], **flags: Any) -> Family:
 
 
 def net(kind: str) -> Family:
-    return Family(lambda dropout: overlapping.Net(kind, dropout), net_batch, dropout=True)
+    return Family(lambda dropout: delayed_runs.Net(kind, dropout), net_batch, dropout=True)
 
 
 FAMILIES: dict[str, Family] = {
@@ -288,13 +288,13 @@ FAMILIES: dict[str, Family] = {
     "net": net("plain"),
     "net-tied": net("tied"),
     "net-shared": net("several"),
-    "streams": Family(lambda dropout: odd_modules.Streams(), streams_batch),
+    "streams": Family(lambda dropout: unusual_modules.Streams(), streams_batch),
     "counting": stack(Counting, stateful=True),
     "centred": Family(
-        lambda dropout: odd_modules.Plain(odd_modules.Centred), odd_batch, mixes_rows=True
+        lambda dropout: unusual_modules.Plain(unusual_modules.Centred), odd_batch, mixes_rows=True
     ),
     "outside": Family(
-        lambda dropout: odd_modules.Plain(odd_modules.Step, outside="parameter"), odd_batch
+        lambda dropout: unusual_modules.Plain(unusual_modules.Step, outside="parameter"), odd_batch
     ),
 }
 

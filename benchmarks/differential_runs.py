@@ -346,7 +346,7 @@ class SessionRun:
         self.session.executor.lanes._stall_s = 20.0
         self.guard = None
         if self.case["delays"] and self.reference is None:
-            from tests.overlapping import delay_lanes
+            from tests.support.delayed_runs import delay_lanes
 
             delay_lanes(self.session, self.case["delays"])
         self.note_plan()

@@ -154,7 +154,7 @@ class Series:
     def start(
         self, words: list[object], world: int, killed: dict[int, Kill], trace: bool = False
     ) -> list[Run]:
-        port = ranked.free_port()
+        port = forked_ranks.free_port()
         self.phase_files = [self.folder / f"phase-{rank}" for rank in range(world)]
         for file in self.phase_files:
             file.unlink(missing_ok=True)
@@ -162,14 +162,14 @@ class Series:
             self.forge.start(
                 *words,
                 kill_at=killed[rank].boundary if rank in killed else None,
-                before="phases:watch",
+                before="phase_log:watch",
                 trace=self.folder / f"trace-{rank}" if trace else None,
                 env={
                     **self.kind.env,
                     "LOHAN_PHASE": str(self.phase_files[rank]),
                     **({"LOHAN_SPANS": str(self.folder / "spans")} if trace else {}),
                     **({"LOHAN_KILL": killed[rank].timer} if rank in killed else {}),
-                    **(ranked.environment(rank, world, port) if world > 1 else {}),
+                    **(forked_ranks.environment(rank, world, port) if world > 1 else {}),
                 },
             )
             for rank in range(world)
@@ -213,7 +213,7 @@ class Series:
         return found
 
     def phase_of(self, rank: int) -> str:
-        return phases.read(self.phase_files[rank]) or "load"
+        return phase_log.read(self.phase_files[rank]) or "load"
 
     def wait(self, runs: list[Run], victims: list[int]) -> list[Ended]:
         """The others of several ranks end by themselves, or do not in time and are ended."""
@@ -256,7 +256,7 @@ class Series:
 
     def whole_process(self, words: list[object]) -> None:
         ends = [run.wait() for run in self.start(words, self.kind.ranks, {}, trace=True)]
-        assert [e.code for e in ends] == [0] * len(ends), ranked.said(ends)
+        assert [e.code for e in ends] == [0] * len(ends), forked_ranks.said(ends)
 
     def names(self) -> list[str]:
         found: list[str] = json.loads((self.folder / "trace-0").read_text())
@@ -296,7 +296,9 @@ class Series:
                 continue
             else:
                 what = "lost" if self.promised else "refused"
-                return self.fail(what, f"step {self.promised} was promised; {ranked.said(ends)}")
+                return self.fail(
+                    what, f"step {self.promised} was promised; {forked_ranks.said(ends)}"
+                )
             if words[0] == "train" and self.rows():
                 words = ["resume", self.out]
         self.tally.count("runs completed")
@@ -414,8 +416,8 @@ def main() -> int:
         finally:
             tally.stop()
     names = [kind.name for kind in kinds]
-    by_kind = {name: {p: tally.kills[name, p] for p in phases.PHASES} for name in names}
-    by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in phases.PHASES}
+    by_kind = {name: {p: tally.kills[name, p] for p in phase_log.PHASES} for name in names}
+    by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in phase_log.PHASES}
     rows = [{"run": name, **row, "all": sum(row.values())} for name, row in by_kind.items()]
     report.table("kills, by what the process was doing", rows)
     told = ("runs completed", "exports completed", *BAD, "refused")

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import HERE, Report, note, parser_of, work_folder
 
-from tests.processes import Ended, Forge
-from tests.tiny_run import Result, arguments, result, write_inputs
+from tests.support.forked_commands import Ended, Forge
+from tests.support.tiny_run import Result, arguments, result, write_inputs
 
 KINDS: dict[str, tuple[object, ...]] = {
     "plain": (),

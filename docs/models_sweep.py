@@ -42,7 +42,7 @@ def compute(kind: str, model_type: str, pipe: Connection) -> None:
     """In a process of its own."""
     import torch
 
-    from tests import every_model
+    from tests.support import every_model
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -59,7 +59,7 @@ def compute(kind: str, model_type: str, pipe: Connection) -> None:
 
 def sweep(wanted: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
     """Rows as they come. What every class imports is imported once, here."""
-    from tests import every_model
+    from tests.support import every_model
 
     for name in SHARED:
         importlib.import_module(name)
@@ -98,7 +98,7 @@ def wanted_of(
     rows: dict[str, Row], kinds: list[str], only: list[str], again: set[str]
 ) -> list[tuple[str, str]]:
     """Classes without a result, and those whose key or status is to be had again."""
-    from tests import every_model
+    from tests.support import every_model
 
     found = []
     for kind in kinds or every_model.MAPPINGS:
@@ -188,7 +188,7 @@ def checked_classes(rows: dict[str, Row]) -> set[str]:
 def page_of(rows: dict[str, Row]) -> str:
     import transformers
 
-    from tests import every_model
+    from tests.support import every_model
 
     counts = [["", *TRAINED.values(), "exact of these", "no training in memory", "not run"]]
     counts.append(["---"] * len(counts[0]))
@@ -274,7 +274,7 @@ def main() -> None:
 
 def read_results(path: Path) -> dict[str, Row]:
     """Of classes that transformers has today."""
-    from tests import every_model
+    from tests.support import every_model
 
     known = {kind: every_model.classes(kind) for kind in every_model.MAPPINGS}
     listed = json.loads(path.read_text()) if path.exists() else []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.isolation import isolate_from_user
+from tests.support.isolation import isolate_from_user
 
 HOME = isolate_from_user()
 
@@ -56,8 +56,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Makes processes quickly (processes.py)."""
-    from tests.processes import Forge
+    """Makes processes quickly (support/forked_commands.py)."""
+    from tests.support.forked_commands import Forge
 
     made = Forge(tmp_path_factory.mktemp("forge"))
     yield made

@@ -23,9 +23,9 @@ from lohan.model.machine import Drive, Profile
 from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Action
-from tests.grids import pairwise
-from tests.models import attached, batches, small_model
-from tests.tiny_models import save_model
+from tests.support.model_families import save_model
+from tests.support.setting_grids import pairwise
+from tests.support.small_models import attached, batches, small_model
 
 SEQ = 48
 STEPS = 3

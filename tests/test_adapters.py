@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import lohan
 from lohan.checkpoint.adapters import add_lora
 from lohan.optim import Lora
-from tests.every_model import build
-from tests.models import (
+from tests.support.every_model import build
+from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.small_models import (
     assert_close,
     assert_same,
     attached,
@@ -24,7 +25,6 @@ from tests.models import (
     plain_run,
     small_model,
 )
-from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 

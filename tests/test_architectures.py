@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.architectures import KINDS, data_of, model_of
-from tests.models import (
+from tests.support.architectures import KINDS, data_of, model_of
+from tests.support.small_models import (
     assert_close,
     assert_same,
     attached,

@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from lohan.checkpoint.replacing import MARK
 from lohan.cli import main
 from lohan.store.admin import describe
-from tests.processes import Ended
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.forked_commands import Ended
+from tests.support.random_checkpoint import write_random_checkpoint
 from tests.test_no_file_lost import tree
 
 CONFIG = LlamaConfig(

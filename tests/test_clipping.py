@@ -13,7 +13,8 @@ from torch import nn
 import lohan
 from lohan import _core
 from lohan.store.files import SCRATCH
-from tests.models import (
+from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
+from tests.support.small_models import (
     assert_close,
     attached,
     decay_groups,
@@ -21,7 +22,6 @@ from tests.models import (
     lr,
     master_weights,
 )
-from tests.overlapping import Tuning, data, memory_engine, net, tuned
 
 STEPS = 5
 

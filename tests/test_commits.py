@@ -21,11 +21,11 @@ from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
-from tests import ranked
-from tests.models import attached, stored_bytes
-from tests.overlapping import Result, Tuning, data, memory_engine, net, train, tuned
+from tests.support import forked_ranks
+from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
+from tests.support.small_models import attached, stored_bytes
+from tests.support.tiny_run import arguments, result, write_inputs
 from tests.test_speculation import DROPS, HALF, LLAMA, PLAIN, TIED, Case
-from tests.tiny_run import arguments, result, write_inputs
 
 
 def budget(place: Path, every: str | int) -> lohan.Budget:
@@ -243,8 +243,8 @@ def test_two_ranks(forge, inputs, tmp_path):
     for every in ("step", "3"):
         out = tmp_path / every
         more = ("--host", "3MiB", "--commit-every", every, "--steps", 7)
-        ended = ranked.run(forge, 2, "train", *arguments(inputs, out, *more))
-        assert [one.code for one in ended] == [0, 0], ranked.said(ended)
+        ended = forked_ranks.run(forge, 2, "train", *arguments(inputs, out, *more))
+        assert [one.code for one in ended] == [0, 0], forked_ranks.said(ended)
         made.append(result(out))
     assert made[0] == made[1]
 
@@ -266,7 +266,7 @@ def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
         out = tmp_path / every
         given = arguments(inputs, out, *more, "--commit-every", every)
         assert (ended := forge.run("train", *given)).code == 0, ended.err
-        rows = ranked.rows(out)
+        rows = forked_ranks.rows(out)
         made.append((result(out), [row["eval_loss"] for row in rows if "eval_loss" in row]))
         (file,) = (out / "snapshots").rglob("manifest.json")
         manifest = json.loads(file.read_text())

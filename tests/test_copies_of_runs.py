@@ -10,9 +10,9 @@ import pytest
 
 from lohan.checkpoint.replacing import check_target, replacing, target_check
 from lohan.errors import ModelError
+from tests.support.tiny_run import arguments, write_inputs
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_no_file_lost import tree
-from tests.tiny_run import arguments, write_inputs
 
 
 @pytest.fixture(scope="module")

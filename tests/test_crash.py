@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests import test_evaluation as evaluation
-from tests.processes import Boundary, Ended, Forge, Run
-from tests.tiny_run import STEPS, arguments, result, write_inputs
+from tests.support.forked_commands import Boundary, Ended, Forge, Run
+from tests.support.tiny_run import STEPS, arguments, result, write_inputs
 
 COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
 
@@ -95,7 +95,7 @@ def test_instants_are_there_in_runs_that_write_less() -> None:
 
 
 def crossed(names: list[str], kill_at: Boundary) -> int | None:
-    """Where `tests.processes` ends a run with these boundaries; None: it comes to its end."""
+    """Return the boundary at which a run is killed, or None if it reaches its end."""
     if isinstance(kill_at, int):
         return kill_at if kill_at < len(names) else None
     name, count, more = kill_at
@@ -105,7 +105,9 @@ def crossed(names: list[str], kill_at: Boundary) -> int | None:
 
 def test_the_phases_that_kills_are_drawn_by_are_there(forge, tmp_path):
     """Of benchmarks/kills.py: names that have moved would end its processes at once."""
-    ended = forge.run("--help", before="phases:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")})
+    ended = forge.run(
+        "--help", before="phase_log:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")}
+    )
     assert ended.code == 0 and (tmp_path / "phase").exists(), ended.err
 
 
@@ -244,7 +246,7 @@ def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
             "train",
             *arguments(inputs, out, *more),
             kill_at=("commit done", number),
-            before="phases:watch",
+            before="phase_log:watch",
             env={"LOHAN_PHASE": str(tmp_path / "phase")},
         )
         assert ended.code == -signal.SIGKILL, ended.err

@@ -23,9 +23,9 @@ from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
-from tests.grids import pairwise, thinned
-from tests.models import SMALL, attached, batches, small_model
-from tests.overlapping import Result, Tuning, train
+from tests.support.delayed_runs import Result, Tuning, train
+from tests.support.setting_grids import pairwise, thinned
+from tests.support.small_models import SMALL, attached, batches, small_model
 from tests.test_overlap import CLIP, KINDS, Case, check
 
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)

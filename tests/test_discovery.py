@@ -7,9 +7,9 @@ import torch
 
 from lohan.capture.blocks import Outside, cut, cut_for, site_names, used_outside
 from lohan.checkpoint.hf_folder import build_from_config
-from tests.architectures import data_of, model_of
-from tests.odd_modules import Plain
-from tests.tiny_models import CONFIGS
+from tests.support.architectures import data_of, model_of
+from tests.support.model_families import CONFIGS
+from tests.support.unusual_modules import Plain
 
 
 @pytest.mark.parametrize("family", CONFIGS)

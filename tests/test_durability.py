@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import lohan
 from lohan.store.admin import describe
-from tests.tiny_models import CONFIGS, VOCAB, save_model
+from tests.support.model_families import CONFIGS, VOCAB, save_model
 
 ROOMY = "100MiB"  # all weights and state stay in host memory
 

@@ -15,9 +15,9 @@ from lohan.checkpoint.store_io import store_reader
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import state_format_of
 from lohan.planner.memory import MemoryModel
-from tests.architectures import data_of, model_of
-from tests.models import batches, loss_of, lr, master_weights, small_model
-from tests.overlapping import Tuning, tuned
+from tests.support.architectures import data_of, model_of
+from tests.support.delayed_runs import Tuning, tuned
+from tests.support.small_models import batches, loss_of, lr, master_weights, small_model
 from tests.test_cli import CONFIG, data, model  # noqa: F401 - fixtures
 from tests.test_cli import lohan as cli  # noqa: F401 - a fixture
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from tests import tiny_models
-from tests.models import (
+from tests.support import model_families
+from tests.support.small_models import (
     SMALL,
     assert_close,
     attached,
@@ -91,7 +91,7 @@ def test_16_bit_modes_equal_fp32_masters_in_memory(dtype, kind, micro_batch, tmp
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "opt", "mistral", "qwen2-tied"])
 def test_other_families(family, tmp_path):
     torch.manual_seed(0)
-    config = copy.deepcopy(tiny_models.CONFIGS[family])
+    config = copy.deepcopy(model_families.CONFIGS[family])
     config.use_cache = False
     for name in ("dropout", "attention_dropout"):
         setattr(config, name, 0.0)
@@ -99,7 +99,7 @@ def test_other_families(family, tmp_path):
         assert config.final_logit_softcapping and config.attn_logit_softcapping
         config.final_logit_softcapping = 0.3  # near the logits, so that it bends them
     model = AutoModelForCausalLM.from_config(config).train()
-    data = batches(4, batch=3, seq=16, vocab=tiny_models.VOCAB)
+    data = batches(4, batch=3, seq=16, vocab=model_families.VOCAB)
     expected_losses, expected = plain_run(model, data)
     losses, weights = lohan_run(model, data, tmp_path, micro_batch=2)
     assert losses == pytest.approx(expected_losses, rel=1e-5)

@@ -18,9 +18,9 @@ from lohan.train import trainer
 from lohan.train.forward_only import Evaluation, History, evaluate
 from lohan.train.language import CausalLM
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.displays import Watch
-from tests.models import attached, batches, small_model
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.recording_display import Watch
+from tests.support.small_models import attached, batches, small_model
 from tests.test_train import write_rows
 
 STEPS = 6

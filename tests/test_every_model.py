@@ -10,7 +10,7 @@ import transformers
 
 from docs.models_sweep import BY_TESTS, RESULTS, checked_classes, page_of, read_results, sweep
 from lohan.engine.attach import tested_classes
-from tests.every_model import (
+from tests.support.every_model import (
     MAPPINGS,
     Compare,
     batches_for,
@@ -20,7 +20,7 @@ from tests.every_model import (
     moved_by_an_ulp,
     row_of,
 )
-from tests.grids import thinned
+from tests.support.setting_grids import thinned
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,7 +67,7 @@ def test_a_wrong_gradient_shows_where_it_is_rounding_alone():
 
 def test_blocks_that_are_not_reached_are_told(tmp_path, monkeypatch):
     """The same model without images: exact, and not tested."""
-    monkeypatch.setattr("tests.every_model.vision_config", lambda config: None)
+    monkeypatch.setattr("tests.support.every_model.vision_config", lambda config: None)
     row = row_of("image-text", "llava", tmp_path)
     assert (row.status, row.idle) == ("exact", "model.vision_tower.encoder.layers")
     assert not checked_classes({"one": asdict(row)})

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from tests.support.model_families import GROUPED, save_model
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import save_tokenizer
-from tests.tiny_models import GROUPED, save_model
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DEMO = {"demo.py", "demo_model.py", "generate.py"}  # tested in test_demo.py

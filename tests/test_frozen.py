@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
 from lohan.model.layout import RESIDENT
-from tests.models import (
+from tests.support.small_models import (
     SMALL,
     assert_close,
     assert_same,

@@ -34,9 +34,9 @@ from lohan.train.forward_only import (
 )
 from lohan.train.language import CausalLM
 from lohan.train.trainer import train
-from tests.displays import Watch
+from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.recording_display import Watch
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
-from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 WORDS = ["<pad>", "<s>", "</s>", "<user>", "<bot>", *(f"w{i}" for i in range(VOCAB - 5))]
 TEMPLATE = (

@@ -16,8 +16,8 @@ from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.choose import has_accelerator
 from lohan.util.units import GiB, MiB
-from tests.models import assert_close, batches, lohan_run, plain_run, small_model
-from tests.overlapping import Result, Tuning, data, net, train, tuned
+from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
+from tests.support.small_models import assert_close, batches, lohan_run, plain_run, small_model
 
 pytestmark = [
     pytest.mark.gpu,

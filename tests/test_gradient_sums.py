@@ -14,8 +14,8 @@ from lohan.engine.gradients import GradientSink
 from lohan.model.state import FLOAT
 from lohan.store.store import Store
 from lohan.util.units import PAGE, align_up
-from tests.models import attached, master_weights
-from tests.overlapping import Tuning, data, net, train, tuned
+from tests.support.delayed_runs import Tuning, data, net, train, tuned
+from tests.support.small_models import attached, master_weights
 
 WIDTH, RATE = 8, 2.0**-10
 ROWS = (256.0, 1.0, 1.0, 1.0)  # bf16 has no number between 256 and 258

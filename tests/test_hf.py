@@ -26,10 +26,10 @@ from lohan.hf.arguments import REFUSED
 from lohan.hf.mixin import merged, shapes_for
 from lohan.hf.stores import stored_world_size
 from lohan.store.files import IDENTITY
-from tests import replan_at_once
-from tests.models import small_model
-from tests.overlapping import Tuning, tuned
-from tests.tiny_models import CONFIGS, VOCAB, save_model
+from tests.support import replan_at_once
+from tests.support.delayed_runs import Tuning, tuned
+from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.small_models import small_model
 
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,

@@ -24,7 +24,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
-from tests.models import CONFIGS, small_model
+from tests.support.small_models import CONFIGS, small_model
 from tests.test_hf import SETTINGS, collate, examples, logged, script, weights
 
 BOTH = (transformers.Trainer, lohan.hf.Trainer)
@@ -226,7 +226,7 @@ LAST = """
 import sys
 import transformers
 import lohan.hf
-from tests.models import small_model
+from tests.support.small_models import small_model
 from tests.test_hf_scripts import made
 from pathlib import Path
 

@@ -17,9 +17,9 @@ import lohan
 import lohan.hf
 from lohan.errors import BudgetError
 from lohan.store.admin import describe, list_stores
+from tests.support.model_families import CONFIGS, VOCAB, save_model
 from tests.test_hf import SETTINGS, collate, examples
 from tests.test_no_file_lost import tree
-from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan.hf
 from lohan.errors import ConfigError, LohanError, ModelError
-from tests.models import batches, small_model
+from tests.support.small_models import batches, small_model
 from tests.test_hf import assert_alike, logged, script, weights
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"

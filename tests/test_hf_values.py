@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 import lohan.hf
 from lohan.errors import ModelError
 from lohan.model.state import exact_key
-from tests.models import attached, batches, small_model
+from tests.support.small_models import attached, batches, small_model
 from tests.test_adapters import adapted, peft
 from tests.test_hf import script, weights
 

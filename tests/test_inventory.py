@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from lohan.capture.tracing import inventory
 from lohan.errors import ModelError
 from lohan.model.shapes import Activation
-from tests.block_calls import CONFIGS, SEQ, SIZES, call_made, second_block, small_block
-from tests.tiny_models import CONFIGS as FAMILIES
+from tests.support.block_calls import CONFIGS, SEQ, SIZES, call_made, second_block, small_block
+from tests.support.model_families import CONFIGS as FAMILIES
 
 BATCH = 3
 HIDDEN, INNER = SIZES["hidden_size"], SIZES["intermediate_size"]

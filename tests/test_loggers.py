@@ -11,7 +11,7 @@ from lohan.config import load_config
 from lohan.errors import ConfigError
 from lohan.train import logs, trainer
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.displays import Watch
+from tests.support.recording_display import Watch
 from tests.test_evaluation import given, inputs  # noqa: F401 - a fixture
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from lohan import load
 from lohan.planner import presets
+from tests.support.model_families import CONFIGS, VOCAB, save_model
 from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.models import attached, batches, small_model
+from tests.support.small_models import attached, batches, small_model
 
 
 def test_the_count_is_that_of_the_caller(tmp_path):

@@ -15,7 +15,7 @@ from lohan.store.extents import Region
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.interrupts import send_while_held
+from tests.support.interrupts import send_while_held
 from tests.test_cli import arguments, data, model  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def process(*words: object, **options: object) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("name", ["lohan.cli.main", "typer", "lohan.train.trainer", "torch"])
 def test_ctrl_c_while_it_starts(name, where, tmp_path):
     """One line, whichever module is just being imported."""
-    script = ROOT / "tests" / "interrupts.py"
+    script = ROOT / "tests" / "support" / "interrupts.py"
     given = [option for key in ("model", "data", "out") for option in (f"--{key}", tmp_path / key)]
     ended = process(script, where, name, "train", *given, stdout=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (130, GIVEN_UP)
@@ -58,7 +58,7 @@ def test_an_error_that_a_ctrl_c_explains(monkeypatch, tmp_path, capsys):
 
 def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     """What has no steps says nothing of them; of several ranks the first speaks."""
-    script = ROOT / "tests" / "interrupts.py"
+    script = ROOT / "tests" / "support" / "interrupts.py"
     ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
     assert (ended.returncode, ended.stderr) == (130, "lohan: given up\n")
     monkeypatch.setenv("RANK", "1")

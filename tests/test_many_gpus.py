@@ -20,8 +20,8 @@ from lohan.tools.report import read_run, read_traces, timeline
 from lohan.train.run_folder import RunFolder
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
-from tests import ranked
 from tests.device.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
+from tests.support import forked_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 EVEN = ("--clip", 0, "--schedule", "constant", "--update-mode", "balanced")
@@ -131,14 +131,14 @@ def test_a_run_goes_on_with_as_many_ranks_as_it_has(launched, monkeypatch):
 def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):  # noqa: F811
     """As a run of one rank from the start; what another number of ranks has left is gone."""
     out, alone = tmp_path / "run", tmp_path / "alone"
-    ended = ranked.run(forge, 2, *arguments(inputs, out, *EVEN, steps=3))
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, steps=3))
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     once = forge.run("resume", out, "--steps", 4, "--gpus", 1)
     assert once.code == 0, once.err
     assert "the state of 2 ranks is resharded for 1" in once.out
     assert sorted(p.name for p in out.glob("store*")) == ["store"]
-    ended = ranked.run(forge, 3, "resume", out, "--steps", 6)
-    assert [e.code for e in ended] == [0] * 3, ranked.said(ended)
+    ended = forked_ranks.run(forge, 3, "resume", out, "--steps", 6)
+    assert [e.code for e in ended] == [0] * 3, forked_ranks.said(ended)
     assert sorted(p.name for p in out.glob("store*")) == [f"store-rank{r}of3" for r in range(3)]
     assert forge.run(*arguments(inputs, alone, *EVEN, steps=6)).code == 0
     alike(out, alone)
@@ -179,16 +179,16 @@ def test_verify_with_several_ranks(forge, inputs, tmp_path):  # noqa: F811
         "--clip",
         0.7,
     ]
-    ended = ranked.run(forge, 2, *words)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended) + ended[0].out
+    ended = forked_ranks.run(forge, 2, *words)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended) + ended[0].out
     assert "pass: " in ended[0].out and not ended[1].out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_store_that_is_not_here_is_named(forge, inputs, tmp_path):  # noqa: F811
     out = tmp_path / "run"
-    ended = ranked.run(forge, 2, *arguments(inputs, out, *EVEN, "--no-export", steps=2))
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, "--no-export", steps=2))
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     (out / "store-rank1of2").rename(tmp_path / "elsewhere")
     for words in (("export", out, "--out", tmp_path / "model"), ("resume", out)):
         refused = forge.run(*words)

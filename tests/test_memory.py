@@ -21,9 +21,9 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import begin, one_step
 from lohan.util.display import Display
 from lohan.util.units import parse_bytes
-from tests.live_memory import LiveMemory
+from tests.support.live_memory import LiveMemory
+from tests.support.model_families import save_model
 from tests.test_data import save_tokenizer
-from tests.tiny_models import save_model
 
 MiB = 2**20
 WITHIN = 0.05

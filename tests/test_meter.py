@@ -16,7 +16,7 @@ from lohan.store.store import Counters
 from lohan.train import logs as module
 from lohan.train.logs import Meter
 from lohan.util.trace import Span, Trace
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 STEPS, LATE_S = 4, 0.01

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from tests.models import assert_same
+from tests.support.model_families import GROUPED, save_model
+from tests.support.small_models import assert_same
 from tests.test_data import save_tokenizer
-from tests.tiny_models import GROUPED, save_model
 
 SOURCE = Path(__file__).resolve().parents[1] / "examples" / "nano_lohan.py"
 STEPS, BATCH, SEQ, VOCAB = 4, 6, 48, 1200  # more tokens than a slice of the head has

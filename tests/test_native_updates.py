@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from lohan import _core
+from tests.support.reference_updates import (
+    HYPER,
+    SIGNED,
+    Reference,
+    from_bf16,
+    from_int8,
+    to_bf16,
+    to_int8,
+)
 from tests.test_native_adamw import aligned, aligned_copy, bf16_bits
-from tests.updates import HYPER, SIGNED, Reference, from_bf16, from_int8, to_bf16, to_int8
 
 RULES, MOMENTS = list(SIGNED), ["fp32", "bf16", "int8"]
 MASTERS = ["fp32", "bf16", "fp16"]

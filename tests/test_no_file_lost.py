@@ -44,7 +44,7 @@ from lohan.train.run_folder import (
 )
 from lohan.train.trainer import UnloggedRows
 from lohan.util.files import temporary_of, write_atomic
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
 
 CONFIG = LlamaConfig(
@@ -526,7 +526,7 @@ def test_a_start_that_was_overtaken_takes_nothing_back(inputs, tmp_path, monkeyp
         "train.batch": 1,
         "train.seq": 8,
     }
-    from tests.displays import Watch
+    from tests.support.recording_display import Watch
 
     config, claimed, kept = load_config(None, overrides=given), trainer.folder_lock, {}
 

@@ -14,7 +14,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import lohan
 from lohan.errors import BudgetError, ConfigError, ModelError
-from tests.models import (
+from tests.support.small_models import (
     assert_close,
     attached,
     lohan_run,
@@ -22,7 +22,7 @@ from tests.models import (
     master_weights,
     plain_run,
 )
-from tests.odd_modules import (
+from tests.support.unusual_modules import (
     Centred,
     Counting,
     Normed,

@@ -19,7 +19,8 @@ from lohan.errors import ConfigError, StoreError
 from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
 from lohan.tools.reference import in_memory
-from tests.models import (
+from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
+from tests.support.small_models import (
     assert_close,
     attached,
     batches,
@@ -30,7 +31,6 @@ from tests.models import (
     master_weights,
     small_model,
 )
-from tests.overlapping import Result, Tuning, data, memory_engine, net, train, tuned
 
 SHARED: dict[str, Any] = {"lr": lr, "weight_decay": 0.1}
 OWN: dict[str, dict[str, Any]] = {

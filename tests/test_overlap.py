@@ -26,9 +26,7 @@ from lohan.schedule.buffers import BufferState
 from lohan.schedule.check import validate
 from lohan.schedule.steps import check_order
 from lohan.store.io_engine import open_engine
-from tests.grids import pairwise
-from tests.models import attached, stored_bytes
-from tests.overlapping import (
+from tests.support.delayed_runs import (
     Net,
     Result,
     Tuning,
@@ -39,7 +37,9 @@ from tests.overlapping import (
     train,
     tuned,
 )
-from tests.store.faults import Fault, FaultyEngine
+from tests.support.faulty_engine import Fault, FaultyEngine
+from tests.support.setting_grids import pairwise
+from tests.support.small_models import attached, stored_bytes
 
 STEPS = 4
 CLIP = 0.3  # below the norm of the first steps here, above that of later ones
@@ -299,7 +299,7 @@ def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
 
         session.executor.lanes.delay = delay
 
-    monkeypatch.setattr("tests.overlapping.delay_lanes", slow)
+    monkeypatch.setattr("tests.support.delayed_runs.delay_lanes", slow)
     check(case, tmp_path, Tuning(slots=8, spilled=0.0), mode="balanced", seed=0)
     assert late == ["C"] * 3
 

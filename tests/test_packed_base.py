@@ -13,7 +13,7 @@ from lohan.checkpoint.packed import dequantise, dequantised_range, quantise
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import TensorSpec
 from lohan.model.state import FORMATS, packed_bytes
-from tests.models import (
+from tests.support.small_models import (
     assert_close,
     assert_same,
     attached,

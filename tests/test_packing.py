@@ -21,9 +21,9 @@ from lohan.errors import ModelError
 from lohan.train.forward_only import evaluate
 from lohan.train.language import CausalLM, check_packs
 from lohan.train.run_folder import RunFolder, step_rows
+from tests.support.model_families import CONFIGS, VOCAB, save_model
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_train import reference
-from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 EXAMPLES = [[(7 * i + j * j) % (VOCAB - 3) + 3 for j in range(2 + (5 * i) % 9)] for i in range(11)]
 

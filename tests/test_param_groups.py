@@ -18,7 +18,8 @@ from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 from lohan.param_groups import META_KEY, matches
 from lohan.tools.reference import in_memory
-from tests.models import (
+from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
+from tests.support.small_models import (
     assert_close,
     attached,
     batches,
@@ -28,9 +29,8 @@ from tests.models import (
     master_weights,
     small_model,
 )
-from tests.overlapping import Result, Tuning, data, net, train, tuned
+from tests.support.tiny_run import arguments, write_inputs
 from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.tiny_run import arguments, write_inputs
 
 GROUPS: list[dict[str, Any]] = [
     {"params": "embed_tokens", "lr": 1e-4, "weight_decay": 0.0},

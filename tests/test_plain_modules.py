@@ -10,8 +10,15 @@ from torch import nn
 
 import lohan
 from lohan.model.layout import RESIDENT
-from tests.models import assert_close, assert_same, attached, lohan_run, master_weights, plain_run
-from tests.models import stored_bytes as stored
+from tests.support.small_models import (
+    assert_close,
+    assert_same,
+    attached,
+    lohan_run,
+    master_weights,
+    plain_run,
+)
+from tests.support.small_models import stored_bytes as stored
 
 WIDTH = 24
 

@@ -24,9 +24,9 @@ from lohan.model.machine import Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.simulate import SiteWork, Traffic
 from lohan.util.trace import Span, write_chrome_trace
+from tests.support.model_families import CONFIGS, GROUPED, save_model
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import save_tokenizer
-from tests.tiny_models import CONFIGS, GROUPED, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

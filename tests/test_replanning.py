@@ -22,10 +22,10 @@ from lohan.planner.forecast import profile_of_step
 from lohan.schedule.simulate import BytesPerParameter, SiteWork, StepWork
 from lohan.train import trainer
 from lohan.util.trace import Span
-from tests import replan_at_once
-from tests.displays import Watch
-from tests.models import attached, batches, small_model
-from tests.tiny_models import save_model
+from tests.support import replan_at_once
+from tests.support.model_families import save_model
+from tests.support.recording_display import Watch
+from tests.support.small_models import attached, batches, small_model
 
 BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
 HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lohan.train.run_folder import owner_only
-from tests.models import attached, small_model
+from tests.support.small_models import attached, small_model
 from tests.test_cli import arguments, data, lohan, model, place, refused  # noqa: F401 - fixtures
 
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('run')\n"

@@ -10,8 +10,8 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB
-from tests.models import attached
-from tests.overlapping import data, net
+from tests.support.delayed_runs import data, net
+from tests.support.small_models import attached
 
 
 class Optimist(EmulatedDevice):

@@ -14,11 +14,20 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.engine import session as session_module
 from lohan.engine.session import Replanner
 from lohan.util.units import MiB
-from tests import ranked, replan_at_once
-from tests.grids import thinned
-from tests.models import attached, stored_bytes
-from tests.overlapping import Result, Tuning, data, delay_lanes, memory_engine, net, train, tuned
-from tests.tiny_run import arguments, write_inputs
+from tests.support import forked_ranks, replan_at_once
+from tests.support.delayed_runs import (
+    Result,
+    Tuning,
+    data,
+    delay_lanes,
+    memory_engine,
+    net,
+    train,
+    tuned,
+)
+from tests.support.setting_grids import thinned
+from tests.support.small_models import attached, stored_bytes
+from tests.support.tiny_run import arguments, write_inputs
 
 LARGE, OVERFLOW = 50.0, 1e9  # times the loss of other steps
 CROSSING = (1.0, 1.0, LARGE, 1.0, 1.0, LARGE, 1.0, 1.0, 1.0, LARGE, LARGE, 1.0)
@@ -238,9 +247,9 @@ def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
     for way in ("--overlap", "--no-overlap"):
         out = tmp_path / way
         given = ("--steps", 10, "--schedule", "constant", "--lr", "1e-2", *more, way)
-        ended = ranked.run(forge, world, "train", *arguments(inputs, out, *given))
-        assert [one.code for one in ended] == [0] * world, ranked.said(ended)
-        made[way] = ranked.rows(out), exported(out)
+        ended = forked_ranks.run(forge, world, "train", *arguments(inputs, out, *given))
+        assert [one.code for one in ended] == [0] * world, forked_ranks.said(ended)
+        made[way] = forked_ranks.rows(out), exported(out)
     rows, weights = made["--overlap"]
     assert (
         sum(row["rolled_back"] for row in rows) == 2 and sum(row["speculated"] for row in rows) > 4

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import lohan
 from lohan.errors import LohanError, StorageIOError
 from lohan.store.io_engine import open_engine
-from tests.models import (
+from tests.support.memory_engine import MemoryEngine
+from tests.support.small_models import (
     assert_close,
     assert_same,
     attached,
@@ -25,7 +26,6 @@ from tests.models import (
     small_model,
     stored_bytes,
 )
-from tests.store.memory_engine import MemoryEngine
 
 
 def custom_run(model, loop):

@@ -10,8 +10,8 @@ import pytest
 
 from lohan.engine.actions import MOST_ENDED
 from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
-from tests.models import attached, batches, small_model
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.small_models import attached, batches, small_model
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 # -- busy time ------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from lohan.tools import plan_run
 from lohan.train import inputs, trainer
 from lohan.train.run_folder import read_rows
 from lohan.util.units import format_bytes
-from tests.displays import Watch
-from tests.models import decay_groups
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.recording_display import Watch
+from tests.support.small_models import decay_groups
 from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 
 WORDS = ["<pad>", "<s>", "<end>", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "red", "?"]

@@ -13,8 +13,8 @@ import pytest
 from lohan.device.emulated import EmulatedDevice
 from lohan.schedule.actions import Op
 from lohan.util.units import MiB
-from tests.models import attached, stored_bytes
-from tests.overlapping import Result, Tuning, data, net, train, tuned
+from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
+from tests.support.small_models import attached, stored_bytes
 
 STEPS = 6
 CLIP = 1e-3  # far below every norm

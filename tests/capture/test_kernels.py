@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
-from tests.models import attached
+from tests.support.small_models import attached
 
 WIDTH = 8
 

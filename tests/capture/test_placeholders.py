@@ -12,8 +12,8 @@ from torch import nn
 
 from lohan.capture.placeholders import lacks_values
 from lohan.errors import ModelError
-from tests.models import assert_close, attached, lohan_run, loss_of, plain_run
-from tests.odd_modules import WIDTH, Step
+from tests.support.small_models import assert_close, attached, lohan_run, loss_of, plain_run
+from tests.support.unusual_modules import WIDTH, Step
 
 
 class Idioms(nn.Module):

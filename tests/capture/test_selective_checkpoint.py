@@ -28,7 +28,7 @@ from lohan.capture.selective_checkpoint import (
 )
 from lohan.capture.tracing import Inventory, SavePlans, inventory
 from lohan.errors import LohanError
-from tests.block_calls import (
+from tests.support.block_calls import (
     CONFIGS,
     SEQ,
     assert_same,
@@ -36,7 +36,7 @@ from tests.block_calls import (
     forward_and_backward,
     small_block,
 )
-from tests.models import attached, batches, loss_of, small_model, stored_bytes
+from tests.support.small_models import attached, batches, loss_of, small_model, stored_bytes
 
 BATCH = 4
 

@@ -23,9 +23,9 @@ from lohan.checkpoint.sources import (
     saved_layout,
 )
 from lohan.errors import ModelError
-from tests.architectures import model_of
-from tests.models import attached, batches
-from tests.tiny_models import GROUPED, VOCAB, logits, save_model
+from tests.support.architectures import model_of
+from tests.support.model_families import GROUPED, VOCAB, logits, save_model
+from tests.support.small_models import attached, batches
 
 EXPERTS = {
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=12, num_experts_per_tok=2),

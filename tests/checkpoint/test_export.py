@@ -21,7 +21,7 @@ from lohan.checkpoint.hf_folder import export_folder, persistent_buffers
 from lohan.checkpoint.replacing import MARK
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from tests.tiny_models import CONFIGS, IDS, logits, save_model
+from tests.support.model_families import CONFIGS, IDS, logits, save_model
 
 Usage = namedtuple("Usage", "total used free")
 

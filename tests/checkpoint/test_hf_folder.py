@@ -26,8 +26,8 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.checkpoint.sources import tied_names
 from lohan.errors import ModelError
-from tests.random_checkpoint import write_random_checkpoint
-from tests.tiny_models import CONFIGS, IDS, logits, save_model
+from tests.support.model_families import CONFIGS, IDS, logits, save_model
+from tests.support.random_checkpoint import write_random_checkpoint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,7 +162,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 from lohan.checkpoint.hf_folder import export_folder
 from lohan.checkpoint.hf_folder import build_from_config, build_model
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
 from lohan.checkpoint.sources import FolderSource, checkpoint_map, element_ranges
 from lohan.checkpoint.safetensors import TensorFolder
 

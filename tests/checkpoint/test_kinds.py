@@ -13,8 +13,8 @@ from transformers import BertConfig, ViTConfig
 import lohan
 from lohan.checkpoint.hf_folder import KINDS, kind_of
 from lohan.errors import ModelError
-from tests.architectures import data_of, model_of
-from tests.models import assert_close, attached, loss_of, master_weights, plain_run
+from tests.support.architectures import data_of, model_of
+from tests.support.small_models import assert_close, attached, loss_of, master_weights, plain_run
 from tests.test_architectures import without_noise
 from tests.test_cli import data, model  # noqa: F401 - fixtures
 from tests.test_cli import lohan as cli  # noqa: F401 - a fixture
@@ -73,7 +73,7 @@ def test_the_command_line_names_what_it_trains(cli, data, tmp_path):  # noqa: F8
 
 def test_a_diffusers_folder(tmp_path):
     pytest.importorskip("diffusers")
-    from tests.diffusion_folders import loaded, save_pipeline
+    from tests.support.diffusion_folders import loaded, save_pipeline
 
     folder = save_pipeline(tmp_path / "pipeline", "sd3")
     net = lohan.load(folder, dtype="bf16")

@@ -27,8 +27,8 @@ from lohan.checkpoint.hf_folder import build_model, load_config
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.sources import FolderSource, checkpoint_map
 from lohan.errors import ModelError
-from tests.models import assert_same, attached, batches, loss_of, master_weights
-from tests.tiny_models import CONFIGS, GROUPED, VOCAB, save_model
+from tests.support.model_families import CONFIGS, GROUPED, VOCAB, save_model
+from tests.support.small_models import assert_same, attached, batches, loss_of, master_weights
 
 BLOCK = (16, 8)
 GPT_OSS = GptOssConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=16)

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 
-from tests.task_runs import train, write_rows
+from tests.support.task_runs import train, write_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import CHATML, save_tokenizer
 

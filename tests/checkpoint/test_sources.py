@@ -14,7 +14,7 @@ from lohan.checkpoint.hf_folder import build_model
 from lohan.checkpoint.safetensors import TensorFolder
 from lohan.checkpoint.sources import FolderSource, ModuleSource, checkpoint_map, element_ranges
 from lohan.errors import ModelError
-from tests.tiny_models import CONFIGS, GROUPED, logits, save_model
+from tests.support.model_families import CONFIGS, GROUPED, logits, save_model
 
 
 def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:

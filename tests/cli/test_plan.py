@@ -23,9 +23,9 @@ from lohan.tools.plan_run import plan_traced
 from lohan.train import inputs
 from lohan.train.run_folder import RunFolder
 from lohan.util.display import Display
-from tests.grids import pairwise
-from tests.processes import Ended
-from tests.tiny_models import CONFIGS, VOCAB, save_model
+from tests.support.forked_commands import Ended
+from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.setting_grids import pairwise
 
 TIGHT, ROOMY = "500KiB", "100MiB"
 

@@ -13,8 +13,8 @@ from lohan.errors import ConfigError
 from lohan.train.trainer import train
 from lohan.util.display import Display
 from tests.engine.test_probes import TINY
+from tests.support.tiny_run import write_inputs
 from tests.test_data import save_tokenizer
-from tests.tiny_run import write_inputs
 
 
 def rows(folder: Path, count: int) -> Path:

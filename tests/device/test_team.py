@@ -16,10 +16,10 @@ from transformers import LlamaConfig
 
 from lohan.model.layout import RankInfo, groups_from_json
 from lohan.store.manifest import read_manifest
-from tests import ranked
-from tests.diffusion_folders import save_latents, save_pipeline
-from tests.processes import Forge
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support import forked_ranks
+from tests.support.diffusion_folders import save_latents, save_pipeline
+from tests.support.forked_commands import Forge
+from tests.support.random_checkpoint import write_random_checkpoint
 
 STEPS = 10
 CLIPPED = ("--clip", 0.7)
@@ -88,7 +88,7 @@ def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
 
 def alike(out: Path, other: Path, *, within: float = 2e-6) -> None:
     """Losses and norms of every step, and the weights at the end."""
-    found, wanted = ranked.rows(out), ranked.rows(other)
+    found, wanted = forked_ranks.rows(out), forked_ranks.rows(other)
     keys = ("loss", "grad_norm") if "grad_norm" in wanted[0] else ("loss",)
     for key in keys:
         values = [row[key] for row in wanted]
@@ -123,8 +123,8 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
     def run(world: int, *more: object) -> Path:
         if (world, *more) not in made:
             out = tmp_path_factory.mktemp("together") / "run"
-            ended = ranked.run(forge, world, *arguments(inputs, out, *more))
-            assert [e.code for e in ended] == [0] * world, ranked.said(ended)
+            ended = forked_ranks.run(forge, world, *arguments(inputs, out, *more))
+            assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
             assert all(e.out == "" for e in ended[1:]), "one rank speaks"
             made[world, *more] = out
         return made[world, *more]
@@ -154,7 +154,7 @@ def test_16_bits(dtype, inputs, together, alone):
     """Ranks sum gradients in fp32, one rank rounds them once more: within a few roundoffs."""
     u, more = {"bf16": 2**-9, "fp16": 2**-12}[dtype], ("--dtype", dtype, *CLIPPED)
     out = together(2, *more)
-    found, wanted = ([row["loss"] for row in ranked.rows(o)] for o in (out, alone(*more)))
+    found, wanted = ([row["loss"] for row in forked_ranks.rows(o)] for o in (out, alone(*more)))
     assert found == pytest.approx(wanted, rel=4 * u)
     start = load_file(inputs / "model" / "model.safetensors")
     ours, theirs = weights(out), weights(alone(*more))
@@ -167,12 +167,12 @@ def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
     """Seven rows in batches of five: the last batch has fewer rows than there are ranks."""
     more = ("--eval-data", inputs / "held.jsonl", "--eval-every", 4, "--export-best", *FREE)
     out = tmp_path / "run"
-    ended = ranked.run(forge, 3, *arguments(inputs, out, *more, steps=8))
-    assert [e.code for e in ended] == [0] * 3, ranked.said(ended)
+    ended = forked_ranks.run(forge, 3, *arguments(inputs, out, *more, steps=8))
+    assert [e.code for e in ended] == [0] * 3, forked_ranks.said(ended)
     single = tmp_path / "single"
     assert forge.run(*arguments(inputs, single, *more, steps=8)).code == 0
     found, wanted = (
-        [(r["step"], r.get("eval_loss"), r.get("eval_tokens")) for r in ranked.rows(o)]
+        [(r["step"], r.get("eval_loss"), r.get("eval_tokens")) for r in forked_ranks.rows(o)]
         for o in (out, single)
     )
     assert [f[::2] for f in found] == [w[::2] for w in wanted]
@@ -189,7 +189,7 @@ def test_diffusion(forge, tmp_path):
     save_pipeline(tmp_path / "flux", "flux")
     save_latents(tmp_path / "data", "flux")
     for world in (1, 2):
-        ended = ranked.run(
+        ended = forked_ranks.run(
             forge,
             world,
             "train",
@@ -214,8 +214,8 @@ def test_diffusion(forge, tmp_path):
             "--clip",
             0.5,
         )
-        assert [e.code for e in ended] == [0] * world, ranked.said(ended)
-    found, wanted = (ranked.rows(tmp_path / str(world)) for world in (2, 1))
+        assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
+    found, wanted = (forked_ranks.rows(tmp_path / str(world)) for world in (2, 1))
     for key in ("loss", "grad_norm", "eval_loss"):
         values = [row[key] for row in wanted if key in row]
         assert values and [row[key] for row in found if key in row] == pytest.approx(values, 1e-4)
@@ -232,7 +232,7 @@ def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
     groups = groups_from_json(manifest.meta["layout"])
     padding = sum(map(RankInfo(world=2).padded, groups)) / sum(group.numel for group in groups)
     ours, theirs = (
-        sum(row["ssd_written_bytes"] for row in ranked.rows(o)) for o in (out, alone(*FREE))
+        sum(row["ssd_written_bytes"] for row in forked_ranks.rows(o)) for o in (out, alone(*FREE))
     )
     late = STEPS / (STEPS - 1)  # what the last step leaves to write is in no row
     assert 0 < ours <= theirs * padding * late * 1.01
@@ -243,25 +243,25 @@ def test_two_machines(forge, inputs, tmp_path):
     boxes = [tmp_path / f"box{rank}" / "run" for rank in range(2)]
 
     def run(*args: object) -> None:
-        port = ranked.free_port()
+        port = forked_ranks.free_port()
         processes = [
             forge.start(
                 *(box if arg == "BOX" else arg for arg in args),
                 before="team_cases:on_a_machine_of_its_own",
-                env=ranked.environment(rank, 2, port)
+                env=forked_ranks.environment(rank, 2, port)
                 | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"},
             )
             for rank, box in enumerate(boxes)
         ]
         ended = [process.wait() for process in processes]
-        assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+        assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
 
     given = arguments(inputs, tmp_path / "BOX", *FREE)
     run(*("BOX" if arg == tmp_path / "BOX" else 6 if arg == STEPS else arg for arg in given))
     assert (boxes[0] / "store-rank0of2").exists() and (boxes[1] / "store-rank1of2").exists()
     assert not (boxes[0] / "store-rank1of2").exists() and (boxes[1] / "data").exists()
     run("resume", "BOX", "--steps", STEPS)
-    assert [row["step"] for row in ranked.rows(boxes[0])] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in forked_ranks.rows(boxes[0])] == list(range(1, STEPS + 1))
     assert not (boxes[1] / "metrics.jsonl").exists() and not (boxes[1] / "model").exists()
     assert (boxes[0] / "model" / "model.safetensors").is_file()
     assert all(f"steps = {STEPS}" in (box / "run.toml").read_text() for box in boxes)
@@ -271,16 +271,16 @@ def test_two_machines(forge, inputs, tmp_path):
 
 
 def test_ranks_with_other_settings(forge, inputs, tmp_path):
-    port = ranked.free_port()
+    port = forked_ranks.free_port()
     processes = [
         forge.start(
             *arguments(inputs, tmp_path / "run", "--clip", rank),
-            env=ranked.environment(rank, 2, port),
+            env=forked_ranks.environment(rank, 2, port),
         )
         for rank in range(2)
     ]
     ended = [process.wait() for process in processes]
-    assert [e.code for e in ended] == [2, 2], ranked.said(ended)
+    assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
     assert "clip is 0.0 for rank 0 and 1.0 for rank 1" in ended[0].err
 
 
@@ -291,8 +291,8 @@ def test_ranks_with_other_settings(forge, inputs, tmp_path):
     ],
 )
 def test_refusals(more, message, forge, inputs, tmp_path):
-    ended = ranked.run(forge, 2, *arguments(inputs, tmp_path / "run", *more))
-    assert [e.code for e in ended] == [2, 2], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *arguments(inputs, tmp_path / "run", *more))
+    assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
     assert message in ended[0].err and "Traceback" not in ended[0].err + ended[1].err
     assert not (tmp_path / "run").exists()
 
@@ -309,8 +309,8 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     """An uninterrupted run of two ranks, and the boundaries between operations on files of each."""
     folder = tmp_path_factory.mktemp("whole")
     traces = {rank: folder / f"trace-{rank}" for rank in range(2)}
-    ended = ranked.run(forge, 2, *dying(inputs, folder / "run"), trace=traces)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *dying(inputs, folder / "run"), trace=traces)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     return folder / "run", [json.loads(path.read_text()) for path in traces.values()]
 
 
@@ -319,15 +319,15 @@ def kill_and_go_on(forge, inputs, whole, out: Path, *, rank: int, boundary: int)
     expected, names = whole
     where = f"rank {rank} killed at {boundary}, {names[rank][boundary]}"
     start_s = time.monotonic()
-    ended = ranked.run(forge, 2, *dying(inputs, out), kill_at={rank: boundary})
+    ended = forked_ranks.run(forge, 2, *dying(inputs, out), kill_at={rank: boundary})
     assert time.monotonic() - start_s < 60, where
     assert ended[rank].code == -signal.SIGKILL, where
     other = ended[1 - rank]
     assert other.code == 2 and f"rank {rank} (process" in other.err, f"{where}\n{other.err}"
-    ended = ranked.run(forge, 2, *dying(inputs, out))
+    ended = forked_ranks.run(forge, 2, *dying(inputs, out))
     if f"lohan resume {out}" in ended[0].err:
-        ended = ranked.run(forge, 2, "resume", out)
-    assert [e.code for e in ended] == [0, 0], f"{where}\n{ranked.said(ended)}"
+        ended = forked_ranks.run(forge, 2, "resume", out)
+    assert [e.code for e in ended] == [0, 0], f"{where}\n{forked_ranks.said(ended)}"
     same_bits(out, expected, where)
 
 
@@ -366,22 +366,24 @@ def test_kill_between_prepared_and_committed(forge, inputs, whole, tmp_path):
 
 def test_ctrl_c_stops_all_ranks_at_one_step(forge, inputs, whole, tmp_path):
     out = tmp_path / "run"
-    processes = ranked.start(forge, 2, *dying(inputs, out))
+    processes = forked_ranks.start(forge, 2, *dying(inputs, out))
     while "step 2/" not in processes[0].output():
         time.sleep(0.02)
     os.kill(processes[1].pid, signal.SIGINT)
     ended = [process.wait() for process in processes]
-    assert [e.code for e in ended] == [130, 130], ranked.said(ended)
+    assert [e.code for e in ended] == [130, 130], forked_ranks.said(ended)
     assert f"lohan resume {out}" in ended[0].out
-    assert [e.code for e in ranked.run(forge, 2, "resume", out)] == [0, 0]
-    assert [row["loss"] for row in ranked.rows(out)] == [r["loss"] for r in ranked.rows(whole[0])]
+    assert [e.code for e in forked_ranks.run(forge, 2, "resume", out)] == [0, 0]
+    assert [row["loss"] for row in forked_ranks.rows(out)] == [
+        r["loss"] for r in forked_ranks.rows(whole[0])
+    ]
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up(forge, inputs, tmp_path):
     """It closes no connection: the others miss its heartbeat."""
     out = tmp_path / "run"
-    processes = ranked.start(forge, 2, *dying(inputs, out))
+    processes = forked_ranks.start(forge, 2, *dying(inputs, out))
     while "step 2/" not in processes[0].output():
         time.sleep(0.02)
     os.kill(processes[1].pid, signal.SIGSTOP)
@@ -393,7 +395,7 @@ def test_a_rank_that_hangs_is_given_up(forge, inputs, tmp_path):
     finally:
         os.kill(processes[1].pid, signal.SIGKILL)
         processes[1].wait()
-    assert [e.code for e in ranked.run(forge, 2, "resume", out)] == [0, 0]
+    assert [e.code for e in forked_ranks.run(forge, 2, "resume", out)] == [0, 0]
 
 
 # -- a new plan -----------------------------------------------------------------------------------
@@ -414,44 +416,44 @@ def test_all_ranks_follow_a_new_plan(how, clip, said, forge, inputs, tmp_path):
     run in which a rank dies around the change."""
     before = {"before": dict.fromkeys(range(2), f"replan_at_once:{how}")}
     plain, out, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    ended = ranked.run(forge, 2, *replanning(inputs, plain, *clip, "--no-overlap"))
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *replanning(inputs, plain, *clip, "--no-overlap"))
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     traces = {rank: tmp_path / f"trace-{rank}" for rank in range(2)}
-    ended = ranked.run(forge, 2, *replanning(inputs, out, *clip), trace=traces, **before)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *replanning(inputs, out, *clip), trace=traces, **before)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     assert said in ended[0].out and ended[1].out == ""
     same_bits(out, plain)
     boundary = int(0.6 * len(json.loads(traces[1].read_text())))
-    ended = ranked.run(
+    ended = forked_ranks.run(
         forge, 2, *replanning(inputs, killed, *clip), kill_at={1: boundary}, **before
     )
-    assert [e.code for e in ended] == [2, -signal.SIGKILL], ranked.said(ended)
-    ended = ranked.run(forge, 2, "resume", killed, **before)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    assert [e.code for e in ended] == [2, -signal.SIGKILL], forked_ranks.said(ended)
+    ended = forked_ranks.run(forge, 2, "resume", killed, **before)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     same_bits(killed, plain)
 
 
 def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, tmp_path):
     """None goes on without the others; the steps before are committed, and the run resumes."""
     plain, out = tmp_path / "plain", tmp_path / "run"
-    ended = ranked.run(forge, 2, *replanning(inputs, plain, *CLIPPED, "--no-overlap"))
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *replanning(inputs, plain, *CLIPPED, "--no-overlap"))
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     before = {0: "replan_at_once:always", 1: "replan_at_once:fails"}
-    ended = ranked.run(forge, 2, *replanning(inputs, out, *CLIPPED), before=before)
-    assert [e.code for e in ended] == [2, 2], ranked.said(ended)
+    ended = forked_ranks.run(forge, 2, *replanning(inputs, out, *CLIPPED), before=before)
+    assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
     assert "no space left for kept activations" in ended[1].err
     assert "rank 1 (process" in ended[0].err and "resume the run with all" in ended[0].err
     assert "Traceback" not in ended[0].err + ended[1].err
-    ended = ranked.run(forge, 2, "resume", out)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
-    assert [row["step"] for row in ranked.rows(out)] == list(range(1, 9))
+    ended = forked_ranks.run(forge, 2, "resume", out)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [row["step"] for row in forked_ranks.rows(out)] == list(range(1, 9))
     same_bits(out, plain)
 
 
 def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
     """Its process ends with what went wrong, and the other at once with it."""
-    ended = ranked.case(forge, 2, "trainers_that_cannot_follow", tmp_path)
-    assert all(e.code for e in ended), ranked.said(ended)
+    ended = forked_ranks.case(forge, 2, "trainers_that_cannot_follow", tmp_path)
+    assert all(e.code for e in ended), forked_ranks.said(ended)
     assert "no space left for kept activations" in ended[1].err
     assert "collective mismatch" not in ended[0].err + ended[1].err
     # Rank 0 names rank 1 only if that process has ended within a moment.
@@ -460,9 +462,9 @@ def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
 
 def test_a_trainer_that_evaluates_first(forge, tmp_path):
     """Its store of the evaluation goes, and the processes stay."""
-    ended = ranked.case(forge, 2, "trainers_that_evaluate_first", tmp_path)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
-    found = ranked.found(tmp_path, 2)
+    ended = forked_ranks.case(forge, 2, "trainers_that_evaluate_first", tmp_path)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    found = forked_ranks.found(tmp_path, 2)
     assert not any(rank["aborted"] for rank in found)
     assert found[0]["first"] == found[1]["first"] and found[0]["loss"] == found[1]["loss"]
     assert [rank["again"] for rank in found] == [rank["loss"] for rank in found]
@@ -470,7 +472,9 @@ def test_a_trainer_that_evaluates_first(forge, tmp_path):
 
 
 def same_bits(out: Path, other: Path, where: str = "") -> None:
-    found, wanted = ([(row["step"], row["loss"]) for row in ranked.rows(o)] for o in (out, other))
+    found, wanted = (
+        [(row["step"], row["loss"]) for row in forked_ranks.rows(o)] for o in (out, other)
+    )
     assert found == wanted, where
     ours, theirs = weights(out), weights(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), where

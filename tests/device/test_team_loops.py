@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from lohan.train.run_folder import read_mark
-from tests import ranked, team_cases
-from tests.grids import thinned
-from tests.models import decay_groups, lr
+from tests.support import forked_ranks, team_cases
+from tests.support.setting_grids import thinned
+from tests.support.small_models import decay_groups, lr
 
 
 @pytest.mark.parametrize("name", ["plain_module", "emulated"])
 def test_the_run_of_one_rank(name, forge, tmp_path):
     worlds = {}
     for world in (1, 2):
-        ended = ranked.case(forge, world, name, tmp_path / str(world))
-        assert [e.code for e in ended] == [0] * world, ranked.said(ended)
-        worlds[world] = ranked.found(tmp_path / str(world), world)
+        ended = forked_ranks.case(forge, world, name, tmp_path / str(world))
+        assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
+        worlds[world] = forked_ranks.found(tmp_path / str(world), world)
     (alone,), both = worlds[1], worlds[2]
     if name == "emulated":  # the loss of a language model is that of all ranks
         assert both[0]["losses"] == both[1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -27,7 +27,7 @@ def test_the_run_of_one_rank(name, forge, tmp_path):
         means = [sum(pair) / 2 for pair in zip(*(r["losses"] for r in both), strict=True)]
         assert means == pytest.approx(alone["losses"], rel=1e-5)
     assert both[0]["norm"] == both[1]["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-    ours, theirs = ranked.assembled(both), ranked.assembled([alone])
+    ours, theirs = forked_ranks.assembled(both), forked_ranks.assembled([alone])
     assert ours.keys() == theirs.keys()
     for tensor, values in theirs.items():
         assert ours[tensor] == pytest.approx(values, abs=2e-6), tensor
@@ -35,9 +35,9 @@ def test_the_run_of_one_rank(name, forge, tmp_path):
 
 def test_a_gradient_on_one_rank_only(forge, tmp_path):
     """Counts as zero where there is none; a parameter without any on all ranks stays as it is."""
-    ended = ranked.case(forge, 2, "partly_used", tmp_path)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
-    ours = ranked.assembled(ranked.found(tmp_path, 2))
+    ended = forked_ranks.case(forge, 2, "partly_used", tmp_path)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    ours = forked_ranks.assembled(forked_ranks.found(tmp_path, 2))
     torch.manual_seed(0)
     model = team_cases.Partial()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -56,16 +56,16 @@ def test_a_gradient_on_one_rank_only(forge, tmp_path):
 
 
 def test_another_order_of_blocks_is_refused(forge, tmp_path):
-    ended = ranked.case(forge, 2, "another_order", tmp_path)
-    assert [e.code for e in ended] == [3, 3], ranked.said(ended)
+    ended = forked_ranks.case(forge, 2, "another_order", tmp_path)
+    assert [e.code for e in ended] == [3, 3], forked_ranks.said(ended)
     assert "called the blocks of the model in another order than rank 0" in ended[0].err
 
 
 def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     start_s = time.monotonic()
-    ended = ranked.case(forge, 2, "an_error_in_the_loop", tmp_path)
+    ended = forked_ranks.case(forge, 2, "an_error_in_the_loop", tmp_path)
     assert time.monotonic() - start_s < 60
-    assert ended[0].code != 0 and "rank 1 (process" in ended[0].err, ranked.said(ended)
+    assert ended[0].code != 0 and "rank 1 (process" in ended[0].err, forked_ranks.said(ended)
     assert ended[1].code != 0 and "Error" in ended[1].err
 
 
@@ -77,9 +77,9 @@ def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
     from tests.test_hf import weights
 
-    ended = ranked.case(forge, 2, case, tmp_path)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
-    first, second = ranked.found(tmp_path, 2)
+    ended = forked_ranks.case(forge, 2, case, tmp_path)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    first, second = forked_ranks.found(tmp_path, 2)
     assert first["lohan"] == second["lohan"]
     for name, expected in first["transformers"].items():
         assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
@@ -92,9 +92,9 @@ def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
 def test_a_chat_script_under_torchrun(forge, tmp_path):
     """Losses and metrics are those of all processes, also after the best model has come back."""
     pytest.importorskip("trl", reason="SFTTrainer needs the extra: pip install 'lohan[trl]'")
-    ended = ranked.case(forge, 2, "chat_trainers", tmp_path)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
-    first, second = ranked.found(tmp_path, 2)
+    ended = forked_ranks.case(forge, 2, "chat_trainers", tmp_path)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    first, second = forked_ranks.found(tmp_path, 2)
     assert first["lohan"] == second["lohan"]
     for name, expected in first["trl"].items():
         assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
@@ -103,9 +103,9 @@ def test_a_chat_script_under_torchrun(forge, tmp_path):
 def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
     """One store name for all ranks, which the output folder has in writing."""
     pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
-    ended = ranked.case(forge, 2, "trainers_with_a_drive", tmp_path)
-    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
-    for found in ranked.found(tmp_path, 2):
+    ended = forked_ranks.case(forge, 2, "trainers_with_a_drive", tmp_path)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    for found in forked_ranks.found(tmp_path, 2):
         assert len(found["whole 0"]) == 3
         assert found["parts 0"] + found["parts 1"] == found["whole 0"]
     names = {path.name.partition("-rank")[0] for path in (tmp_path / "drive").iterdir()}
@@ -117,9 +117,9 @@ def test_trainers_of_preferences_under_torchrun(forge, tmp_path):
     pytest.importorskip("trl", reason="they need the extra: pip install 'lohan[trl]'")
     found = {}
     for world in (1, 2):
-        ended = ranked.case(forge, world, "preference_trainers", tmp_path / str(world))
-        assert [e.code for e in ended] == [0] * world, ranked.said(ended)
-        found[world] = ranked.found(tmp_path / str(world), world)
+        ended = forked_ranks.case(forge, world, "preference_trainers", tmp_path / str(world))
+        assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
+        found[world] = forked_ranks.found(tmp_path / str(world), world)
     for name, expected in found[1][0].items():
         for ours, theirs in zip(found[2][0][name], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4), name

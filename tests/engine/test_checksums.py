@@ -11,8 +11,8 @@ from lohan.model.layout import RESIDENT
 from lohan.store.admin import verify
 from lohan.store.files import SLOTS
 from lohan.store.store import Store
-from tests.models import attached, lr
-from tests.overlapping import Tuning, data, net, tuned
+from tests.support.delayed_runs import Tuning, data, net, tuned
+from tests.support.small_models import attached, lr
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 from lohan.util.units import MiB
-from tests.models import attached, batches, plain_run, small_model
+from tests.support.small_models import attached, batches, plain_run, small_model
 
 STEPS = 3
 

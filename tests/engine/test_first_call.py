@@ -8,8 +8,8 @@ from torch import nn
 
 from lohan.engine.attach import is_tested
 from lohan.errors import ModelError
-from tests.models import assert_same, attached, loss_of, master_weights, small_model
-from tests.odd_modules import Plain, Step
+from tests.support.small_models import assert_same, attached, loss_of, master_weights, small_model
+from tests.support.unusual_modules import Plain, Step
 
 
 class Remembers(Step):

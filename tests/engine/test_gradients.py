@@ -12,7 +12,7 @@ from lohan.engine.wrapping import BlockRunner
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
-from tests.models import SMALL, attached, batches, master_weights
+from tests.support.small_models import SMALL, attached, batches, master_weights
 
 
 @pytest.fixture

@@ -28,8 +28,15 @@ from transformers import (
 )
 
 from lohan.engine.attach import find_decoder
-from tests.models import assert_close, attached, lohan_run, loss_of, plain_run, small_model
-from tests.tiny_models import SIZES, VOCAB
+from tests.support.model_families import SIZES, VOCAB
+from tests.support.small_models import (
+    assert_close,
+    attached,
+    lohan_run,
+    loss_of,
+    plain_run,
+    small_model,
+)
 
 
 def text(steps: int = 2, seq: int = 10) -> list[dict[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import pytest
 
 import lohan
 from lohan.errors import ConfigError
-from tests.models import attached, batches, small_model
+from tests.support.small_models import attached, batches, small_model
 
 
 def test_fields_are_also_keywords(tmp_path):

@@ -21,8 +21,8 @@ from lohan.model.plan import Plan
 from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.util.units import MiB
-from tests.models import attached, stored_bytes
-from tests.overlapping import Tuning, data, memory_engine, net, tuned
+from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
+from tests.support.small_models import attached, stored_bytes
 
 LATE_S = 0.004
 LANES = ["compute", "h2d", "d2h", "ssd", "optimizer"]

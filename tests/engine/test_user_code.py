@@ -17,9 +17,16 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError, ModelError
 from lohan.util.units import MiB
-from tests.models import assert_close, assert_same, attached, loss_of, master_weights, plain_run
-from tests.odd_modules import WIDTH, Plain, Step
-from tests.overlapping import data, net
+from tests.support.delayed_runs import data, net
+from tests.support.small_models import (
+    assert_close,
+    assert_same,
+    attached,
+    loss_of,
+    master_weights,
+    plain_run,
+)
+from tests.support.unusual_modules import WIDTH, Plain, Step
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 import lohan
 from lohan.engine import user_code
 from lohan.errors import ConfigError, LohanError, ModelError
-from tests.models import (
+from tests.support.small_models import (
     assert_close,
     attached,
     batches,
@@ -24,7 +24,7 @@ from tests.models import (
     master_weights,
     small_model,
 )
-from tests.odd_modules import WIDTH, Plain
+from tests.support.unusual_modules import WIDTH, Plain
 
 DATA = Plain.data(4)
 

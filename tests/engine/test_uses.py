@@ -15,8 +15,8 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import LohanError
 from lohan.util.units import MiB
-from tests.models import assert_same, attached, master_weights
-from tests.overlapping import data, net
+from tests.support.delayed_runs import data, net
+from tests.support.small_models import assert_same, attached, master_weights
 
 STEPS = 5
 

@@ -25,7 +25,7 @@ from transformers import (
 from lohan.errors import ConfigError
 from lohan.model.shapes import known_types, shape_from_config
 from lohan.planner import presets
-from tests.tiny_models import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
+from tests.support.model_families import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
 
 OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
 VARIANTS: dict[str, PreTrainedConfig] = {
@@ -160,7 +160,7 @@ def test_a_paper_gpt_is_a_gpt2(tmp_path):
 
 def test_a_dit_of_diffusers(tmp_path):
     pytest.importorskip("diffusers")
-    from tests.diffusion_folders import loaded, save_pipeline
+    from tests.support.diffusion_folders import loaded, save_pipeline
 
     folder = save_pipeline(tmp_path, "dit") / "transformer"
     found, model = presets.model(folder), loaded(folder, "dit")

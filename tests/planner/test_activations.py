@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lohan.errors import ConfigError
 from lohan.planner import activations as acts
 from lohan.planner.activations import Step
-from tests.planner.shapes import DRIVE, machine, model
+from tests.support.planner_shapes import DRIVE, machine, model
 
 rates = st.floats(1e9, 1e12)
 sizes = st.floats(0.0, 1e11)

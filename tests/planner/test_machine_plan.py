@@ -33,7 +33,7 @@ from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
-from tests.grids import thinned
+from tests.support.setting_grids import thinned
 
 GB = 10**9
 

@@ -27,7 +27,7 @@ from lohan.planner.systems import (
 from lohan.schedule.actions import Action
 from lohan.schedule.simulate import StepWork
 from lohan.schedule.steps import check_order, steps
-from tests.planner.shapes import DRIVE, machine, model
+from tests.support.planner_shapes import DRIVE, machine, model
 
 LOHAN = policy("lohan")
 

@@ -7,8 +7,8 @@ import pytest
 from lohan.device.emulated import EmulatedDevice
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
-from tests.models import attached
-from tests.overlapping import data, net
+from tests.support.delayed_runs import data, net
+from tests.support.small_models import attached
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])

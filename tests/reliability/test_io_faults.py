@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import io_faults
-from tests.grids import thinned
-from tests.io_faults import Fault, seen_and_fired
-from tests.processes import Ended, Forge
-from tests.tiny_run import Result, arguments, result, write_inputs
+from tests.support import io_faults
+from tests.support.forked_commands import Ended, Forge
+from tests.support.io_faults import Fault, seen_and_fired
+from tests.support.setting_grids import thinned
+from tests.support.tiny_run import Result, arguments, result, write_inputs
 
 pytestmark = pytest.mark.skipif(io_faults.compiler() is None, reason="needs a C compiler (cc)")
 

@@ -25,9 +25,9 @@ from lohan.schedule.actions import Action
 from lohan.store.admin import describe
 from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
-from tests.overlapping import Tuning, data, tuned
-from tests.store.numbered import Error, Faults, NumberedEngine
-from tests.tied_sessions import STEPS, contents, finished, go_on, opened
+from tests.support.delayed_runs import Tuning, data, tuned
+from tests.support.numbered_faults import Error, Faults, NumberedEngine
+from tests.support.tied_sessions import STEPS, contents, finished, go_on, opened
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def test_an_error_between_two_steps_leaves_a_whole_store(
 
 
 def test_activations_of_a_killed_session_go_at_the_next_open(tmp_path: Path) -> None:
-    from tests.store.content import REGIONS
+    from tests.support.store_content import REGIONS
 
     opened(tmp_path).close()
     left = Store.create(tmp_path / "lohan-store-activations", REGIONS, engine="threads")

@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lohan
 from lohan import _core
 from lohan.cli.main import main as command_line
-from tests import diffusion_folders, ranked
-from tests.processes import Forge
+from tests.support import diffusion_folders, forked_ranks
+from tests.support.forked_commands import Forge
 
 FROZEN = Path(__file__).parent / "frozen.json"
 AGAIN = "python -m tests.replay.record"
@@ -268,10 +268,10 @@ class Bench:
         if case.ranks == 1:
             command(*words)
         else:
-            ended = ranked.run(self._forge, case.ranks, *words)
+            ended = forked_ranks.run(self._forge, case.ranks, *words)
             if any(rank.code for rank in ended):
-                raise RuntimeError(ranked.said(ended))
-        return [row["loss"] for row in ranked.rows(place) if "loss" in row]
+                raise RuntimeError(forked_ranks.said(ended))
+        return [row["loss"] for row in forked_ranks.rows(place) if "loss" in row]
 
     def plan(self, words: str) -> dict[str, Any]:
         plan: dict[str, Any] = json.loads(command("plan", *words.split(), "--json"))

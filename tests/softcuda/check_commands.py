@@ -15,9 +15,9 @@ import pytest
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.tools.gpu_checks import CHECKS, run_here
 from lohan.tools.self_test import compared
-from tests.diffusion_folders import CONFIGS, save_latents, save_pipeline
-from tests.interrupts import send_while_held
 from tests.softcuda import extension, unordered
+from tests.support.diffusion_folders import CONFIGS, save_latents, save_pipeline
+from tests.support.interrupts import send_while_held
 from tests.test_cli import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
 from tests.test_generation import write_model
 
@@ -177,7 +177,7 @@ def run(*args: object, **env: str) -> Ended:
 
 
 HELD = (
-    "import runpy, tests.interrupts as i; i.hold_backward();"
+    "import runpy, tests.support.interrupts as i; i.hold_backward();"
     "runpy.run_module('lohan', run_name='__main__', alter_sys=True)"
 )
 STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is said

@@ -12,9 +12,9 @@ from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ProcessGroup, all_gather_into, distributed, reduce_scatter_rows
 from lohan.engine.collectives import StepCollectives
 from lohan.model.layout import FlatGroup, TensorSpec
-from tests.missing_waits import CopiesAtOnce, NeverWaits, kept_slices
 from tests.softcuda import extension, waits
 from tests.softcuda.check_training import there
+from tests.support.missing_waits import CopiesAtOnce, NeverWaits, kept_slices
 
 pytestmark = pytest.mark.gpu
 COUNT = 1000

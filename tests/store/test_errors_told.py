@@ -13,9 +13,8 @@ from lohan.store import admin
 from lohan.store.admin import restore
 from lohan.store.files import StoreLock
 from lohan.store.store import Store
-
-from .content import REGIONS, step, write_all
-from .numbered import Faults
+from tests.support.numbered_faults import Faults
+from tests.support.store_content import REGIONS, step, write_all
 
 Work = Callable[[Path], None]
 

@@ -13,7 +13,7 @@ from lohan.store.extents import Region, layout_from_json, plan_layout
 from lohan.store.files import FIXED, SLOTS
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.store.content import REGIONS, content, read_chunk, step, write_all
+from tests.support.store_content import REGIONS, content, read_chunk, step, write_all
 
 WEIGHTS = Region("base", (4 * PAGE, PAGE), fixed=True)
 MIXED = (REGIONS[0], WEIGHTS, *REGIONS[1:])

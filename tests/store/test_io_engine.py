@@ -21,8 +21,8 @@ import pytest
 from lohan.errors import ConfigError, StorageIOError
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.util.units import PAGE
-from tests.store.faults import Fault, FaultyEngine
-from tests.store.memory_engine import MemoryEngine
+from tests.support.faulty_engine import Fault, FaultyEngine
+from tests.support.memory_engine import MemoryEngine
 
 MiB = 2**20
 KINDS = ["uring", "threads", "memory"]

@@ -12,8 +12,7 @@ from lohan.cli.main import app
 from lohan.errors import StoreError
 from lohan.store.admin import describe, remove
 from lohan.store.store import Store
-
-from .content import REGIONS, assert_holds, step, tree
+from tests.support.store_content import REGIONS, assert_holds, step, tree
 
 
 @pytest.fixture

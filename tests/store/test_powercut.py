@@ -27,9 +27,8 @@ from lohan.store.manifest import apply_recovery, checksum, commit_state_of, reco
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows
 from lohan.util.files import write_new
-
-from .content import REGIONS, STATE, assert_holds, content, write_all
-from .powercut import FileEngine, Tape, recording
+from tests.support.power_cuts import FileEngine, Tape, recording
+from tests.support.store_content import REGIONS, STATE, assert_holds, content, write_all
 
 JOURNALS, KEEPS = ("ordered", "per inode"), ("lost", "kept", "pages")
 Check = Callable[[Path, object], str]

@@ -19,10 +19,9 @@ from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
-from tests.store.memory_engine import MemoryEngine
-
-from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
-from .numbered import Error, Faults
+from tests.support.memory_engine import MemoryEngine
+from tests.support.numbered_faults import Error, Faults
+from tests.support.store_content import REGIONS, STATE, assert_holds, content, step, tree, write_all
 
 Operation = Callable[[Path, list[Path]], None]
 

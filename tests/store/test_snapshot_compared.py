@@ -11,7 +11,7 @@ from lohan.errors import ChecksumError
 from lohan.store.admin import snapshot
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.store.content import REGIONS, step
+from tests.support.store_content import REGIONS, step
 
 
 def test_a_byte_that_changes_under_an_open_store_is_not_copied(tmp_path: Path):

@@ -22,9 +22,8 @@ from lohan.store.io_engine import DeadlineError, aligned_buffer
 from lohan.store.manifest import PROGRESS
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
-from tests.store.memory_engine import MemoryEngine
-
-from .content import (
+from tests.support.memory_engine import MemoryEngine
+from tests.support.store_content import (
     REGIONS,
     STATE,
     assert_holds,
@@ -321,7 +320,7 @@ def test_a_creation_that_was_killed_says_so_and_can_be_removed(tmp_path: Path):
     dirs = [tmp_path / "a", tmp_path / "b"]
     code = f"""
 import os
-from tests.store.content import REGIONS, write_all
+from tests.support.store_content import REGIONS, write_all
 from lohan.store.store import Store
 store = Store.create({[str(d) for d in dirs]!r}, REGIONS)
 write_all(store, 0)
@@ -396,7 +395,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
     run_python(
         f"""
 import os, sys, time
-from tests.store.content import REGIONS, step
+from tests.support.store_content import REGIONS, step
 from lohan.store.store import Store
 store = Store.create({str(tmp_path / "s")!r}, REGIONS)
 step(store)

@@ -23,10 +23,18 @@ from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
-from tests.store.memory_engine import MemoryEngine
-
-from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
-from .faults import Fault, FaultyEngine
+from tests.support.faulty_engine import Fault, FaultyEngine
+from tests.support.memory_engine import MemoryEngine
+from tests.support.store_content import (
+    REGIONS,
+    STATE,
+    assert_holds,
+    content,
+    read_chunk,
+    step,
+    tree,
+    write_all,
+)
 
 STEPS = 3
 
@@ -279,7 +287,7 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
 LOOP = """
 import sys
 from lohan.store.store import Store
-from tests.store.content import assert_holds, step
+from tests.support.store_content import assert_holds, step
 with Store.open(sys.argv[1]) as store:
     assert_holds(store, store.generation)
     print(store.generation, flush=True)

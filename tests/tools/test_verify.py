@@ -30,7 +30,7 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
-from tests.random_checkpoint import write_random_checkpoint
+from tests.support.random_checkpoint import write_random_checkpoint
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {

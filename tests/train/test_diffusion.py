@@ -25,7 +25,7 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.train.task import DataRequest
 from lohan.util.settings import Source
-from tests.diffusion_folders import (
+from tests.support.diffusion_folders import (
     CLASSES,
     POOLED,
     TEXT,
@@ -35,8 +35,8 @@ from tests.diffusion_folders import (
     save_latents,
     save_pipeline,
 )
-from tests.displays import Watch
-from tests.models import decay_groups
+from tests.support.recording_display import Watch
+from tests.support.small_models import decay_groups
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 pytest.importorskip("diffusers")

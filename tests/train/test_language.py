@@ -19,8 +19,8 @@ from lohan.capture.footprint import inventories
 from lohan.config import TrainConfig
 from lohan.train.language import CausalLM
 from lohan.train.trainer import stop_signals
-from tests.displays import Watch
-from tests.models import small_model
+from tests.support.recording_display import Watch
+from tests.support.small_models import small_model
 
 
 def shapes(*lengths: int, pack: bool = False) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.displays import Watch
-from tests.task_runs import (
+from tests.support.recording_display import Watch
+from tests.support.task_runs import (
     BATCH,
     STEPS,
     byte_level,

@@ -15,8 +15,8 @@ from lohan.checkpoint.sources import InitialValues
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
-from tests.displays import Watch
-from tests.task_runs import STEPS, reference, settings, write_rows
+from tests.support.recording_display import Watch
+from tests.support.task_runs import STEPS, reference, settings, write_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import save_tokenizer
 

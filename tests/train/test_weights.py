@@ -10,7 +10,7 @@ import transformers as hf
 
 from lohan.train.language import CausalLM
 from lohan.train.task import Share
-from tests.every_model import build
+from tests.support.every_model import build
 
 BATCH = {
     "input_ids": torch.arange(3, 15).view(2, 6),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import lohan
-from tests.models import attached, stored_bytes
-from tests.overlapping import Tuning, data, net, tuned
+from tests.support.delayed_runs import Tuning, data, net, tuned
+from tests.support.small_models import attached, stored_bytes
 
 STEPS = 5
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import lohan
 from lohan.checkpoint.store_io import ShardReader
@@ -24,8 +24,8 @@ from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.util.units import MiB
 
-from tests.models import batches, lr, small_model  # isort: skip
-from tests.odd_modules import WIDTH, Plain  # isort: skip
+from tests.support.small_models import batches, lr, small_model  # isort: skip
+from tests.support.unusual_modules import WIDTH, Plain  # isort: skip
 
 STEPS = 5
 
@@ -106,7 +106,7 @@ def trainers_that_cannot_follow() -> None:
     import transformers
 
     import lohan.hf
-    from tests import replan_at_once
+    from tests.support import replan_at_once
     from tests.test_hf import SETTINGS, collate, examples
 
     (replan_at_once.always, replan_at_once.fails)[int(os.environ["RANK"])]()

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tests.processes import Ended, Forge, Run
+from tests.support.forked_commands import Ended, Forge, Run
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:

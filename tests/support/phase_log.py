@@ -1,6 +1,7 @@
-"""For processes of their own (`Forge.start(before="phases:watch")`): what the process is doing is
-kept in a file, so that it is known also of one that was killed. Each phase that begins or ends is a
-boundary, as operations on files are.
+"""Record in a file what a process is doing (`Forge.start(before="phase_log:watch")`).
+
+The file also tells the phase of a process that was killed. The begin and the end of each phase are
+boundaries, like operations on files.
 
     LOHAN_PHASE    the file
     LOHAN_SPANS    a file for the seconds that each phase took, one line each

@@ -14,7 +14,7 @@ def write_inputs(folder: Path, *, vocab_size: int = 64) -> Path:
     """A tiny Llama with dropout, and tokenised data of different lengths."""
     from transformers import LlamaConfig
 
-    from tests.random_checkpoint import write_random_checkpoint
+    from tests.support.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -18,8 +18,8 @@ from lohan.optim import lr_at
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs, task_of
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.displays import Watch
-from tests.models import decay_groups
+from tests.support.recording_display import Watch
+from tests.support.small_models import decay_groups
 
 STEPS, BATCH = 3, 3
 

@@ -18,8 +18,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "faults" / "interpose.c"
-BUILD = Path(__file__).parents[1] / "build" / "faults"
+SOURCE = Path(__file__).parents[1] / "faults" / "interpose.c"
+BUILD = Path(__file__).parents[2] / "build" / "faults"
 CALLS = (
     "pread",
     "pwrite",

@@ -22,8 +22,8 @@ from lohan.model.plan import Plan
 from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.store.io_engine import IOEngine
-from tests.models import attached, batches, stored_bytes
-from tests.store.memory_engine import MemoryEngine
+from tests.support.memory_engine import MemoryEngine
+from tests.support.small_models import attached, batches, stored_bytes
 
 WIDTH = 48
 CHUNK = 4096  # elements: most groups below have several chunks

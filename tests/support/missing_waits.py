@@ -10,8 +10,8 @@ from typing import Any
 
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Passed
-from tests.models import batches, small_model
-from tests.overlapping import Result, train
+from tests.support.delayed_runs import Result, train
+from tests.support.small_models import batches, small_model
 
 
 class NeverWaits(AcceleratorDevice):

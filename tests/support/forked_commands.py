@@ -196,8 +196,8 @@ def warm_up() -> None:
 
     from lohan.__main__ import main
 
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.tiny_run import write_inputs
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.support.tiny_run import write_inputs
 
     with TemporaryDirectory() as place, open(os.devnull, "w") as nothing, redirect_stdout(nothing):
         model = write_inputs(Path(place)) / "model"

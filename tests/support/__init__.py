@@ -1,0 +1,1 @@
+"""Helpers that several test modules share. Test modules import from here, not from each other."""
