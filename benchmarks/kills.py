@@ -40,10 +40,10 @@ from common import HERE, Report, note, parser_of, work_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(HERE.parent))
 
-from tests import phases, ranked
-from tests.phases import FIRST
-from tests.processes import Boundary, Ended, Forge, Run
-from tests.tiny_run import STEPS, Result, arguments, result, write_inputs
+from tests.support import forked_ranks, phase_log
+from tests.support.forked_commands import Boundary, Ended, Forge, Run
+from tests.support.phase_log import FIRST
+from tests.support.tiny_run import STEPS, Result, arguments, result, write_inputs
 
 HANG_S = 300.0  # a process that takes longer does not end at all
 PATIENCE_S = 15.0  # for the other ranks to see that one is gone

@@ -8,8 +8,8 @@ import pytest
 
 import lohan
 from lohan.store.admin import restore, snapshot
-from tests.overlapping import Tuning, data, tuned
-from tests.tied_sessions import STEPS, contents, finished, go_on, opened
+from tests.support.delayed_runs import Tuning, data, tuned
+from tests.support.tied_sessions import STEPS, contents, finished, go_on, opened
 
 MODES = [("optimized", 0.0), ("balanced", 0.0), ("balanced", 0.3)]
 

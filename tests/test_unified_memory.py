@@ -23,9 +23,9 @@ from lohan.planner.memory import CARD_OWNERS
 from lohan.planner.planner import PlanOptions
 from lohan.schedule.actions import LANE_OF
 from lohan.util.units import MiB
-from tests.grids import pairwise
-from tests.models import attached
-from tests.overlapping import Tuning, data, memory_engine, net
+from tests.support.delayed_runs import Tuning, data, memory_engine, net
+from tests.support.setting_grids import pairwise
+from tests.support.small_models import attached
 from tests.test_overlap import CLIP, KINDS, Case, check
 
 SPARK = presets.machine("dgx-spark")
