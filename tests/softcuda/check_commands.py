@@ -164,6 +164,28 @@ def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
     assert found["state"] == "wrong" and "activations saved, and recomputed" in found["error"]
 
 
+LIGER = """
+def _apply_liger_kernel_to_instance(*, model, **config):
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.variance_epsilon = EPSILON
+"""
+
+
+@pytest.mark.parametrize("epsilon, state", [(1e-6, "ok"), (10.0, "wrong")])
+def test_the_check_of_liger_compares_gradient_norms(epsilon, state, monkeypatch, tmp_path):
+    """A stand-in for the package changes the norms, which must show in the gradients."""
+    folder = tmp_path / "packages" / "liger_kernel"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "transformers.py").write_text(LIGER.replace("EPSILON", str(epsilon)))
+    monkeypatch.syspath_prepend(folder.parent)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    result = run_here("liger", "cuda", tmp_path)
+    assert result["state"] == state, result
+
+
 def run(*args: object, **env: str) -> Ended:
     done = subprocess.run(
         [sys.executable, "-m", "lohan", *map(str, args)],
