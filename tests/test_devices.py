@@ -220,8 +220,8 @@ def test_choosing_a_device():
         ("emulated", {}, "--device-memory"),
         ("cpu", {"memory": 1}, "no memory of its own"),
         ("cpu", {"link": 1.0}, "--link"),
-        ("graphics", {}, "one of auto, cpu, accelerator, emulated, cuda, cuda:1"),
-        ("cuda:x", {}, "one of auto, cpu, accelerator, emulated, cuda, cuda:1"),
+        ("graphics", {}, "one of auto, cpu, accelerator, emulated, emulated-unified, cuda, cuda:1"),
+        ("cuda:x", {}, "one of auto, cpu, accelerator, emulated, emulated-unified, cuda, cuda:1"),
         ("gpu", {}, "--device cpu"),
         ("cuda:1", {}, "--device cpu"),
     ):

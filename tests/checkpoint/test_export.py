@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lohan.checkpoint.hf_folder import export_folder, persistent_buffers
-from lohan.checkpoint.replacing import MARK
+from lohan.checkpoint.replacing import MARK, write_mark
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
 from tests.support.model_families import CONFIGS, IDS, logits, save_model
@@ -42,6 +42,13 @@ def export(model: PreTrainedModel, out: Path, **options: object) -> Path:
         **options,
     }
     return export_folder(out, **settings)
+
+
+def save_export(folder: Path, family: str) -> PreTrainedModel:
+    """Save a model as an export does: with the mark that allows it to be overwritten."""
+    model = save_model(folder, CONFIGS[family])
+    write_mark(folder, "run")
+    return model
 
 
 def reload(folder: Path, **options: object) -> PreTrainedModel:
@@ -121,8 +128,8 @@ def test_without_a_source_folder(tmp_path: Path) -> None:
 
 def test_existing_target(tmp_path: Path) -> None:
     model = save_model(tmp_path / "in", CONFIGS["llama"])
-    other = save_model(tmp_path / "out", CONFIGS["qwen3"])
-    with pytest.raises(ModelError, match=rf"{tmp_path}/out: exists and holds 3 files; .*--out"):
+    other = save_export(tmp_path / "out", "qwen3")
+    with pytest.raises(ModelError, match=rf"{tmp_path}/out: exists and holds 4 files; .*--out"):
         export(model, tmp_path / "out", source_folder=tmp_path / "in")
     assert torch.equal(logits(reload(tmp_path / "out")), logits(other))
     export(model, tmp_path / "out", source_folder=tmp_path / "in", overwrite=True)
@@ -141,7 +148,7 @@ def test_existing_target(tmp_path: Path) -> None:
 
 
 def test_exporting_over_the_source(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["gpt2"])
+    model = save_export(tmp_path / "in", "gpt2")
     export(model, tmp_path / "in", source_folder=tmp_path / "in", overwrite=True)
     assert torch.equal(logits(reload(tmp_path / "in")), logits(model))
 
@@ -149,7 +156,7 @@ def test_exporting_over_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), OSError(5, "I/O")])
 def test_failure_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
     model = save_model(tmp_path / "in", CONFIGS["llama"])
-    other = save_model(tmp_path / "old", CONFIGS["qwen3"])
+    other = save_export(tmp_path / "old", "qwen3")
     calls = []
 
     def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
@@ -178,7 +185,7 @@ def test_failed_rename_brings_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_model(tmp_path / "in", CONFIGS["llama"])
-    other = save_model(tmp_path / "old", CONFIGS["qwen3"])
+    other = save_export(tmp_path / "old", "qwen3")
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:

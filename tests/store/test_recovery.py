@@ -166,10 +166,10 @@ def test_without_room_for_both_the_store_makes_way_first(
 ) -> None:
     real = files.check_free_space
 
-    def check(needed, *, disk_slots):
+    def check(needed):
         if any(path.exists() for path in dirs):
             raise NoRoomError("too little")
-        real(needed, disk_slots=disk_slots)
+        real(needed)
 
     monkeypatch.setattr(files, "check_free_space", check)
     with restore(tmp_path / "snapshot", dirs) as store:
