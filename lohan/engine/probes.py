@@ -17,6 +17,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as fn
 
 from lohan import _core
@@ -161,11 +162,11 @@ class BlockProbe:
         self.shape: BlockShape = gated_block(
             parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
         )
-        self._weights: Iterator[Weights] = cycle([self._new_weights() for _ in range(sizes.copies)])
+        self._weights: Iterator[Weights] = cycle([self.new_weights() for _ in range(sizes.copies)])
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.backward_s(1)  # the first one of a process also starts autograd's threads
 
-    def _new_weights(self) -> Weights:
+    def new_weights(self) -> Weights:
         h, inner = self._sizes.hidden, self._sizes.inner
         shapes = [(h,), (h, h), (h, h), (h, h), (h, h), (h,), (inner, h), (inner, h), (h, inner)]
         flat = compute_memory(self._device, self.shape.parameters * self._dtype.itemsize)
@@ -185,7 +186,7 @@ class BlockProbe:
 
         def run() -> None:
             with torch.no_grad():
-                self._run(x, weights)
+                self.run(x, weights)
 
         return computed_s(self._device, run)
 
@@ -194,7 +195,7 @@ class BlockProbe:
         x, weights = self._input(tokens).requires_grad_(), next(self._weights)
         leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
         made: list[torch.Tensor] = []
-        computed_s(self._device, lambda: made.append(self._run(x, Weights(*leaves))))
+        computed_s(self._device, lambda: made.append(self.run(x, Weights(*leaves))))
         grad = torch.ones_like(made[0])
         return computed_s(self._device, lambda: torch.autograd.backward(made[0], grad))
 
@@ -203,7 +204,7 @@ class BlockProbe:
         made = torch.randn(sequences, tokens // sequences, self._sizes.hidden)
         return made.to(self._device.torch_device, self._dtype)
 
-    def _run(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
+    def run(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
         b, s, h = x.shape
         heads = self._sizes.heads
         cos, sin = self._rotation(s)
@@ -681,6 +682,11 @@ def profile(
     host_rate = _bus(device, effort, progress) if own else 0.0
     probe = BlockProbe(effort.sizes, device)
     computed = _compute(probe, effort, device, progress)
+    launch_s = (0.0, 0.0)
+    if ssd and device.torch_device.type != "cpu":
+        progress("launches", 0, 1)
+        launch_s = launch_seconds(device, ssd[0])
+        progress("launches", 1, 1)
     # Compute and I/O use the same cores.
     shared = bool(ssd) and not own and device.computes_on_cores
     contention = _contention(ssd, probe, effort, progress) if shared else (0.0, 0.0)
@@ -694,6 +700,8 @@ def profile(
         head_flops=computed.head_flops,
         block_width=effort.sizes.hidden,
         device_rate=computed.device_rate,
+        forward_launch_s=launch_s[0],
+        backward_launch_s=launch_s[1],
         h2d=h2d,
         d2h=d2h,
         host_bytes=host_bytes,
@@ -824,6 +832,57 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
         adam=sizes.chunk_params / update.median_s,
         device_rate=device_memory_rate(device, _link_size(device, effort) // 2, effort.seconds),
     )
+
+
+class _ProbedBlock(nn.Module):
+    """The decoder block of a probe, as a module that a session can train."""
+
+    def __init__(self, probe: BlockProbe) -> None:
+        super().__init__()
+        self._probe = probe
+        weights = probe.new_weights().leaves()
+        self.weights = nn.ParameterList(nn.Parameter(weight.cpu()) for weight in weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._probe.run(x, Weights(*self.weights))
+
+
+LAUNCHED = Sizes(hidden=64, inner=128, heads=2, copies=1)  # a block that computes next to nothing
+LAUNCHED_BLOCKS, LAUNCHED_STEPS = 4, 12
+
+
+def launch_seconds(device: Device, folder: Path) -> tuple[float, float]:
+    """Return the seconds of the launching thread per slice of a block, forward and backward.
+
+    A session trains small decoder blocks, because its own work on that thread is part of the cost.
+    Only the CPU time of this thread counts, and autograd runs backward on it.
+    """
+    from lohan.engine.attach import Budget, attach
+
+    probe = BlockProbe(LAUNCHED, device)
+    model = nn.Sequential(*(_ProbedBlock(probe) for _ in range(LAUNCHED_BLOCKS)))
+    x = torch.randn(1, 16, LAUNCHED.hidden, dtype=next(model.parameters()).dtype)
+    forward_s, backward_s = [], []
+    with (
+        tempfile.TemporaryDirectory(prefix="lohan-profile-", dir=folder) as ssd,
+        attach(
+            model,
+            optimizer=AdamW(lr=1e-4),
+            device=device,
+            budget=Budget(host="256MiB", ssd=[ssd]),
+        ) as session,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        for _ in range(LAUNCHED_STEPS):
+            start_s = time.thread_time()
+            loss = model(x).square().mean()
+            turn_s = time.thread_time()
+            loss.backward()
+            end_s = time.thread_time()
+            forward_s.append((turn_s - start_s) / LAUNCHED_BLOCKS)
+            backward_s.append((end_s - turn_s) / LAUNCHED_BLOCKS)
+            session.flush()
+    return median(forward_s), median(backward_s)
 
 
 def _contention(

@@ -121,6 +121,11 @@ def describe(profile: Profile) -> list[str]:
         lines.append(f"link from the device  {profile.d2h / 1e9:8.2f} GB/s")
         lines.append(f"main memory           {profile.host_rate / 1e9:8.2f} GB/s under load")
         lines.append(f"memory of the device  {format_bytes(profile.device_bytes):>8}")
+    if profile.backward_launch_s:
+        lines.append(
+            f"launches of a slice   {profile.forward_launch_s * 1e3:8.2f} ms forward, "
+            f"{profile.backward_launch_s * 1e3:.2f} backward"
+        )
     if profile.device_rate:
         lines.append(f"memory of compute     {profile.device_rate / 1e9:8.2f} GB/s")
     lines.append(f"head                  {profile.head_flops / 1e9:8,.1f} GFLOP/s")

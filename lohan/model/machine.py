@@ -60,6 +60,10 @@ class Profile:
     # not measured on a whole block (block_width is 0), to activations. 0: `compute` includes
     # everything.
     device_rate: float = 0.0
+    # Seconds of the thread that launches kernels, per slice of a block. A pass over a block lasts
+    # at least this long for each slice, however fast the device is. 0: compute runs on that thread.
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0  # includes recomputation
     h2d: float = 0.0  # bytes/s
     d2h: float = 0.0
     link_limit: float = 0.0  # Bytes/s in each direction of all GPU links together. 0: no limit.

@@ -283,6 +283,7 @@ def _block_work(
     return SiteWork(
         trained=trained,
         tokens=tokens,
+        slices=memory.slices,
         summed_bytes=gradients * (SUMMED * sums + _norm_bytes(memory, plan)),
         forward_flops=shape.flops_at(workload.seq) * workload.tokens,
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
@@ -310,6 +311,7 @@ def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> di
             forward_flops=workload.shapes[name].flops_at(workload.seq) * workload.tokens,
             recompute_flops=0.0,
             tokens=micro,
+            slices=memory.slices,
             no_backward=True,
             forward_bytes=TOUCHED
             * workload.tokens

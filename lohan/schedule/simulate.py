@@ -223,6 +223,7 @@ class SiteWork:
     forward_flops: float
     recompute_flops: float  # FLOPs of recomputation in backward
     tokens: float  # number of tokens in one matrix product
+    slices: int = 1  # number of times that the launching thread runs the block in a pass
     # Bytes that operations on activations, other than matrix products, move through device memory.
     forward_bytes: float = 0.0
     recompute_bytes: float = 0.0
@@ -238,13 +239,19 @@ class SiteWork:
 
     def forward_s(self, profile: Profile) -> float:
         forward_s = self._seconds(profile, self.forward_flops, self.forward_bytes)
-        return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
+        if self.at_once:
+            return forward_s + self._gradient_s(profile)
+        return max(forward_s, self._launch_s(profile.forward_launch_s))
 
     def backward_s(self, profile: Profile) -> float:
         if self.at_once or self.no_backward:
             return 0.0
         recompute_s = self._seconds(profile, self.recompute_flops, self.recompute_bytes)
-        return recompute_s + self._gradient_s(profile)
+        computed_s = recompute_s + self._gradient_s(profile)
+        return max(computed_s, self._launch_s(profile.backward_launch_s))
+
+    def _launch_s(self, slice_s: float) -> float:
+        return self.slices * slice_s if self.forward_flops else 0.0
 
     def _seconds(self, profile: Profile, flops: float, activations: float) -> float:
         rate = profile.head_flops if self.head else 0.0

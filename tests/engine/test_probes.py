@@ -165,7 +165,7 @@ def test_the_block_is_causal():
     x = torch.randn(1, 6, SIZES.hidden)
     changed = x.clone()
     changed[0, -1] += 1
-    before, after = probe._run(x, weights), probe._run(changed, weights)
+    before, after = probe.run(x, weights), probe.run(changed, weights)
     torch.testing.assert_close(before[:, :-1], after[:, :-1])
     assert not torch.allclose(before[:, -1], after[:, -1])
 

@@ -134,6 +134,7 @@ def test_profile_and_doctor(lohan, tmp_path):  # noqa: F811 - a fixture
     assert ended.code == 0, ended
     measured = json.loads(ended.out)
     assert measured["h2d"] > 0 and measured["d2h"] > 0
+    assert 0 < measured["forward_launch_s"] < measured["backward_launch_s"] < 0.1
     ended = lohan("doctor", "--ssd", tmp_path)
     assert "cuda" in ended.out.lower() and ended.code in (0, 1), ended
 
