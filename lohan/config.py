@@ -603,11 +603,11 @@ class Config:
     def to_toml(self) -> str:
         """Return the config as TOML; `from_mapping(tomllib.loads(...))` restores it."""
         lines: list[str] = []
-        for section, known in _SECTIONS.items():
+        for section, fields_of_section in _SECTIONS.items():
             table = getattr(self, section) if section else self
             if section:
                 lines += ["", f"[{section}]"]
-            for key in known:
+            for key in fields_of_section:
                 value = getattr(table, key)
                 if key == "data" and isinstance(value, tuple) and len(value) == 1:
                     value = value[0]
@@ -647,8 +647,8 @@ _SECTIONS = _collect()
 
 def fields_of() -> Iterator[FieldInfo]:
     """Yield every field with section, default and help, in the order of the file."""
-    for known in _SECTIONS.values():
-        yield from known.values()
+    for infos in _SECTIONS.values():
+        yield from infos.values()
 
 
 def field_of(dotted: str) -> FieldInfo:
@@ -687,12 +687,12 @@ def _parse_tables(mapping: Mapping[str, Any], *, base_dir: Path) -> dict[str, di
 
 
 def _parse_section(table: Mapping[str, Any], *, section: str, base: Path) -> dict[str, Any]:
-    known = _SECTIONS.get(section)
+    infos = _SECTIONS.get(section)
     values = {}
     for key, value in table.items():
-        if known is None or key not in known:
+        if infos is None or key not in infos:
             raise unknown_key(key, section, _SECTIONS)
         if value is not None:
             name = f"[{section}] {key}" if section else key
-            values[key] = known[key].kind(value, name, base)
+            values[key] = infos[key].kind(value, name, base)
     return values

@@ -46,12 +46,12 @@ class ChecksumError(StoreError):
 class RankError(LohanError):
     """Raised if another rank of the run has ended or failed.
 
-    `told` is True if that rank reports the cause itself.
+    `reported` is True if that rank reports the cause itself.
     """
 
-    def __init__(self, message: str, *, told: bool = False) -> None:
+    def __init__(self, message: str, *, reported: bool = False) -> None:
         super().__init__(message)
-        self.told = told
+        self.reported = reported
 
 
 def first_line(error: BaseException) -> str:

@@ -96,12 +96,14 @@ def assign(
     index: dict[str, int] = {}
     for name, decays in trained:
         entry = chosen.get(name)
-        own = optimizer if entry is None else groups[entry].optimizer(optimizer)
+        group_optimizer = optimizer if entry is None else groups[entry].optimizer(optimizer)
         inherits_decay = entry is None or "weight_decay" not in groups[entry].values
-        exempt = inherits_decay and not decays and bool(own.weight_decay)
+        exempt = inherits_decay and not decays and bool(group_optimizer.weight_decay)
         if (entry, exempt) not in numbers:
             numbers[entry, exempt] = len(optimizers)
-            optimizers.append(replace(own, weight_decay=0.0) if exempt else own)
+            optimizers.append(
+                replace(group_optimizer, weight_decay=0.0) if exempt else group_optimizer
+            )
         index[name] = numbers[entry, exempt]
     return ParamGroups(optimizers, index)
 
@@ -121,14 +123,14 @@ class ParamGroup:
     @classmethod
     def parse(cls, entry: Any, label: str, kind: type[Optimizer]) -> ParamGroup:
         """Parse one entry of `param_groups` for an optimizer of this kind."""
-        known = group_fields(kind)
+        allowed = group_fields(kind)
         if not isinstance(entry, Mapping) or PARAMS not in entry:
             raise ConfigError(
                 f"{label}: got {entry!r:.80}; a group is a mapping with {PARAMS!r} and any of "
-                f"{', '.join(known)}"
+                f"{', '.join(allowed)}"
             )
         for key in entry:
-            if key != PARAMS and key not in known:
+            if key != PARAMS and key not in allowed:
                 raise ConfigError(f"{label}: {_unknown(str(key), kind)}")
         patterns, ids = _members(entry[PARAMS], label)
         values = {key: value for key, value in entry.items() if key != PARAMS}
@@ -194,15 +196,15 @@ def choose(groups: Sequence[ParamGroup], model: Any) -> dict[str, int]:
     for key, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
-        found = [n for n, group in enumerate(groups) if group.contains(names[key], parameter)]
-        if len(found) > 1:
-            first, second = (groups[number].label for number in found[:2])
+        matching = [n for n, group in enumerate(groups) if group.contains(names[key], parameter)]
+        if len(matching) > 1:
+            first, second = (groups[number].label for number in matching[:2])
             raise ConfigError(
                 f"parameter {names[key][0]} is in {first} and in {second}; a parameter can be in "
                 "one group: narrow the patterns of one of them"
             )
-        if found:
-            chosen |= dict.fromkeys(names[key], found[0])
+        if matching:
+            chosen |= dict.fromkeys(names[key], matching[0])
     return chosen
 
 
@@ -224,17 +226,17 @@ def _check_members(
                 "from the model that is attached"
             )
         for pattern in group.patterns:
-            found = [p for key, p in parameters.items() if _matches_any(pattern, names[key])]
-            if not found:
-                every = [name for known in names.values() for name in known]
+            matched = [p for key, p in parameters.items() if _matches_any(pattern, names[key])]
+            if not matched:
+                every = [name for aliases in names.values() for name in aliases]
                 near = get_close_matches(pattern, _parts(every), n=1)
                 hint = f"did you mean {near[0]}?" if near else f"it has {_shown(every)}"
                 raise ConfigError(
                     f"{group.label}: {pattern!r} matches no parameter of {model}; {hint}"
                 )
-            if not any(p.requires_grad for p in found):
+            if not any(p.requires_grad for p in matched):
                 raise ConfigError(
-                    f"{group.label}: {pattern!r} matches {len(found)} parameters of {model}, all "
+                    f"{group.label}: {pattern!r} matches {len(matched)} parameters of {model}, all "
                     "of them frozen; leave it out, or set requires_grad"
                 )
 
@@ -245,12 +247,12 @@ def _matches_any(pattern: str, names: Iterable[str]) -> bool:
 
 def _parts(names: Iterable[str]) -> list[str]:
     """Return all parts of `names` that have one or two pieces, as candidates for a pattern."""
-    found: dict[str, None] = {}
+    parts: dict[str, None] = {}
     for name in names:
         pieces = name.split(".")
-        found |= dict.fromkeys(pieces)
-        found |= dict.fromkeys(map(".".join, pairwise(pieces)))
-    return list(found)
+        parts |= dict.fromkeys(pieces)
+        parts |= dict.fromkeys(map(".".join, pairwise(pieces)))
+    return list(parts)
 
 
 def _members(given: Any, label: str) -> tuple[tuple[str, ...], frozenset[int]]:
@@ -274,12 +276,12 @@ def _is_named(entry: Any) -> bool:
 
 
 def _unknown(key: str, kind: type[Optimizer]) -> str:
-    known = group_fields(kind)
-    near = get_close_matches(key, (PARAMS, *known), n=1)
+    allowed = group_fields(kind)
+    near = get_close_matches(key, (PARAMS, *allowed), n=1)
     if key in _STATE_FIELDS:
         return f"{key} is the same for all parameters; set it on the optimizer"
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{kind.__name__} has no {key!r}, it takes {PARAMS}, {', '.join(known)}{hint}"
+    return f"{kind.__name__} has no {key!r}, it takes {PARAMS}, {', '.join(allowed)}{hint}"
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -354,10 +356,12 @@ def members_by_group(groups: int, index: Mapping[str, int]) -> tuple[Members, ..
 def groups_to_json(values: GroupValues, members: Sequence[Members]) -> list[dict[str, Any]]:
     """Return the groups of a step as its manifest records them, without empty groups."""
     return [
-        {"parameters": own.count, "members": own.digest, "lr": rate}
+        {"parameters": names_of_group.count, "members": names_of_group.digest, "lr": rate}
         | {key: getattr(optimizer, key) for key in group_fields(optimizer) if key != "lr"}
-        for own, rate, optimizer in zip(members, values.rates, values.optimizers, strict=True)
-        if own.count
+        for names_of_group, rate, optimizer in zip(
+            members, values.rates, values.optimizers, strict=True
+        )
+        if names_of_group.count
     ]
 
 

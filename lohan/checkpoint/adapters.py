@@ -174,14 +174,14 @@ _DRAWN = ("lora_A", "lora_embedding_B")
 
 def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]]:
     """Map the name of each parameter that adapters have added to (layer, part, adapter name)."""
-    found = {}
+    parameters = {}
     for name, layer in base.named_modules():
         for part in getattr(layer, "adapter_layer_names", ()):
             held = getattr(layer, part, None)
             if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
                 for key, _ in held.named_parameters():
-                    found[f"{name}.{part}.{key}"] = layer, part, key.split(".")[0]
-    return found
+                    parameters[f"{name}.{part}.{key}"] = layer, part, key.split(".")[0]
+    return parameters
 
 
 def _virtual_start(model: nn.Module, name: str) -> str:
@@ -235,8 +235,8 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
         modules_to_save=whole or None,
     )
     try:
-        made: nn.Module = peft.get_peft_model(model, config)
-        return made
+        adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted
     except ValueError as error:
         what = ", ".join(lora.targets) or "all linear layers"
         raise ConfigError(
@@ -262,9 +262,9 @@ _FUSED_OUT = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 def _task_type(model: nn.Module) -> str | None:
     """Return PEFT's task type for a model, or None for the generic PEFT class."""
     name = type(model).__name__
-    for end, found in _TASKS.items():
+    for end, task in _TASKS.items():
         if name.endswith(end):
-            return found
+            return task
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "CAUSAL_LM"
     # PEFT's sequence-to-sequence class needs a method that newer releases of transformers do not
@@ -312,11 +312,13 @@ def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
             "give the model that it was made for"
         ) from None
     # The folder uses shorter parameter names. get_peft_model_state_dict maps them to parameters.
-    own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    stored = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
-    names = {id(parameter): name for name, parameter in own.items()}
-    found = {names[id(p)]: values[key] for key, p in stored.items() if key in values}
-    adapted.load_state_dict(found, strict=False, assign=True)
+    trainable = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    stored = peft.get_peft_model_state_dict(
+        adapted, state_dict=trainable, save_embedding_layers=False
+    )
+    names = {id(parameter): name for name, parameter in trainable.items()}
+    loaded = {names[id(p)]: values[key] for key, p in stored.items() if key in values}
+    adapted.load_state_dict(loaded, strict=False, assign=True)
     lost = [name for name, p in adapted.named_parameters() if p.requires_grad and p.is_meta]
     if lost:
         raise ModelError(f"{folder}: has no values for {lost[0]}, which its config trains")
@@ -444,8 +446,8 @@ class MergedReader:
             saved = getattr(layer, "modules_to_save", None) or {}
             if adapter in saved:
                 for part, _ in saved[adapter].named_parameters():
-                    own = f"{name}.modules_to_save.{adapter}.{part}"
-                    self._stored[_WRAPPERS.sub("", own)] = PREFIX + own
+                    saved_name = f"{name}.modules_to_save.{adapter}.{part}"
+                    self._stored[_WRAPPERS.sub("", saved_name)] = PREFIX + saved_name
             elif adapter in getattr(layer, "lora_A", {}):
                 weight = getattr(layer.base_layer, "weight", None)
                 if adapter in (layer.lora_magnitude_vector or {}) or layer.lora_bias.get(adapter):
@@ -470,8 +472,8 @@ class MergedReader:
             inputs, outputs = (rows, width) if delta.transposed else (width, rows)
             a = self._factor(delta.a, (delta.rank, inputs))
             b = self._factor(delta.b, (outputs, delta.rank))
-            made = a.T[first:last] @ b.T if delta.transposed else b[first:last] @ a
-            flat = made.mul_(delta.scaling).reshape(-1)
+            product = a.T[first:last] @ b.T if delta.transposed else b[first:last] @ a
+            flat = product.mul_(delta.scaling).reshape(-1)
             values = values + flat[start - first * width : stop - first * width]
         return values
 

@@ -54,15 +54,15 @@ def store_from_snapshot(
     exact = process_group.broadcast_made(
         lambda: groups_that_lose_bits(read, groups, wider, state_format.name)
     )
-    own = tuple(map(process_group.ranks.shard, groups))
+    shards = tuple(map(process_group.ranks.shard, groups))
     layout = regions(
-        own, state_format=state_format, chunk_params=chunk_params, gradients=scratch, exact=exact
+        shards, state_format=state_format, chunk_params=chunk_params, gradients=scratch, exact=exact
     )
     barrier = process_group.barrier if process_group.several else None
     with Store.create(dirs, layout, first_generation=generation, barrier=barrier) as store:
         fill(
             store,
-            [group for group in own if group.frozen],
+            [group for group in shards if group.frozen],
             read,
             state_format=state_format,
             chunk_params=chunk_params,

@@ -96,20 +96,20 @@ class GgufFolder(TensorFolder):
     def _take(self, file: Path, reader: Any) -> None:
         from transformers import modeling_gguf_pytorch_utils
 
-        known: Any = modeling_gguf_pytorch_utils
-        processors: dict[str, Any] = known.TENSOR_PROCESSORS
-        found = known.read_field(reader, "general.architecture")  # only in the first part
-        self._kind = kind = str(found[0]) if found else self._kind
+        utils: Any = modeling_gguf_pytorch_utils
+        processors: dict[str, Any] = utils.TENSOR_PROCESSORS
+        architecture = utils.read_field(reader, "general.architecture")  # only in the first part
+        self._kind = kind = str(architecture[0]) if architecture else self._kind
         if kind in processors and kind not in (*_ORDERED, *_MINUS_ONE):
             raise ModelError(
                 f"{file}: is GGUF of architecture {kind!r:.40}, whose tensors are put together "
                 "otherwise than they lie in the file; give the checkpoint it was made from"
             )
         model = self._structure()
-        said = model.config.get_text_config().to_dict()
-        processor = processors.get(kind, known.TensorProcessor)(config=said)
+        derived = model.config.get_text_config().to_dict()
+        processor = processors.get(kind, utils.TensorProcessor)(config=derived)
         try:
-            names = known.get_gguf_hf_weights_map(model, processor, model_type=kind)
+            names = utils.get_gguf_hf_weights_map(model, processor, model_type=kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{file}: is GGUF of architecture {kind!r:.40}, of which the package gguf knows "
@@ -124,13 +124,13 @@ class GgufFolder(TensorFolder):
             if kind in _ORDERED:
                 lines = np.arange(shape[0])
                 try:
-                    made = processor.process(weights=lines.copy(), name=tensor.name).weights
+                    values = processor.process(weights=lines.copy(), name=tensor.name).weights
                 except ValueError:
                     raise ModelError(
                         f"{file}: tensor {tensor.name[:200]} has shape {list(shape)}, which the "
                         "heads in config.json do not divide; the two are of different models"
                     ) from None
-                order = None if np.array_equal(made, lines) else made
+                order = None if np.array_equal(values, lines) else values
             self._tensors[names[tensor.name]] = _Entry(
                 file,
                 tensor.tensor_type,

@@ -59,9 +59,9 @@ def kind_of(config: PreTrainedConfig, path: Path | str) -> str:
     for kind in KINDS:
         if kind != CAUSAL and _built_by(kind, config) & set(names):
             return kind
-    found = ", ".join(names) or f"{config.model_type} (config.json names no architecture)"
+    listed = ", ".join(names) or f"{config.model_type} (config.json names no architecture)"
     raise ModelError(
-        f"{path}: {found} is not a model that LoHan loads; it loads those for "
+        f"{path}: {listed} is not a model that LoHan loads; it loads those for "
         f"{', '.join(KINDS.values())}, and diffusion transformers; give the folder of one, or "
         "build the model in memory and attach it"
     )
@@ -72,8 +72,10 @@ def is_causal(config: PreTrainedConfig) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     names = config.architectures or []
-    own = KNOWN.get(config.model_type)
-    fits = any("CausalLM" in n or "LMHead" in n or n.endswith("Model") or n == own for n in names)
+    override = KNOWN.get(config.model_type)
+    fits = any(
+        "CausalLM" in n or "LMHead" in n or n.endswith("Model") or n == override for n in names
+    )
     encoder = getattr(config, "is_decoder", True) is False and "neox" not in config.model_type
     return bool(_built_by(CAUSAL, config)) and not encoder and (fits or not names)
 
@@ -86,13 +88,13 @@ def auto_class(kind: str) -> Any:
 
 def _built_by(kind: str, config: PreTrainedConfig) -> set[str]:
     """Return the names of the classes that an auto class builds for this config."""
-    known = auto_class(kind)._model_mapping
-    if type(config) in known:
-        found = known[type(config)]
-        return {one.__name__ for one in (found if isinstance(found, tuple) else (found,))}
+    mapping = auto_class(kind)._model_mapping
+    if type(config) in mapping:
+        classes = mapping[type(config)]
+        return {one.__name__ for one in (classes if isinstance(classes, tuple) else (classes,))}
     # A composite model may be registered under its outer config, while this config is that of one
     # of its parts. Accept a class that is named in the config and built from the config's type.
-    listed = known._model_mapping.values()
+    listed = mapping._model_mapping.values()
     return {
         name
         for name in config.architectures or []
@@ -164,13 +166,13 @@ def reward_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     """
     config = load_config(folder)
     if is_causal(config):
-        known = sorted(_built_by(SCORES, config))
-        if not known:
+        supported = sorted(_built_by(SCORES, config))
+        if not supported:
             raise ModelError(
                 f"{folder}: transformers has no {config.model_type} that scores a sequence; give a "
                 "model that has one, such as Llama, Qwen, Mistral, Gemma or GPT-2"
             )
-        config.architectures, config.num_labels = known[:1], 1
+        config.architectures, config.num_labels = supported[:1], 1
         return config
     if kind_of(config, str(folder)) != SCORES or config.num_labels != 1:
         names = ", ".join(config.architectures or [])
@@ -195,9 +197,9 @@ def draw_head(model: PreTrainedModel, *, seed: int) -> None:
         values = torch.zeros(parameter.shape)
         if parameter.ndim >= 2:
             values.normal_(std=std, generator=generator)
-        owner, _, own = name.rpartition(".")
-        made = nn.Parameter(values.to(parameter.dtype), requires_grad=parameter.requires_grad)
-        setattr(model.get_submodule(owner), own, made)
+        owner, _, attribute = name.rpartition(".")
+        drawn = nn.Parameter(values.to(parameter.dtype), requires_grad=parameter.requires_grad)
+        setattr(model.get_submodule(owner), attribute, drawn)
 
 
 def is_of_another_class(model: nn.Module | None, folder: Path) -> bool:
@@ -452,8 +454,8 @@ _PARTS = ("scheduler", "vae")
 
 def weights_folder(folder: Path) -> Path:
     """Return the folder of the trained weights: a pipeline's transformer, or `folder` itself."""
-    found = find_diffusers_folder(folder)
-    return folder if found is None else found.model
+    diffusers = find_diffusers_folder(folder)
+    return folder if diffusers is None else diffusers.model
 
 
 def read_json(file: Path) -> dict[str, Any]:

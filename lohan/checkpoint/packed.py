@@ -132,8 +132,8 @@ def quantise(spec: TensorSpec, read: ReadFlat) -> torch.Tensor:
                 f"{spec.name}: has values that are not finite, which {packing} cannot hold; train "
                 "without a packed base, or get the checkpoint again"
             )
-        own = _scales_of(scales, packing, shape, start, stop)
-        _QUANTISE[packing](values, shape[-1], codes, own, start)
+        block_scales = _scales_of(scales, packing, shape, start, stop)
+        _QUANTISE[packing](values, shape[-1], codes, block_scales, start)
     return packed
 
 
@@ -146,9 +146,9 @@ def _nf4(
     torch.amax(blocks.abs(), 1, out=scales)
     blocks /= torch.where(scales > 0, scales, 1.0)[:, None]
     levels = torch.zeros(blocks.numel(), dtype=torch.uint8)
-    for own, into in zip(_cached(blocks.view(-1)), _cached(levels), strict=True):
+    for part, into in zip(_cached(blocks.view(-1)), _cached(levels), strict=True):
         for middle in _MIDDLES:  # more than twice as fast as torch.bucketize
-            into.add_(own > middle)
+            into.add_(part > middle)
     pairs = (levels[0::2] << 4) | levels[1::2]
     codes[start // 2 : start // 2 + -(-count // 2)] = pairs[: -(-count // 2)]
 
@@ -163,8 +163,8 @@ def _int8(
 ) -> None:
     rows = values.view(-1, columns)
     scales.copy_(rows.abs().amax(1) / 127)
-    own = torch.round(rows / torch.where(scales > 0, scales, 1.0)[:, None])
-    codes[start : start + len(values)].view(torch.int8).copy_(own.clamp_(-127, 127).view(-1))
+    rounded = torch.round(rows / torch.where(scales > 0, scales, 1.0)[:, None])
+    codes[start : start + len(values)].view(torch.int8).copy_(rounded.clamp_(-127, 127).view(-1))
 
 
 def _fp8(
@@ -194,8 +194,8 @@ def dequantise(
     """
     codes, scales = _parts(packed.view(torch.uint8), packing, shape)
     for start, stop in _spans(packing, shape):
-        own = _scales_of(scales, packing, shape, start, stop)
-        _values(packing, shape[-1], codes, own, start, stop, out[start:stop])
+        block_scales = _scales_of(scales, packing, shape, start, stop)
+        _values(packing, shape[-1], codes, block_scales, start, stop, out[start:stop])
 
 
 def dequantised_range(
@@ -203,15 +203,15 @@ def dequantised_range(
 ) -> torch.Tensor:
     """Return values [start, stop) of a packed tensor in fp32."""
     codes, scales = _parts(packed.view(torch.uint8), packing, shape)
-    found = torch.empty(stop - start)
+    values = torch.empty(stop - start)
     for first, last in _spans(packing, shape, 2**18):
         low, high = max(first, start), min(last, stop)
         if low < high:
             piece = torch.empty(last - first)
-            own = _scales_of(scales, packing, shape, first, last)
-            _values(packing, shape[-1], codes, own, first, last, piece)
-            found[low - start : high - start] = piece[low - first : high - first]
-    return found
+            row_scales = _scales_of(scales, packing, shape, first, last)
+            _values(packing, shape[-1], codes, row_scales, first, last, piece)
+            values[low - start : high - start] = piece[low - first : high - first]
+    return values
 
 
 def _values(
@@ -225,25 +225,25 @@ def _values(
 ) -> None:
     """Dequantise values [start, stop) into `out`; `scales` are the scales of exactly this range."""
     count = stop - start
-    made = out if out.dtype == torch.float32 else out.new_empty(count, dtype=torch.float32)
+    values = out if out.dtype == torch.float32 else out.new_empty(count, dtype=torch.float32)
     if packing == "nf4":
-        own = codes[start // 2 : -(-stop // 2)].int()
+        code_pairs = codes[start // 2 : -(-stop // 2)].int()
         if count % NF4_BLOCK:  # The last block of the tensor is incomplete.
-            made = out.new_empty(len(scales) * NF4_BLOCK, dtype=torch.float32)
-        pairs = made.view(torch.int64)  # One element holds two fp32 values.
-        torch.index_select(_nf4_pairs(out.device), 0, own, out=pairs[: len(own)])
-        made.view(-1, NF4_BLOCK).mul_(scales[:, None])
-        made = made[:count]
+            values = out.new_empty(len(scales) * NF4_BLOCK, dtype=torch.float32)
+        pairs = values.view(torch.int64)  # One element holds two fp32 values.
+        torch.index_select(_nf4_pairs(out.device), 0, code_pairs, out=pairs[: len(code_pairs)])
+        values.view(-1, NF4_BLOCK).mul_(scales[:, None])
+        values = values[:count]
     elif packing == "int8":
-        made.copy_(codes[start:stop].view(torch.int8))
-        made.view(-1, columns).mul_(scales[:, None])
+        values.copy_(codes[start:stop].view(torch.int8))
+        values.view(-1, columns).mul_(scales[:, None])
     else:
-        torch.index_select(_fp8_values(out.device), 0, codes[start:stop].int(), out=made)
-        rows = made.view(-1, columns)
+        torch.index_select(_fp8_values(out.device), 0, codes[start:stop].int(), out=values)
+        rows = values.view(-1, columns)
         grid = scales.view(-1, -(-columns // FP8_BLOCK))
         rows.mul_(_by_row(grid, len(rows), columns))
-    if made.data_ptr() != out.data_ptr():
-        out.copy_(made)
+    if values.data_ptr() != out.data_ptr():
+        out.copy_(values)
 
 
 def _by_row(grid: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -73,9 +73,9 @@ def quantization_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     for node in (raw, raw.get("text_config")):
         for key in _KEYS:
-            found = node.get(key) if isinstance(node, dict) else None
-            if found is not None:
-                return found if isinstance(found, dict) else {}
+            entry = node.get(key) if isinstance(node, dict) else None
+            if entry is not None:
+                return entry if isinstance(entry, dict) else {}
     return None
 
 
@@ -90,10 +90,10 @@ def without_quantization(raw: dict[str, Any]) -> None:
 
 def check_quantization(raw: Mapping[str, Any], path: Path) -> None:
     """Refuse a quantization method that LoHan cannot dequantise."""
-    said = quantization_of(raw)
-    if said is None or str(said.get("quant_method")) in METHODS:
+    settings = quantization_of(raw)
+    if settings is None or str(settings.get("quant_method")) in METHODS:
         return
-    method = str(said.get("quant_method") or "by a method that it does not name")[:60]
+    method = str(settings.get("quant_method") or "by a method that it does not name")[:60]
     raise ModelError(
         f"{path}: config.json says the weights are quantized ({method}), LoHan dequantises "
         f"{', '.join(METHODS)}; give the unquantized checkpoint that this one was made from"
@@ -106,9 +106,9 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
     file = folder / "config.json"
     raw = read_object(file, kind=ModelError, remedy="download it again") if file.is_file() else {}
     check_quantization(raw, folder)
-    said = quantization_of(raw)
-    if said is not None:
-        return QuantizedFolder(folder, said)
+    settings = quantization_of(raw)
+    if settings is not None:
+        return QuantizedFolder(folder, settings)
     if not has_weights(folder) and any(folder.glob("*.gguf")):
         return GgufFolder(folder)
     plain = TensorFolder(folder)
@@ -124,10 +124,10 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
 class QuantizedFolder(TensorFolder):
     """The tensors of a quantized checkpoint as they are without quantization."""
 
-    def __init__(self, path: str | os.PathLike[str], said: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         super().__init__(path)
-        self._dequantised = dict(METHODS[said["quant_method"]](TensorFolder(path), said))
-        self._parts = {part for made in self._dequantised.values() for part in made.parts}
+        self._dequantised = dict(METHODS[settings["quant_method"]](TensorFolder(path), settings))
+        self._parts = {part for tensor in self._dequantised.values() for part in tensor.parts}
 
     def names(self) -> list[str]:
         plain = [name for name in super().names() if name not in self._parts]
@@ -137,8 +137,8 @@ class QuantizedFolder(TensorFolder):
         return name in self._dequantised or (super().__contains__(name) and name not in self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        made = self._dequantised.get(name)
-        return super().shape(name) if made is None else made.shape
+        dequantised = self._dequantised.get(name)
+        return super().shape(name) if dequantised is None else dequantised.shape
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._assembled:
@@ -146,15 +146,17 @@ class QuantizedFolder(TensorFolder):
         return torch.float32 if name in self._dequantised else super().dtype(name)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        made = self._dequantised.get(name)
-        if made is None:
+        dequantised = self._dequantised.get(name)
+        if dequantised is None:
             return super().read_flat(name, start, stop)
-        if not 0 <= start <= stop <= math.prod(made.shape):
-            raise ValueError(f"{name}: range {start}..{stop} outside 0..{math.prod(made.shape)}")
+        if not 0 <= start <= stop <= math.prod(dequantised.shape):
+            raise ValueError(
+                f"{name}: range {start}..{stop} outside 0..{math.prod(dequantised.shape)}"
+            )
         values, packed = torch.empty(stop - start), super().read_flat
         for at in range(start, stop, _PIECE_ELEMENTS):
             end = min(at + _PIECE_ELEMENTS, stop)
-            values[at - start : end - start] = made.read(at, end, packed)
+            values[at - start : end - start] = dequantised.read(at, end, packed)
         return values
 
 
@@ -206,8 +208,8 @@ class BlockScaled:
         return values.view(-1)[start - first * columns : stop - first * columns]
 
 
-def _fp8(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:
-    size = said.get("weight_block_size")
+def _fp8(folder: TensorFolder, settings: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:
+    size = settings.get("weight_block_size")
     if size is not None and not (
         isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     ):
@@ -283,16 +285,16 @@ class Transposed4Bit:
 
     def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
         _, columns, rows = self.shape
-        found = []
+        parts = []
         while start < stop:
             expert, inside = divmod(start, columns * rows)
             end = min(stop - start + inside, columns * rows)
             first, last = inside // rows, math.ceil(end / rows)
             values = self._columns(expert, first, last, packed)  # row, column
             flat = values.t().reshape(-1)
-            found.append(flat[inside - first * rows : end - first * rows])
+            parts.append(flat[inside - first * rows : end - first * rows])
             start += end - inside
-        return torch.cat(found)
+        return torch.cat(parts)
 
     def _columns(self, expert: int, first: int, last: int, packed: ReadFlat) -> torch.Tensor:
         _, columns, rows = self.shape
@@ -311,7 +313,7 @@ class Transposed4Bit:
         return values.view(rows, -1)[:, first - low * _GROUP : last - low * _GROUP]
 
 
-def _mxfp4(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:
+def _mxfp4(folder: TensorFolder, settings: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:
     for blocks in folder.names():
         name = blocks.removesuffix("_blocks")
         if name == blocks or folder.dtype(blocks) != torch.uint8:
@@ -388,13 +390,13 @@ class Blockwise4Bit:
         return values.to(self.dtype).float()
 
     def _scales(self, first: int, last: int, packed: ReadFlat) -> torch.Tensor:
-        found = packed(f"{self.name}.absmax", first, last)
+        scales = packed(f"{self.name}.absmax", first, last)
         if not self.nested:
-            return found.float()
+            return scales.float()
         begin, end = first // self.nested, math.ceil(last / self.nested)
         outer = packed(f"{self.name}.nested_absmax", begin, end)
         table = packed(f"{self.name}.nested_quant_map", 0, 256)
-        return table[found.int()] * outer[torch.arange(first, last) // self.nested - begin] + (
+        return table[scales.int()] * outer[torch.arange(first, last) // self.nested - begin] + (
             self.offset
         )
 
@@ -415,7 +417,7 @@ class _State:
 
 
 def _bitsandbytes(
-    folder: TensorFolder, said: Mapping[str, Any]
+    folder: TensorFolder, settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Dequantised]]:
     for name in folder.names():
         stem = name.removesuffix(".weight")
@@ -432,41 +434,47 @@ def _bitsandbytes(
 def _blockwise(folder: TensorFolder, name: str, state: str) -> Blockwise4Bit:
     try:
         raw = checked(parse_json(bytes(folder.read(state).tolist())), dict[str, Any], "")
-        known = {key: raw[key] for key in _State.__dataclass_fields__ if key in raw}
-        said = from_json(_State, known)
+        fields = {key: raw[key] for key in _State.__dataclass_fields__ if key in raw}
+        quant_state = from_json(_State, fields)
         dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[
-            said.dtype
+            quant_state.dtype
         ]
-        if said.blocksize < 1 or said.nested_blocksize < 0:
+        if quant_state.blocksize < 1 or quant_state.nested_blocksize < 0:
             raise WrongType("a block has no values")
     except (BadJson, WrongType, ValueError, KeyError) as error:
         raise ModelError(
             f"{folder.path}: tensor {state} does not say how {name} is quantized ({error}); "
             "download it again"
         ) from None
-    made = Blockwise4Bit(
-        name, said.shape, said.blocksize, dtype, said.nested_blocksize, said.nested_offset, state
+    tensor = Blockwise4Bit(
+        name,
+        quant_state.shape,
+        quant_state.blocksize,
+        dtype,
+        quant_state.nested_blocksize,
+        quant_state.nested_offset,
+        state,
     )
-    numel = math.prod(made.shape)
-    blocks = math.ceil(numel / made.block)
+    numel = math.prod(tensor.shape)
+    blocks = math.ceil(numel / tensor.block)
     counts = {name: (numel + 1) // 2, f"{name}.absmax": blocks, f"{name}.quant_map": 16}
-    if made.nested:
-        counts[f"{name}.nested_absmax"] = math.ceil(blocks / made.nested)
+    if tensor.nested:
+        counts[f"{name}.nested_absmax"] = math.ceil(blocks / tensor.nested)
         counts[f"{name}.nested_quant_map"] = 256
-    packed = (name, f"{name}.absmax") if made.nested else (name,)
+    packed = (name, f"{name}.absmax") if tensor.nested else (name,)
     for part, count in counts.items():
-        there = f"{list(folder.shape(part))} {folder.dtype(part)}" if part in folder else "missing"
+        actual = f"{list(folder.shape(part))} {folder.dtype(part)}" if part in folder else "missing"
         wanted = torch.uint8 if part in packed else torch.float32
-        if there == "missing" or (math.prod(folder.shape(part)), folder.dtype(part)) != (
+        if actual == "missing" or (math.prod(folder.shape(part)), folder.dtype(part)) != (
             count,
             wanted,
         ):
             raise ModelError(
-                f"{folder.path}: tensor {part} is {there}, {name} of {list(made.shape)} needs "
+                f"{folder.path}: tensor {part} is {actual}, {name} of {list(tensor.shape)} needs "
                 f"{count:,} elements of {wanted}; give the unquantized checkpoint, or download "
                 "this one again"
             )
-    return made
+    return tensor
 
 
 # -- compressed-tensors ----------------------------------------------------------------------------
@@ -513,12 +521,12 @@ class Compressed:
         first, last = start // columns, math.ceil(stop / columns)  # Whole rows are read.
         values = self._codes(first, last, packed)
         low, high, wide = first // block_rows, (last - 1) // block_rows + 1, self._wide
-        own = torch.arange(first, last) // block_rows - low
+        blocks = torch.arange(first, last) // block_rows - low
         grid = packed(self.scales, low * wide, high * wide).view(-1, wide)
-        scales, zeros = grid.float()[own], self._zeros(low, high, packed)
+        scales, zeros = grid.float()[blocks], self._zeros(low, high, packed)
         for number, part in enumerate(torch.split(values, block_columns, dim=1)):
             if zeros is not None:
-                part.sub_(zeros[own, number, None])
+                part.sub_(zeros[blocks, number, None])
             part.mul_(scales[:, number, None])
         flat = values.view(-1)[start - first * columns : stop - first * columns]
         return flat.to(grid.dtype).float()
@@ -555,13 +563,15 @@ def _unpacked(words: torch.Tensor, bits: int, start: int, stop: int) -> torch.Te
 
 
 def _compressed_tensors(
-    folder: TensorFolder, said: Mapping[str, Any]
+    folder: TensorFolder, settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Dequantised]]:
-    groups = said.get("config_groups")
+    groups = settings.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    sparsity = said.get("sparsity_config")
-    named = [entry.get("format") for entry in (said, *groups, sparsity) if isinstance(entry, dict)]
-    for what in filter(None, (*named, said.get("transform_config") and "transforms")):
+    sparsity = settings.get("sparsity_config")
+    named = [
+        entry.get("format") for entry in (settings, *groups, sparsity) if isinstance(entry, dict)
+    ]
+    for what in filter(None, (*named, settings.get("transform_config") and "transforms")):
         if what not in _COMPRESSED:
             raise ModelError(
                 f"{folder.path}: config.json says compressed-tensors with {what!r:.60}, LoHan "
@@ -599,18 +609,18 @@ def _compressed_tensors(
         block = _block(shape, grid, size if len(grid) == 2 and grid[0] != shape[0] else None)
         if block is None:
             raise _misfit(folder, source, scales, "are not one for equal parts of its rows")
-        there = zeros if zeros in folder else ""
+        zero_points = zeros if zeros in folder else ""
         down = math.ceil(shape[0] / block[0])
         wanted = (math.ceil(down * bits / 32) if bits else down) * math.ceil(shape[1] / block[1])
-        if there and math.prod(folder.shape(there)) != wanted:
-            raise _misfit(folder, there, scales, f"need {wanted} elements of it")
-        yield name, Compressed(source, scales, shape, block, bits, there, ignored)
+        if zero_points and math.prod(folder.shape(zero_points)) != wanted:
+            raise _misfit(folder, zero_points, scales, f"need {wanted} elements of it")
+        yield name, Compressed(source, scales, shape, block, bits, zero_points, ignored)
 
 
 def _packed_shape(folder: TensorFolder, stem: str) -> tuple[tuple[int, ...], int]:
     """Return the shape of a packed matrix and the number of bits per value."""
-    said, packed = f"{stem}.weight_shape", folder.shape(f"{stem}.weight_packed")
-    shape = tuple(map(int, folder.read(said).tolist())) if said in folder else ()
+    shape_name, packed = f"{stem}.weight_shape", folder.shape(f"{stem}.weight_packed")
+    shape = tuple(map(int, folder.read(shape_name).tolist())) if shape_name in folder else ()
     fits = len(shape) == 2 and len(packed) == 2 and shape[0] == packed[0] and shape[1] > 0
     for bits in (2, 4, 8):
         if fits and math.ceil(shape[1] * bits / 32) == packed[1]:
@@ -655,14 +665,14 @@ class InputGroups:
         first, last = start // inputs, math.ceil(stop / inputs)  # Whole rows are read.
         each = 32 // self.bits
         low, high = first // each, math.ceil(last / each)  # in words along the outputs
-        own = slice(first - low * each, last - low * each)
+        inside = slice(first - low * each, last - low * each)
         groups, zeros, scales = self._groups(packed)
         words = self._read_whole("qweight", inputs * outputs // each, packed)
         if self.by_output:
-            codes = self._values(words.view(inputs, -1)[:, low:high])[:, own]
+            codes = self._values(words.view(inputs, -1)[:, low:high])[:, inside]
         else:
             codes = self._values(words.view(-1, outputs)[:, first:last].t()).t()
-        zero = (self._values(zeros[:, low:high])[:, own] + self.add) & (2**self.bits - 1)
+        zero = (self._values(zeros[:, low:high])[:, inside] + self.add) & (2**self.bits - 1)
         scale = scales[:, first:last].float()
         values: torch.Tensor = (codes - zero[groups]).float().mul_(scale[groups]).t().reshape(-1)
         return values[start - first * inputs : stop - first * inputs].to(scales.dtype).float()
@@ -692,25 +702,25 @@ class InputGroups:
 
     def _read_whole(self, ending: str, count: int, packed: ReadFlat) -> torch.Tensor:
         name = f"{self.stem}.{ending}"
-        found = self.kept.get(name)
-        if found is None:
+        tensor = self.kept.get(name)
+        if tensor is None:
             if not any(key.startswith(f"{self.stem}.") for key in self.kept):
                 self.kept.clear()
-            found = self.kept[name] = packed(name, 0, count)
-        return found
+            tensor = self.kept[name] = packed(name, 0, count)
+        return tensor
 
 
 def _input_groups(
-    folder: TensorFolder, said: Mapping[str, Any]
+    folder: TensorFolder, settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Dequantised]]:
-    awq, bits = said["quant_method"] == "awq", said.get("bits", 0)
-    form = said.get("version" if awq else "checkpoint_format") or ("gemm" if awq else "gptq")
-    known, sizes = (("gemm",), (4,)) if awq else (("gptq", "gptq_v2"), (2, 4, 8))
-    if str(form).lower() not in known or bits not in sizes:
+    awq, bits = settings["quant_method"] == "awq", settings.get("bits", 0)
+    form = settings.get("version" if awq else "checkpoint_format") or ("gemm" if awq else "gptq")
+    methods, sizes = (("gemm",), (4,)) if awq else (("gptq", "gptq_v2"), (2, 4, 8))
+    if str(form).lower() not in methods or bits not in sizes:
         raise ModelError(
-            f"{folder.path}: config.json says {said['quant_method']} with {bits} bits as {form!r}, "
-            f"LoHan takes {' and '.join(map(str, sizes))} bits as {' and '.join(known)}; give the "
-            "unquantized checkpoint"
+            f"{folder.path}: config.json says {settings['quant_method']} with {bits} bits as "
+            f"{form!r}, LoHan takes {' and '.join(map(str, sizes))} bits as "
+            f"{' and '.join(methods)}; give the unquantized checkpoint"
         )
     kept: dict[str, torch.Tensor] = {}
     for name in folder.names():
@@ -731,7 +741,7 @@ def _input_groups(
                 )
         (down, across), each = folder.shape(name), 32 // bits
         outputs, inputs = (across * each, down) if awq else (across, down * each)
-        group = said.get("group_size", -1)
+        group = settings.get("group_size", -1)
         group = inputs if not isinstance(group, int) or group <= 0 else group
         count = math.ceil(inputs / group)
         if folder.shape(scales) != (count, outputs):

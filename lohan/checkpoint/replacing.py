@@ -154,9 +154,9 @@ def check_own(target: Path, run: str) -> None:
         return
     if not os.path.lexists(target):
         return
-    why, known = "is not an export of this run", _marked(target, run)
-    if known is not None:
-        strange = [name for name, what in _files(target).items() if known.get(name) != what]
+    why, recorded = "is not an export of this run", _marked(target, run)
+    if recorded is not None:
+        strange = [name for name, what in _files(target).items() if recorded.get(name) != what]
         if not strange:
             return
         why = f"holds {strange[0]!r}, which this run has not written or not like that"
@@ -181,14 +181,14 @@ def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str,
 
 def _files(folder: Path) -> dict[str, str]:
     """Map the path of every file in a folder, except the mark, to its fingerprint."""
-    found = {}
+    contents = {}
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         for name in (*files, *links):
             path = Path(parent) / name
-            found[str(path.relative_to(folder))] = _held_by(path)
-    found.pop(MARK, None)
-    return found
+            contents[str(path.relative_to(folder))] = _held_by(path)
+    contents.pop(MARK, None)
+    return contents
 
 
 def _held_by(path: Path) -> str:
@@ -233,9 +233,9 @@ def _recover_leftovers(target: Path) -> None:
     A folder that was renamed but not yet replaced is put back; other leftovers are removed. A
     folder that has one of these names but does not match the journal is refused.
     """
-    journal, known = _hidden(target, JOURNAL), {PARTIAL: 0, REPLACED: 0}
+    journal, recorded = _hidden(target, JOURNAL), {PARTIAL: 0, REPLACED: 0}
     with suppress(OSError, ValueError):
-        known |= checked(load_json(journal), dict[str, int], JOURNAL)
+        recorded |= checked(load_json(journal), dict[str, int], JOURNAL)
     for what in (REPLACED, PARTIAL):
         path = _hidden(target, what)
         if not os.path.lexists(path):
@@ -243,7 +243,7 @@ def _recover_leftovers(target: Path) -> None:
         with suppress(OSError):
             path.rmdir()  # succeeds if an export died before it wrote its journal
             continue
-        if path.is_symlink() or path.stat().st_ino != known[what]:
+        if path.is_symlink() or path.stat().st_ino != recorded[what]:
             raise ModelError(
                 f"{path}: is there and is not known to be of an export to {target}, it is left as "
                 "it is; move it away, or give another --out"
@@ -289,23 +289,23 @@ def joining(target: Path) -> Iterator[Path]:
     or, on an error, none.
     """
     created = [path for path in (target, *target.parents) if not path.exists()]
-    made, complete = target / NEW, target / COMPLETE
+    partial, complete = target / NEW, target / COMPLETE
     try:
         target.mkdir(parents=True, exist_ok=True)
         lock = StoreLock([target], name=SAVING)
         try:
             _install(target)
-            yield made
-            if (target / CARD).exists() and (made / CARD).exists():
-                (made / CARD).unlink()
-                write_mark(made, SAVED)
-            check_joinable(target, _files(made))
-            made.rename(complete)
+            yield partial
+            if (target / CARD).exists() and (partial / CARD).exists():
+                (partial / CARD).unlink()
+                write_mark(partial, SAVED)
+            check_joinable(target, _files(partial))
+            partial.rename(complete)
             sync_folder(target)
             _install(target)
         finally:
-            if _marked(made, SAVED) is not None:
-                shutil.rmtree(made)
+            if _marked(partial, SAVED) is not None:
+                shutil.rmtree(partial)
             (target / SAVING).unlink(missing_ok=True)
             lock.release()
     except OSError as error:
@@ -323,10 +323,10 @@ def check_joinable(target: Path, new: Mapping[str, str], *, stems: Collection[st
     Weights that the same loader would read are included: files with the stem of one of the new
     weight files or with one of `stems`.
     """
-    known = _marked(target, SAVED, SAVED_MARK) or {}
+    recorded = _marked(target, SAVED, SAVED_MARK) or {}
     for name in sorted({*new, *_weights_in(target, {*stems, *_stems(new)})}):
         path = target / name
-        if os.path.lexists(path) and _held_by(path) not in (known.get(name), new.get(name)):
+        if os.path.lexists(path) and _held_by(path) not in (recorded.get(name), new.get(name)):
             raise ModelError(
                 f"{target} holds {name!r}, which LoHan has not saved there or not like that, and it"
                 " is left as it is; give another folder, or move it away"
@@ -334,18 +334,18 @@ def check_joinable(target: Path, new: Mapping[str, str], *, stems: Collection[st
 
 
 def _stems(names: Iterable[str]) -> set[str]:
-    return {found[1] for name in names if (found := _WEIGHTS.fullmatch(name))}
+    return {match[1] for name in names if (match := _WEIGHTS.fullmatch(name))}
 
 
 def _weights_in(folder: Path, stems: Collection[str]) -> set[str]:
-    found = (_WEIGHTS.fullmatch(path.name) for path in folder.iterdir())
-    return {weights[0] for weights in found if weights and weights[1] in stems}
+    matches = (_WEIGHTS.fullmatch(path.name) for path in folder.iterdir())
+    return {weights[0] for weights in matches if weights and weights[1] in stems}
 
 
 def _begins_loading(name: str) -> bool:
     """Return whether a loader opens this weight file first: the index, or the only weight file."""
-    found = _WEIGHTS.fullmatch(name)
-    return found is not None and (found[3] is not None or found[2] is None)
+    match = _WEIGHTS.fullmatch(name)
+    return match is not None and (match[3] is not None or match[2] is None)
 
 
 def _install(target: Path) -> None:
@@ -354,30 +354,30 @@ def _install(target: Path) -> None:
     On an error the previous files are put back. If that is interrupted too, the next process that
     saves there continues the installation.
     """
-    made = target / COMPLETE
-    new = None if made.is_symlink() else _marked(made, SAVED)
+    complete = target / COMPLETE
+    new = None if complete.is_symlink() else _marked(complete, SAVED)
     if new is None:
-        if made.is_dir() and not _files(made):
-            shutil.rmtree(made)  # All of its files are installed.
+        if complete.is_dir() and not _files(complete):
+            shutil.rmtree(complete)  # All of its files are installed.
         return
     check_joinable(target, new)
-    waiting = [name for name in new if os.path.lexists(made / name)]
+    waiting = [name for name in new if os.path.lexists(complete / name)]
     old = {name for name in waiting if os.path.lexists(target / name)}
     old |= _weights_in(target, _stems(new)) - new.keys()
     try:
-        _move(sorted(old, key=lambda name: not _begins_loading(name)), target, made / ASIDE)
-        _move(sorted(waiting, key=_begins_loading), made, target)
-        write_atomic(target / SAVED_MARK, (made / MARK).read_bytes())
+        _move(sorted(old, key=lambda name: not _begins_loading(name)), target, complete / ASIDE)
+        _move(sorted(waiting, key=_begins_loading), complete, target)
+        write_atomic(target / SAVED_MARK, (complete / MARK).read_bytes())
     except BaseException:
-        installed = [name for name in new if not os.path.lexists(made / name)]
-        before = list(_files(made / ASIDE))
-        _move(sorted(installed, key=lambda name: not _begins_loading(name)), target, made)
-        _move(sorted(before, key=_begins_loading), made / ASIDE, target)
-        shutil.rmtree(made)
+        installed = [name for name in new if not os.path.lexists(complete / name)]
+        before = list(_files(complete / ASIDE))
+        _move(sorted(installed, key=lambda name: not _begins_loading(name)), target, complete)
+        _move(sorted(before, key=_begins_loading), complete / ASIDE, target)
+        shutil.rmtree(complete)
         raise
-    if (made / ASIDE).exists():
-        shutil.rmtree(made / ASIDE)
-    shutil.rmtree(made)
+    if (complete / ASIDE).exists():
+        shutil.rmtree(complete / ASIDE)
+    shutil.rmtree(complete)
 
 
 def _move(names: Sequence[str], source: Path, to: Path) -> None:

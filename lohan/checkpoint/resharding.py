@@ -67,8 +67,8 @@ class StoreSet:
 
     def missing(self) -> list[int]:
         """Return the ranks whose store does not exist."""
-        found = enumerate(self.primaries)
-        return [rank for rank, path in found if not (path / IDENTITY).is_file()]
+        numbered = enumerate(self.primaries)
+        return [rank for rank, path in numbered if not (path / IDENTITY).is_file()]
 
     def step(self) -> int | None:
         """Return the last step that all ranks agree on, or None if the set is incomplete."""
@@ -80,7 +80,7 @@ class StoreSet:
         if recovery_actions(states) is None:
             return None
         manifests = filter(None, map(read_manifest, self.primaries))
-        return max(step_of(found) or 0 for found in manifests)
+        return max(step_of(manifest) or 0 for manifest in manifests)
 
     def remove(self) -> None:
         """Remove the existing stores of the set; rank 0 is last, as the others are found by it."""
@@ -107,8 +107,8 @@ def find_sets(folders_of: FoldersOf, name: str, *, seen_by: int = 0) -> list[Sto
     worlds = set()
     for parent in folders_of(seen_by):
         for folder in parent.iterdir() if parent.is_dir() else ():
-            own, ranks = parse_store_name(folder.name)
-            if own == name and (folder / IDENTITY).is_file():
+            store_name, ranks = parse_store_name(folder.name)
+            if store_name == name and (folder / IDENTITY).is_file():
                 worlds.add(ranks.world)
     return [set_of(folders_of, name, world) for world in sorted(worlds)]
 
@@ -118,31 +118,31 @@ def current_set(sets: Sequence[StoreSet], *, wanted: int | None = None) -> Store
 
     Of sets at the same step, the one with `wanted` ranks is preferred.
     """
-    steps = [(found.step(), found.world == wanted, found) for found in sets]
-    whole = [(step, same, found) for step, same, found in steps if step is not None]
+    steps = [(one.step(), one.world == wanted, one) for one in sets]
+    whole = [(step, same, one) for step, same, one in steps if step is not None]
     return max(whole, key=lambda entry: entry[:2])[2] if whole else None
 
 
 @contextmanager
-def open_set(found: StoreSet) -> Iterator[tuple[Store, ...]]:
+def open_set(stores: StoreSet) -> Iterator[tuple[Store, ...]]:
     """Open all stores of a set for reading, at the commit that they agree on."""
     with ExitStack() as opened:
-        if found.world > 1:
-            _recover(found)
-        opening = (Store.open(dirs, with_scratch=False) for dirs in found.dirs)
+        if stores.world > 1:
+            _recover(stores)
+        opening = (Store.open(dirs, with_scratch=False) for dirs in stores.dirs)
         yield tuple(map(opened.enter_context, opening))
 
 
-def _recover(found: StoreSet) -> None:
+def _recover(stores: StoreSet) -> None:
     """Bring all ranks to the commit that they agree on; no other process may use their stores."""
-    for rank in found.missing():
+    for rank in stores.missing():
         raise StoreError(
-            f"rank {rank} of {found.world} has no store at {found.dirs[rank][0]}; mount its drive, "
-            "or work on the machine that has all of them"
+            f"rank {rank} of {stores.world} has no store at {stores.dirs[rank][0]}; mount its "
+            "drive, or work on the machine that has all of them"
         )
-    with StoreLock([path for dirs in found.dirs for path in dirs]):
-        actions = recovery_actions([commit_state_of(path) for path in found.primaries])
-        for path, action in zip(found.primaries, actions or (), strict=True):
+    with StoreLock([path for dirs in stores.dirs for path in dirs]):
+        actions = recovery_actions([commit_state_of(path) for path in stores.primaries])
+        for path, action in zip(stores.primaries, actions or (), strict=True):
             apply_recovery(path, action)
 
 
@@ -174,17 +174,17 @@ def reshard_to_world(
     sets = find_sets(folders_of, name)
     now = current_set(sets, wanted=world)
     if now is None:
-        if sets and all(found.world != world for found in sets):
-            found = sets[-1]
-            away = ", ".join(map(str, found.missing()))
+        if sets and all(one.world != world for one in sets):
+            one = sets[-1]
+            away = ", ".join(map(str, one.missing()))
             why = (
                 f"the stores of rank {away} are not on this machine"
                 if away
                 else "it was never whole"
             )
             raise StoreError(
-                f"the state of {found.describe()} cannot be resharded for {world}: {why}; resume "
-                f"with {found.describe()}, or bring all of it here first"
+                f"the state of {one.describe()} cannot be resharded for {world}: {why}; resume "
+                f"with {one.describe()}, or bring all of it here first"
             )
         return
     for other in sets:
@@ -227,20 +227,20 @@ def _meta(sources: Sequence[Store], ranks: RankInfo) -> dict[str, Any]:
     A rank that existed before continues its random state. A new rank gets a random state derived
     from that of rank 0.
     """
-    there = ranks.rank < len(sources)
-    meta = sources[ranks.rank if there else 0].meta
-    if not there:
+    has_source = ranks.rank < len(sources)
+    meta = sources[ranks.rank if has_source else 0].meta
+    if not has_source:
         meta["rng"] = _fresh_rng(stored(meta, "rng", str), ranks.rank)
     commits = meta.get(COMMITS, sources[0].generation)
-    own = {RANK: ranks.rank, WORLD: ranks.world, COMMITS: commits} if ranks.several else {}
-    return {k: v for k, v in meta.items() if k not in (RANK, WORLD, COMMITS)} | own
+    rank_fields = {RANK: ranks.rank, WORLD: ranks.world, COMMITS: commits} if ranks.several else {}
+    return {k: v for k, v in meta.items() if k not in (RANK, WORLD, COMMITS)} | rank_fields
 
 
-def _fresh_rng(known: str, rank: int) -> str:
+def _fresh_rng(saved_state: str, rank: int) -> str:
     """Return an encoded random state for a new rank, derived from the encoded state `known`."""
     import torch  # Imported here, because nothing else in this module needs it.
 
-    seed = int.from_bytes(hashlib.sha256(f"{rank} {known}".encode()).digest()[:7])
+    seed = int.from_bytes(hashlib.sha256(f"{rank} {saved_state}".encode()).digest()[:7])
     state = torch.Generator().manual_seed(seed).get_state()
     return base64.b64encode(state.numpy().tobytes()).decode()
 
@@ -301,14 +301,16 @@ class _Source:
                 # The last shard may extend past the end of the group.
                 for span in self._spans(group, low, min(high, group.numel)):
                     data = self._read(span.rank, key, span.chunk)
-                    here = there = 0  # byte offsets of the array in the new and in the old chunk
+                    here = source_offset = (
+                        0  # byte offsets of the array in the new and in the old chunk
+                    )
                     for array in arrays:
                         size = array.size(span.stop - span.start)
                         to = here + array.size(span.start - low)
-                        at = there + array.size(span.start - span.first)
+                        at = source_offset + array.size(span.start - span.first)
                         piece[to : to + size] = data[at : at + size]
                         here += array.size(high - low)
-                        there += array.size(span.count)
+                        source_offset += array.size(span.count)
                 target.wait(target.write(key, chunk.index, piece))
                 yield piece.nbytes
 

@@ -88,12 +88,12 @@ def runs_of(rows: torch.Tensor, width: int, sources: Sequence[tuple[str, int]]) 
     owner = torch.bucketize(flat, ends, right=True)
     breaks = (flat[1:] != flat[:-1] + 1) | (owner[1:] != owner[:-1])
     firsts = [0, *(breaks.nonzero().squeeze(1) + 1).tolist()] if len(flat) else []
-    found = []
+    runs = []
     for first, last in zip(firsts, [*firsts[1:], len(flat)], strict=False):
         source = int(owner[first])
         begin = int(flat[first]) - (int(ends[source - 1]) if source else 0)
-        found.append(Run(sources[source][0], begin * width, (last - first) * width))
-    return tuple(found)
+        runs.append(Run(sources[source][0], begin * width, (last - first) * width))
+    return tuple(runs)
 
 
 # -- Reading safetensors files in ranges of any size -----------------------------------------------
@@ -195,21 +195,21 @@ _KEYS = ("dtype", "shape", "data_offsets")
 
 
 def _entry(file: Path, name: str, item: object, data_start: int) -> TensorEntry:
-    known = {key: item[key] for key in _KEYS if key in item} if isinstance(item, dict) else item
+    fields = {key: item[key] for key in _KEYS if key in item} if isinstance(item, dict) else item
     try:
-        found = from_json(_Item, known)
-        if found.data_offsets[0] < 0 or any(size < 0 for size in found.shape):
+        entry = from_json(_Item, fields)
+        if entry.data_offsets[0] < 0 or any(size < 0 for size in entry.shape):
             raise WrongType("a number is negative")
     except WrongType as error:
         what = f"tensor {name[:200]} has no usable shape and data_offsets ({error})"
         raise _broken(file, what) from None
-    if found.dtype not in DTYPES:
+    if entry.dtype not in DTYPES:
         raise ModelError(
-            f"{file}: tensor {name} has dtype {found.dtype[:40]!r}, known are {', '.join(DTYPES)}; "
+            f"{file}: tensor {name} has dtype {entry.dtype[:40]!r}, known are {', '.join(DTYPES)}; "
             "convert the checkpoint to one of them"
         )
-    begin, end = found.data_offsets
-    spec = FileTensor(name, DTYPES[found.dtype], found.shape)
+    begin, end = entry.data_offsets
+    spec = FileTensor(name, DTYPES[entry.dtype], entry.shape)
     if end - begin != spec.nbytes:
         raise _broken(
             file,

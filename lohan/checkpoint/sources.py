@@ -67,15 +67,17 @@ def _numbered(
         numbers[name] = torch.arange(at, at + count).reshape(rows)
         counts.append((name, count))
         at += count
-    made = convert(numbers)
-    if made.keys() != results.keys() or any(t.dtype != torch.int64 for t in made.values()):
+    converted = convert(numbers)
+    if converted.keys() != results.keys() or any(
+        t.dtype != torch.int64 for t in converted.values()
+    ):
         raise _NotRows("other tensors than expected")
-    everything = torch.cat([rows.reshape(-1) for rows in made.values()])
+    everything = torch.cat([rows.reshape(-1) for rows in converted.values()])
     if not torch.equal(everything.sort()[0], torch.arange(at)):
         raise _NotRows("not every element exactly once")
     return {
         name: Assembly(tuple(results[name]), runs_of(rows, width or 1, counts))
-        for name, rows in made.items()
+        for name, rows in converted.items()
     }
 
 
@@ -100,8 +102,8 @@ class Merger:
             rule = copy.deepcopy(self.rule)
             for name, tensor in tensors.items():
                 rule.add_tensor(target, name, self.sources[name], tensor)
-            made = rule.convert(target, model=model, config=getattr(model, "config", None))
-            return {key: v[0] if isinstance(v, list) else v for key, v in made.items()}
+            converted = rule.convert(target, model=model, config=getattr(model, "config", None))
+            return {key: v[0] if isinstance(v, list) else v for key, v in converted.items()}
 
         meta = {name: torch.empty(shape, device="meta") for name, shape in sources.items()}
         try:
@@ -132,25 +134,27 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
     theirs: Any = model
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        made: dict[str, torch.Tensor] = revert_weight_conversion(theirs, dict(tensors))
-        return made
+        converted: dict[str, torch.Tensor] = revert_weight_conversion(theirs, dict(tensors))
+        return converted
 
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    made = convert(meta)
+    converted = convert(meta)
     names = {id(tensor): name for name, tensor in meta.items()}
     layout: dict[str, str | Assembly] = {
-        name: names[id(tensor)] for name, tensor in made.items() if id(tensor) in names
+        name: names[id(tensor)] for name, tensor in converted.items() if id(tensor) in names
     }
     for name in sorted(set(shapes) - set(layout.values())):
         try:
             results = {key: tuple(t.shape) for key, t in convert({name: meta[name]}).items()}
         except (ValueError, KeyError):
             break  # The rule needs other tensors too, as for the text and image experts of ERNIE.
-        if any(key not in made or made[key].shape != shape for key, shape in results.items()):
+        if any(
+            key not in converted or converted[key].shape != shape for key, shape in results.items()
+        ):
             break  # The tensor is merged with others.
         with suppress(_NotRows):
             layout |= assembled(convert, {name: tuple(shapes[name])}, results)
-    return layout if layout.keys() == made.keys() else {name: name for name in shapes}
+    return layout if layout.keys() == converted.keys() else {name: name for name in shapes}
 
 
 @dataclass(frozen=True)
@@ -173,27 +177,27 @@ class Saved:
         layout = saved_layout(model, every)
         order = {name: number for number, name in enumerate(shapes)}
 
-        def position(found: str | Assembly) -> tuple[int, int]:
-            if isinstance(found, str):
-                return order[found], 0
-            return order[found.runs[0].tensor], found.runs[0].start
+        def position(source: str | Assembly) -> tuple[int, int]:
+            if isinstance(source, str):
+                return order[source], 0
+            return order[source.runs[0].tensor], source.runs[0].start
 
-        own = {new: found for new, found in layout.items() if found not in buffers}
+        parameters = {new: source for new, source in layout.items() if source not in buffers}
         tensors = {
-            new: shapes[found] if isinstance(found, str) else found.shape
-            for new, found in sorted(own.items(), key=lambda item: position(item[1]))
+            new: shapes[source] if isinstance(source, str) else source.shape
+            for new, source in sorted(parameters.items(), key=lambda item: position(item[1]))
         }
-        used = {new: buffers[str(found)] for new, found in layout.items() if found in buffers}
+        used = {new: buffers[str(source)] for new, source in layout.items() if source in buffers}
         return cls(layout, tensors, used)
 
     def reading(self, read_flat: ReadFlat) -> ReadFlat:
         """Return a reader by the folder's names, given a reader by the model's names."""
 
         def read(name: str, start: int, stop: int) -> torch.Tensor:
-            found = self.layout[name]
-            if isinstance(found, str):
-                return read_flat(found, start, stop)
-            return found.read(start, stop, read_flat)
+            source = self.layout[name]
+            if isinstance(source, str):
+                return read_flat(source, start, stop)
+            return source.read(start, stop, read_flat)
 
         return read
 
@@ -242,24 +246,25 @@ def checkpoint_map(
     held = model.state_dict(keep_vars=True)
     plain = names or {name: name for name in held}
     targets = {plain[name]: tensor for name, tensor in held.items() if name in plain}
-    found, ignored = _match(model, tensors, targets)
+    matched, ignored = _match(model, tensors, targets)
     parameters: dict[str, str] = {}
     missing: list[str] = []
-    for known in tied_names(model):
-        wanted = [plain[name] for name in known if name in plain]
-        present = [name for name in wanted if name in found]
+    for tied in tied_names(model):
+        wanted = [plain[name] for name in tied if name in plain]
+        present = [name for name in wanted if name in matched]
         if wanted and not present:
             missing.append(wanted[0])
         for name in present:
-            there, shape = tensors.shape(found[name]), tuple(targets[name].shape)
-            if there != shape:
+            stored_shape, shape = tensors.shape(matched[name]), tuple(targets[name].shape)
+            if stored_shape != shape:
                 raise ModelError(
-                    f"{tensors.path}: tensor {found[name]} has shape {list(there)}, parameter "
-                    f"{name} has {list(shape)}; config.json and weights are of different models"
+                    f"{tensors.path}: tensor {matched[name]} has shape {list(stored_shape)}, "
+                    f"parameter {name} has {list(shape)}; config.json and weights are of "
+                    "different models"
                 )
-            _check_float(tensors, found[name], name)
-        _check_tied(tensors, [found[name] for name in present])
-        parameters.update({name: found[present[0]] for name in wanted if present})
+            _check_float(tensors, matched[name], name)
+        _check_tied(tensors, [matched[name] for name in present])
+        parameters.update({name: matched[present[0]] for name in wanted if present})
     missing = [name for name in missing if not _is_computed(model, name)]
     if missing:
         raise ModelError(
@@ -267,15 +272,15 @@ def checkpoint_map(
             f"{len(missing)} of {len(missing) + len(parameters)} missing; the folder's config.json "
             "and weights must be of the same model, download both again"
         )
-    buffers = {name: source for name, source in found.items() if name not in parameters}
+    buffers = {name: source for name, source in matched.items() if name not in parameters}
     return CheckpointMap(parameters, buffers, tuple(sorted(ignored)))
 
 
 def _is_computed(model: nn.Module, name: str) -> bool:
     """Return whether transformers lets a checkpoint omit this tensor because it is computed."""
-    known = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return any(re.search(pattern, name) for pattern in (*known, *left_out))
+    return any(re.search(pattern, name) for pattern in (*patterns, *left_out))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -293,23 +298,23 @@ def _match(
 
     The rules are those of from_pretrained.
     """
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     ignored: list[str] = []
     mergers: dict[str, Merger] = {}
     for name, target, pattern, rule in _renamed(model, tensors.names(), targets):
-        if target not in targets or target in found:
+        if target not in targets or target in matched:
             ignored.append(name)
         elif rule is not None:
             mergers.setdefault(target, Merger(rule)).sources[name] = pattern
         else:
-            found[target] = name
+            matched[target] = name
     for target, merger in mergers.items():
         shapes = {name: tensors.shape(name) for name in merger.sources}
-        for made, assembly in merger.assemblies(model, target, shapes).items():
+        for assembled, assembly in merger.assemblies(model, target, shapes).items():
             for source in assembly.sources:
-                _check_float(tensors, source, made)
-            found[made] = tensors.assemble(made, assembly)
-    return found, ignored
+                _check_float(tensors, source, assembled)
+            matched[assembled] = tensors.assemble(assembled, assembly)
+    return matched, ignored
 
 
 def _renamed(
@@ -335,9 +340,9 @@ def _renamed(
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix, known = model.base_model_prefix, dict(targets)
+    prefix, remaining = model.base_model_prefix, dict(targets)
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, remaining)
         if target not in targets and name in targets:
             target, pattern = name, None
         yield name, target, pattern or "", by_pattern[pattern] if pattern else None
@@ -461,14 +466,14 @@ class InitialValues:
 
         A tied weight is drawn by the module that holds its first name.
         """
-        model, own = self._model, [n for n, found in self._block.items() if found == block]
+        model, names = self._model, [n for n, other in self._block.items() if other == block]
         others: list[tuple[dict[str, Any], str, Any]] = []
-        made: dict[str, torch.Tensor] = {}
-        for name in own:
+        drawn: dict[str, torch.Tensor] = {}
+        for name in names:
             module, _, last = name.rpartition(".")
             owner = model.get_submodule(module)._parameters
-            made[name] = torch.full(owner[last].shape, torch.nan)
-            others.append((owner, last, nn.Parameter(made[name], owner[last].requires_grad)))
+            drawn[name] = torch.full(owner[last].shape, torch.nan)
+            others.append((owner, last, nn.Parameter(drawn[name], owner[last].requires_grad)))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
@@ -478,13 +483,13 @@ class InitialValues:
             initialise()
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-        empty = [name for name, values in made.items() if values.isnan().any()]
+        empty = [name for name, values in drawn.items() if values.isnan().any()]
         if empty:
             raise ModelError(
                 f"{type(model).__name__} does not say what parameter {empty[0]} starts with; "
                 "make a folder of weights with transformers, and give it as --model"
             )
-        return made
+        return drawn
 
 
 def _block_of(name: str, site_names: set[str]) -> str:

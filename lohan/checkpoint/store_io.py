@@ -80,11 +80,11 @@ class TrainState:
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> TrainState:
-        found: TrainState = stored(meta, "progress", cls)
-        counts = (found.step, found.updates, found.skipped_steps, found.clean_updates)
-        if min(counts) < 0 or not SMALLEST_SCALE <= found.loss_scale <= LARGEST_SCALE:
-            raise damaged(f"progress is {found}")
-        return found
+        state: TrainState = stored(meta, "progress", cls)
+        counts = (state.step, state.updates, state.skipped_steps, state.clean_updates)
+        if min(counts) < 0 or not SMALLEST_SCALE <= state.loss_scale <= LARGEST_SCALE:
+            raise damaged(f"progress is {state}")
+        return state
 
     @classmethod
     def start(cls, dtype: str) -> TrainState:
@@ -203,20 +203,20 @@ class ChangedBuffers:
 
 def restore_buffers(model: nn.Module, meta: Mapping[str, Any]) -> None:
     """Copy the committed buffer values into the model."""
-    there = _persistent(model)
+    persistent = _persistent(model)
     kind = dict[str, tuple[str, tuple[int, ...], str]]
-    for name, found in stored(meta, KEY, kind, {}).items():
-        if name in there:
+    for name, saved in stored(meta, KEY, kind, {}).items():
+        if name in persistent:
             try:
-                value = _decode(*found)
+                value = _decode(*saved)
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 raise damaged(f"buffer {name}: {str(error).splitlines()[0]}") from None
-            if value.shape != there[name].shape:
+            if value.shape != persistent[name].shape:
                 raise damaged(
-                    f"buffer {name} is {list(value.shape)}, not {list(there[name].shape)}"
+                    f"buffer {name} is {list(value.shape)}, not {list(persistent[name].shape)}"
                 )
             with torch.no_grad():
-                there[name].copy_(value)
+                persistent[name].copy_(value)
 
 
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
@@ -224,12 +224,12 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    buffers = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
 
 
 def _encode(tensor: torch.Tensor) -> list[Any]:
@@ -496,14 +496,14 @@ def gathering_reader(
     The ranks may be on different machines. All other ranks send the ranges that rank 0 requests
     until it is done, and then get None.
     """
-    own = ShardReader(store, process_group.ranks, ema=ema)
+    reader = ShardReader(store, process_group.ranks, ema=ema)
     if not process_group.ranks.first:
         while (asked := process_group.all_gather_object(None)[0]) is not None:
             *span, dtype = asked
-            low, high = own.overlap(*span)
+            low, high = reader.overlap(*span)
             if low < high:
                 piece = torch.empty(high - low, dtype=getattr(torch, dtype))
-                own.read_into(piece, asked[0], low)
+                reader.read_into(piece, asked[0], low)
                 process_group.send_to_first(piece.view(torch.uint8))
         yield None
         return
@@ -517,7 +517,7 @@ def gathering_reader(
     def read(name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         process_group.all_gather_object([name, start, stop, str(dtype).removeprefix("torch.")])
         out = torch.empty(stop - start, dtype=dtype)
-        own.read_into(out, name, start)
+        reader.read_into(out, name, start)
         for rank, specs in others.items():
             low, high = _overlap(specs[name], start, stop)
             if low < high:
@@ -555,9 +555,9 @@ def create_store(
     """
     state_format = state_format_of(plan.dtype, plan.kind)
     ranks = process_group.ranks
-    own = ranks.shards(blocks).groups
+    shards = ranks.shards(blocks).groups
     layout = regions(
-        own,
+        shards,
         state_format=state_format,
         chunk_params=plan.chunk_params,
         gradients=plan.needs_all_gradients,
@@ -577,7 +577,7 @@ def create_store(
         }
         fill(
             store,
-            own,
+            shards,
             read,
             state_format=state_format,
             chunk_params=plan.chunk_params,
@@ -615,11 +615,11 @@ def overwrite(store: Store, values: Mapping[str, torch.Tensor]) -> None:
                 span = slice(own_range.at, own_range.at + own_range.stop - own_range.start)
                 new = values[spec.name].reshape(-1)[own_range.start : own_range.stop]
                 new = new.detach().to("cpu", torch.float32).contiguous()
-                own = weights.view(dtype_of(fmt))[span]
+                chunk_values = weights.view(dtype_of(fmt))[span]
                 if fmt.name == "bf16":
-                    _core.split_bf16(new, own, arrays["remainder"][span])
+                    _core.split_bf16(new, chunk_values, arrays["remainder"][span])
                 else:
-                    own.copy_(new)
+                    chunk_values.copy_(new)
                 if "master" in arrays:
                     arrays["master"][span] = new
             tickets = [
@@ -654,11 +654,11 @@ def check_same(store: Store, blocks: Blocks, dtype: str, kind: StateKind | None 
             f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
             "parameters cut this way; resume with the model and options it was made with"
         )
-    made = stored_state_format(store.meta).name
-    if made != dtype:
+    stored_name = stored_state_format(store.meta).name
+    if stored_name != dtype:
         raise StoreError(
-            f"the store in {store.dirs[0]} was made for {made}, the model is {dtype}; load it with "
-            f"dtype={made!r}"
+            f"the store in {store.dirs[0]} was made for {stored_name}, the model is {dtype}; load "
+            f"it with dtype={stored_name!r}"
         )
     stored = stored_kind(store.meta)
     if kind is not None and kind != stored:
@@ -695,10 +695,10 @@ def source_of(model: nn.Module) -> ReadFlat:
         for name, plain in base_names(base).items()
         if not isinstance(held[name], nn.Parameter) or lacks_values(held[name])
     }
-    found = checkpoint_map(base, tensors, names).parameters
+    parameters = checkpoint_map(base, tensors, names).parameters
     copied = {name: plain for name, plain in copied_names(base).items() if lacks_values(held[name])}
-    own = {**names, **copied}.items()
-    stored = {prefix + name: found[plain] for name, plain in own if plain in found}
+    pairs = {**names, **copied}.items()
+    stored = {prefix + name: parameters[plain] for name, plain in pairs if plain in parameters}
     by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)
     if not prefix:  # A checkpoint may omit parameters that are computed.
         absent = [name for name in names if name not in stored]
@@ -739,13 +739,14 @@ def create_weights_store(
     progress: OnProgress = lambda done, total: None,
 ) -> Store:
     """Return a store with a model's weights in the compute dtype, rounded as in transformers."""
-    made, groups = STATE_FORMATS[dtype], blocks.groups
+    state_format, groups = STATE_FORMATS[dtype], blocks.groups
     sizes = {
         weight_key(group): [c.stop - c.start for c in chunks(group, chunk_params)]
         for group in groups
     }
     layout = [
-        Region(key, tuple(n * made.weight_bytes for n in counts)) for key, counts in sizes.items()
+        Region(key, tuple(n * state_format.weight_bytes for n in counts))
+        for key, counts in sizes.items()
     ]
     store = Store.create(dirs, layout, durability="checkpoint")
     try:
@@ -753,7 +754,7 @@ def create_weights_store(
             store,
             groups,
             read,
-            state_format=made,
+            state_format=state_format,
             chunk_params=chunk_params,
             progress=progress,
             weights_only=True,

@@ -84,8 +84,8 @@ def fail(error: LohanError) -> None:
     at once: others wait."""
     ranked = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
-    told, message = isinstance(error, RankError) and error.told, printable(str(error))
-    if not told and says_first(message):
+    reported, message = isinstance(error, RankError) and error.reported, printable(str(error))
+    if not reported and says_first(message):
         from rich.console import Console
 
         Console(stderr=True).print(f"{who}: {message}", style="red", markup=False, soft_wrap=True)

@@ -84,7 +84,7 @@ def prepare(
     names = ", ".join(str(one.path) for one in sources)
     with all_or_nothing(cache_dir, part, doing=f"tokenising {names}"):
         encoder = Encoder(model_dir, template=template)
-        found = [0] * len(sources)
+        example_counts = [0] * len(sources)
 
         def examples() -> Iterator[tuple[int, str, Unit]]:
             for number, one in enumerate(sources):
@@ -94,7 +94,7 @@ def prepare(
                 yield from ((number, place, example) for place, example in read)
 
         counts, ratings = _write_examples(
-            examples(), part=part, seq=seq, vocab_size=vocab_size, found=found
+            examples(), part=part, seq=seq, vocab_size=vocab_size, counts=example_counts
         )
         seen = {"skipped_turns": encoder.skipped_turns, "unseen_tools": encoder.unseen_tools}
         meta = {
@@ -103,7 +103,7 @@ def prepare(
             "seq": seq,
             "pad_id": encoder.pad_id(vocab_size),
             "summary": asdict(Summary(**counts, **seen)),
-            "sources": _summaries(sources, found, seq=seq, dropped=counts["dropped"]),
+            "sources": _summaries(sources, example_counts, seq=seq, dropped=counts["dropped"]),
             "rendered": _rendered(encoder, part, pairs=preferences and not ratings),
             "ratings": ratings,
         }
@@ -116,10 +116,10 @@ def prepare(
 
 
 def _summaries(
-    sources: Sequence[Source], found: Sequence[int], *, seq: int, dropped: int
+    sources: Sequence[Source], counts: Sequence[int], *, seq: int, dropped: int
 ) -> list[dict[str, Any]]:
     """Return the summary of each file if there are several, and refuse a file without examples."""
-    for one, count in zip(sources, found, strict=True):
+    for one, count in zip(sources, counts, strict=True):
         if not count:
             raise DataError(
                 f"{one.path}: no example is left to train on ({dropped} dropped: the first {seq} "
@@ -127,8 +127,8 @@ def _summaries(
             )
     if len(sources) == 1:
         return []
-    made = zip(sources, found, strict=True)
-    return [asdict(SourceSummary(one.path.name, count, one.weight)) for one, count in made]
+    pairs = zip(sources, counts, strict=True)
+    return [asdict(SourceSummary(one.path.name, count, one.weight)) for one, count in pairs]
 
 
 SHOWN_TOKENS = 4000
@@ -140,7 +140,7 @@ def _rendered(encoder: Encoder, part: dict[str, Path], *, pairs: bool) -> dict[s
     The text is divided at the first label. For a pair, the rejected answer is included.
     """
     offsets = np.load(part["offsets.npy"])[: 3 if pairs else 2].tolist()
-    found = []
+    texts = []
     for start, stop in pairwise(offsets):
         ids, labels = (
             np.fromfile(part[name], dtype="<i4", offset=4 * start, count=stop - start)
@@ -148,10 +148,10 @@ def _rendered(encoder: Encoder, part: dict[str, Path], *, pairs: bool) -> dict[s
         )
         first = int(np.argmax(labels != IGNORE))
         asked, answer = ids[:first][-SHOWN_TOKENS:], ids[first:][:SHOWN_TOKENS]
-        found.append(encoder.show(asked.tolist(), answer.tolist()))
-    if pairs and found[0]:
-        found[0]["rejected"] = found[1]["answer"]
-    return found[0]
+        texts.append(encoder.show(asked.tolist(), answer.tolist()))
+    if pairs and texts[0]:
+        texts[0]["rejected"] = texts[1]["answer"]
+    return texts[0]
 
 
 def check_source(source: Path, option: str) -> None:
@@ -195,11 +195,11 @@ def _fingerprint(
         whole.update(b"\npreferences")
     if template is not None:
         whole.update(f"\n{chat_template(template)}".encode())
-    own = [path for one in sources for path in files_of(one.path)]
-    for path in (*own, *tokenizer_files(model_dir)):
+    files = [path for one in sources for path in files_of(one.path)]
+    for path in (*files, *tokenizer_files(model_dir)):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        whole.update(f"\n{'' if path in own else path.name} {digest}".encode())
+        whole.update(f"\n{'' if path in files else path.name} {digest}".encode())
     return whole.hexdigest()
 
 
@@ -209,7 +209,7 @@ def _write_examples(
     part: dict[str, Path],
     seq: int,
     vocab_size: int | None,
-    found: list[int],
+    counts: list[int],
 ) -> tuple[dict[str, int], str]:
     """Write the examples that carry loss and their offsets; return the counts and ratings.
 
@@ -244,7 +244,7 @@ def _write_examples(
                 offsets.append(offsets[-1] + length)
                 trained += count
                 longest = max(longest, length)
-            found[source] += len(examples)
+            counts[source] += len(examples)
             ratings.append("" if rating is None else str(int(rating)))
     with create_part(part["offsets.npy"]) as file:
         np.save(file, np.asarray(offsets, dtype="<i8"))

@@ -58,9 +58,9 @@ def _crc_of_meta(meta: Mapping[str, Any]) -> int:
     return checksum(json.dumps(rest, sort_keys=True).encode())
 
 
-def _compare(path: Path, found: int, expected: Any) -> None:
-    if found != expected:
+def _compare(path: Path, actual: int, expected: Any) -> None:
+    if actual != expected:
         raise DataError(
-            f"{path}: damaged: its checksum is {found:08x}, and {expected:08x} was written; remove "
-            f"{path.parent} and resume, which prepares the same data again"
+            f"{path}: damaged: its checksum is {actual:08x}, and {expected:08x} was written; "
+            f"remove {path.parent} and resume, which prepares the same data again"
         )

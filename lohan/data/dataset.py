@@ -334,10 +334,10 @@ class Dataset:
         return self._arrays([int(row) for row in self.indices(step, batch_size)])
 
     def _arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        found = [self._examples(row) for row in rows]
+        arrays = [self._examples(row) for row in rows]
         if self.packed:
-            return packed_rows(found, pad_id=self.pad_id, seq=self.seq)
-        return padded_rows([row[0] for row in found], pad_id=self.pad_id, seq=self.seq)
+            return packed_rows(arrays, pad_id=self.pad_id, seq=self.seq)
+        return padded_rows([row[0] for row in arrays], pad_id=self.pad_id, seq=self.seq)
 
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
         """Return `batch_arrays` as torch tensors, for `model(**batch)`."""
@@ -510,8 +510,8 @@ class Fields:
     @property
     def rendered(self) -> Mapping[str, str]:
         """The first example as the model sees it."""
-        found: dict[str, str] = checked(self.about.get("rendered", {}), dict[str, str], "rendered")
-        return found
+        texts: dict[str, str] = checked(self.about.get("rendered", {}), dict[str, str], "rendered")
+        return texts
 
     def __len__(self) -> int:
         return self.count if self.members is None else len(self.members)
@@ -544,13 +544,13 @@ class Fields:
 
     def example(self, number: int) -> dict[str, np.ndarray]:
         """Return an example by its number on disk; the files are read instead of mapped."""
-        found = {}
+        fields = {}
         for name, kind in self.types.items():
             begin, end = (4 * int(place) for place in self._offsets[name][number : number + 2])
             path = self.folder / f"{name}.bin"
             data = read_exactly(path, offset=begin, nbytes=end - begin)
-            found[name] = np.frombuffer(data, dtype=kind)
-        return found
+            fields[name] = np.frombuffer(data, dtype=kind)
+        return fields
 
     def _of(self, rows: np.ndarray, streams: Sequence[tuple[int, ...]]) -> Batch:
         """Return a batch of rows; `streams` seeds the random changes of each row."""
@@ -558,7 +558,7 @@ class Fields:
         if self.draw is not None:
             seeds = (np.random.SeedSequence([self.seed, DRAWS, *stream]) for stream in streams)
             bits = map(np.random.PCG64, seeds)
-            examples = [self.draw(one, own) for one, own in zip(examples, bits, strict=True)]
+            examples = [self.draw(one, seed) for one, seed in zip(examples, bits, strict=True)]
         return self.collate(examples)
 
     @cached_property
@@ -583,7 +583,7 @@ def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterat
 
     `part` maps final names in `folder` to the paths of the files that are written.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -598,7 +598,7 @@ def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterat
         for path in part.values():
             with suppress(OSError):
                 path.unlink()
-        for empty in made:  # The innermost folder is first.
+        for empty in created:  # The innermost folder is first.
             with suppress(OSError):
                 empty.rmdir()
         if isinstance(error, OSError):
@@ -628,7 +628,7 @@ def write_fields(
     with all_or_nothing(folder, part, doing="preparing the data"):
         types: dict[str, str] = {}
         offsets: dict[str, array[int]] = {}
-        found: list[SourceSummary] = []
+        summaries: list[SourceSummary] = []
         shown: Mapping[str, str] = {}
         with ExitStack() as stack:
             files: dict[str, BinaryIO] = {}
@@ -644,7 +644,7 @@ def write_fields(
                             files[name] = stack.enter_context(create_part(part[f"{name}.bin"]))
                         files[name].write(values.astype(types[name]).tobytes())
                         offsets[name].append(offsets[name][-1] + len(values))
-                found.append(SourceSummary(source.path.name, number, source.weight))
+                summaries.append(SourceSummary(source.path.name, number, source.weight))
         for name, places in offsets.items():
             part[f"{name}.npy"] = folder / f"{name}.npy.part"
             with create_part(part[f"{name}.npy"]) as file:
@@ -655,7 +655,7 @@ def write_fields(
             "count": count,
             "fields": types,
             "about": {**about(), "rendered": dict(shown)},
-            "sources": [asdict(one) for one in found],
+            "sources": [asdict(one) for one in summaries],
         }
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
@@ -680,7 +680,7 @@ def open_fields(
         if meta["version"] != VERSION:
             return None
         files = checked(meta.get("sources", []), list[SourceSummary], "sources")
-        found = Fields(
+        opened = Fields(
             folder=folder,
             seed=seed,
             count=checked(meta["count"], int, "count"),
@@ -692,15 +692,15 @@ def open_fields(
             weights=tuple(file.weight for file in files if file.weight is not None),
         )
         whole = all(
-            len(places) == found.count + 1
+            len(places) == opened.count + 1
             and (folder / f"{name}.bin").stat().st_size == 4 * int(places[-1])
-            for name, places in found._offsets.items()
+            for name, places in opened._offsets.items()
         )
         if whole and verified:
             verify(folder, meta)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
-    return found if whole and found.count and found.types else None
+    return opened if whole and opened.count and opened.types else None
 
 
 def padded(rows: Sequence[np.ndarray], *, value: float, most: int) -> np.ndarray:
@@ -708,7 +708,7 @@ def padded(rows: Sequence[np.ndarray], *, value: float, most: int) -> np.ndarray
     longest = max(map(len, rows))
     width = max(longest, min(-(-longest // 8) * 8, most))
     wide = np.float32 if rows[0].dtype.kind == "f" else np.int64
-    made = np.full((len(rows), width), value, dtype=wide)
+    array = np.full((len(rows), width), value, dtype=wide)
     for number, row in enumerate(rows):
-        made[number, : len(row)] = row
-    return made
+        array[number, : len(row)] = row
+    return array

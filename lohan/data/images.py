@@ -80,23 +80,24 @@ def find_samples(
             f"{folder}: not a folder; {option} takes a folder of images or of latents here"
         )
     suffixes = tuple(f".{name}.npy" for name in companions)
-    found = []
+    samples = []
     for path in sorted(folder.rglob("*")):
-        known = path.suffix.lower() in (*IMAGES, *LATENTS)
+        supported = path.suffix.lower() in (*IMAGES, *LATENTS)
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if known and not hidden and path.is_file() and not path.name.endswith(suffixes):
+        if supported and not hidden and path.is_file() and not path.name.endswith(suffixes):
             parts = path.relative_to(folder).parts
-            found.append(Sample(path, parts[0] if len(parts) > 1 else ""))
-    if not found:
+            samples.append(Sample(path, parts[0] if len(parts) > 1 else ""))
+    if not samples:
         kinds = ", ".join((*IMAGES, *LATENTS))
         raise DataError(f"{folder}: no image and no latent in it ({kinds}); check {option}")
-    images = [sample for sample in found if sample.is_image]
-    if images and len(images) < len(found):
+    images = [sample for sample in samples if sample.is_image]
+    if images and len(images) < len(samples):
         raise DataError(
             f"{folder}: {counted(len(images), 'image')} and "
-            f"{counted(len(found) - len(images), 'latent')} are mixed; give a folder with one kind"
+            f"{counted(len(samples) - len(images), 'latent')} are mixed; give a folder with one "
+            "kind"
         )
-    return found
+    return samples
 
 
 def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
@@ -105,14 +106,14 @@ def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
     if not names:
         return {}
     numbered = all(name.isdecimal() for name in names)
-    found = {name: int(name) if numbered else place for place, name in enumerate(names)}
-    worst = max(found, key=lambda name: found[name])
-    if found[worst] >= most:
+    numbers = {name: int(name) if numbered else place for place, name in enumerate(names)}
+    worst = max(numbers, key=lambda name: numbers[name])
+    if numbers[worst] >= most:
         raise DataError(
-            f"{worst}: is class {found[worst]}, the model has {most} of them, from 0; rename or "
+            f"{worst}: is class {numbers[worst]}, the model has {most} of them, from 0; rename or "
             "leave out folders"
         )
-    return found
+    return numbers
 
 
 def read_samples(
@@ -168,12 +169,12 @@ def _arrays(
 
 def _array(path: Path) -> np.ndarray:
     try:
-        found = read_npy(path)
+        array = read_npy(path)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: not an array of numpy ({first_line(error)}); write it again"
         ) from None
-    return _checked(path, path.stem, found)
+    return _checked(path, path.stem, array)
 
 
 def read_npy(path: Path) -> np.ndarray:
@@ -197,9 +198,9 @@ def read_npy(path: Path) -> np.ndarray:
             raise ValueError(f"the header is malformed: {type(error).__name__}") from None
         if dtype.hasobject or any(n < 0 for n in shape):
             raise ValueError("objects or negative sizes in it")
-        there, announced = size - file.tell(), prod(shape) * dtype.itemsize
-        if announced != there:
-            raise ValueError(f"{announced:,} bytes announced, {there:,} there")
+        available, announced = size - file.tell(), prod(shape) * dtype.itemsize
+        if announced != available:
+            raise ValueError(f"{announced:,} bytes announced, {available:,} there")
         flat = np.fromfile(file, dtype=dtype, count=prod(shape))
     return flat.reshape(shape, order="F" if fortran else "C")
 
@@ -215,14 +216,14 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
     from safetensors.torch import load_file
 
     try:
-        found = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DataError(
             f"{path}: not a safetensors file ({first_line(error)}); write it again"
         ) from None
     wide = {  # Convert bfloat16, which numpy does not have.
         name: tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
     return {name: _checked(path, name, tensor.numpy()) for name, tensor in wide.items()}
 
@@ -355,10 +356,10 @@ def write_records(
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
             file.write(sealed(meta, part))
-    found = open_records(folder, seed=seed)
-    if found is None:
+    records = open_records(folder, seed=seed)
+    if records is None:
         raise DataError(f"{folder}: does not hold what was just written there; {REBUILD}")
-    return found
+    return records
 
 
 def _write(
@@ -369,15 +370,15 @@ def _write(
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
         for place, arrays in examples:
-            found = {name: plain(array) for name, array in arrays.items()}
-            kinds = {name: Field(a.dtype.str, a.shape) for name, a in found.items()}
+            plain_arrays = {name: plain(array) for name, array in arrays.items()}
+            kinds = {name: Field(a.dtype.str, a.shape) for name, a in plain_arrays.items()}
             if not fields:
                 fields, first = kinds, place
                 for name in fields:
                     part[f"{name}.bin"] = folder / f"{name}.bin.part"
                     files[name] = stack.enter_context(create_part(part[f"{name}.bin"]))
             _check_alike(place, kinds, first, fields)
-            for name, array in found.items():
+            for name, array in plain_arrays.items():
                 files[name].write(array.tobytes())
             count += 1
     return fields, count
@@ -422,7 +423,7 @@ def open_records(folder: Path, *, seed: int) -> Records | None:
             return None
         kinds = checked(meta["fields"], dict[str, tuple[str, tuple[int, ...]]], "fields")
         fields = {name: Field(dtype, shape) for name, (dtype, shape) in kinds.items()}
-        found = Records(
+        records = Records(
             folder=folder,
             seed=seed,
             count=checked(meta["count"], int, "count"),
@@ -430,12 +431,12 @@ def open_records(folder: Path, *, seed: int) -> Records | None:
             about=checked(meta["about"], dict[str, Any], "about"),
         )
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in fields}
-        whole = all(sizes[name] == found.count * kind.nbytes for name, kind in fields.items())
+        whole = all(sizes[name] == records.count * kind.nbytes for name, kind in fields.items())
         if whole:
             verify(folder, meta)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if whole and found.count else None
+    return records if whole and records.count else None
 
 
 # -- Conversations with images as tokens and labels, and batches of them with pixels ---------------
@@ -487,7 +488,7 @@ def _images_only(folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder, **here)
     given, _ = kind.get_processor_dict(str(folder), local_files_only=True)
     takes = inspect.signature(kind.__init__).parameters
-    own = {name: value for name, value in given.items() if name in takes}
+    accepted = {name: value for name, value in given.items() if name in takes}
 
     class ImagesOnly(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
@@ -496,7 +497,7 @@ def _images_only(folder: Path) -> Any:
             return None
 
     parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": None}
-    return ImagesOnly(**{**own, **parts})
+    return ImagesOnly(**{**accepted, **parts})
 
 
 def load_image_processor(folder: Path) -> Any:
@@ -541,8 +542,8 @@ class ImageFiles:
 
     def restore(self, about: Mapping[str, Any]) -> None:
         """Restore the list of images that was stored with the data."""
-        known = checked(about["files"], list[tuple[str, str]], "files")
-        self.files = [(name, digest) for name, digest in known]
+        recorded = checked(about["files"], list[tuple[str, str]], "files")
+        self.files = [(name, digest) for name, digest in recorded]
 
     def opened(self, number: int) -> Any:
         name, digest = self.files[number]
@@ -571,12 +572,12 @@ class Conversations:
     @property
     def encoder(self) -> Encoder:
         if self._encoder is None:
-            own = self.processor.tokenizer
+            tokenizer = self.processor.tokenizer
             if self.template is not None:
-                own.chat_template = chat_template(self.template)
+                tokenizer.chat_template = chat_template(self.template)
             elif self.processor.chat_template:
-                own.chat_template = self.processor.chat_template
-            self._encoder = Encoder(self.folder, tokenizer=own)
+                tokenizer.chat_template = self.processor.chat_template
+            self._encoder = Encoder(self.folder, tokenizer=tokenizer)
         return self._encoder
 
     # -- Copies in other processes, which load the processor themselves ---------------------------
@@ -603,10 +604,10 @@ class Conversations:
         decode = self.encoder.tokenizer(str(self.folder)).decode
         answer = decode(row["input_ids"][first:].tolist())
         at = text.rfind(answer) if answer else -1
-        told = self.encoder.show([], [])
+        rendered = self.encoder.show([], [])
         names = [Path(self.images.files[number][0]).name for number in row["images"]]
         return {
-            "template": self.template or told["template"],
+            "template": self.template or rendered["template"],
             "system": self.encoder.system_of(text),
             "images": ", ".join(names) or "none",
             "prompt": text[:at] if at >= 0 else text,
@@ -639,9 +640,9 @@ class Conversations:
         if turns is None and "conversations" in row:
             turns = share_gpt(row["conversations"], place=place)
         if not isinstance(turns, list) or not turns:
-            found = ", ".join(row) or "none"
+            keys = ", ".join(row) or "none"
             raise DataError(
-                f"{place}: no conversation (keys found: {found}); give messages and images, or "
+                f"{place}: no conversation (keys found: {keys}); give messages and images, or "
                 "conversations and image"
             )
         given = row.get("images", row.get("image", []))
@@ -665,8 +666,8 @@ class Conversations:
 
     def tokens(self, texts: list[str], images: list[list[int]]) -> Any:
         """Return the processor's output for some conversations."""
-        found = [[self.images.opened(number) for number in numbers] for numbers in images]
-        given = {"images": [one for one in found if one]} if any(found) else {}
+        opened = [[self.images.opened(number) for number in numbers] for numbers in images]
+        given = {"images": [one for one in opened if one]} if any(opened) else {}
         try:
             return self.processor(
                 text=texts,
@@ -684,10 +685,10 @@ class Conversations:
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         texts = [_text(row) for row in rows]
-        made = self.tokens(texts, [row["images"].tolist() for row in rows])
+        encoded = self.tokens(texts, [row["images"].tolist() for row in rows])
         width = max(len(row["input_ids"]) for row in rows)
-        long, batch = made["input_ids"].shape, Batch()
-        for name, tensor in made.items():
+        long, batch = encoded["input_ids"].shape, Batch()
+        for name, tensor in encoded.items():
             batch[name] = tensor[:, :width] if tensor.shape == long else tensor
         labels = padded([row["labels"] for row in rows], value=IGNORE, most=width)
         return batch | {"labels": torch.from_numpy(labels), ROWS: (self, list(rows))}
@@ -703,7 +704,7 @@ class Conversations:
         ]
         text = self.encoder.rendered(messages, place=str(self.folder))
         square = Image.new("RGB", (SIDE, SIDE), "grey")
-        made = self.processor(
+        encoded = self.processor(
             text=[text] * rows,
             images=[[square]] * rows,
             add_special_tokens=False,
@@ -712,7 +713,7 @@ class Conversations:
             padding_side="right",
             return_tensors="pt",
         )
-        return Batch(made) | {"labels": made["input_ids"]}
+        return Batch(encoded) | {"labels": encoded["input_ids"]}
 
 
 def _message(turn: Any, names: list[Any], place: str) -> dict[str, Any]:
@@ -739,16 +740,16 @@ def _part(part: dict[str, Any], names: list[Any], place: str) -> dict[str, Any]:
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if part.get("type") == "image":
-        own = next((part[key] for key in ("image", "path", "url") if part.get(key)), None)
-        if own is not None:
-            names.append(own)
+        reference = next((part[key] for key in ("image", "path", "url") if part.get(key)), None)
+        if reference is not None:
+            names.append(reference)
         return {"type": "image"}
     raise DataError(f"{place}: a part of type {part.get('type')!r}; known are text and image")
 
 
 def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
     """Align labels with the processor's tokens, which have many tokens in place of each image."""
-    made = np.full(len(ids), IGNORE, dtype=np.int64)
+    labels = np.full(len(ids), IGNORE, dtype=np.int64)
     at = 0
     for token, label in zip(*plain, strict=True):
         while at < len(ids) and ids[at] != token:
@@ -758,9 +759,9 @@ def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
                 f"{place}: the processor's tokens are not those of the conversation; give a chat "
                 "template whose turns end with a special token"
             )
-        made[at] = label
+        labels[at] = label
         at += 1
-    return made
+    return labels
 
 
 def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) -> bool:
@@ -784,22 +785,22 @@ LEAST = 2**20  # minimum file size for several processes; low, because images ta
 
 
 def rows_with_images(
-    rows: Iterator[tuple[str, dict[str, Any]]], source: Path, made: Conversations
+    rows: Iterator[tuple[str, dict[str, Any]]], source: Path, conversations: Conversations
 ) -> Iterator[Row]:
     """Yield the examples of rows; large files are encoded by several processes."""
     work = partial(_encoded, source)
-    for example, files in mapped(work, rows, made, processes_for(source, least=LEAST)):
-        numbers = [made.images.take(*file) for file in files]
+    for example, files in mapped(work, rows, conversations, processes_for(source, least=LEAST)):
+        numbers = [conversations.images.take(*file) for file in files]
         if example is not None:
             yield {**example, "images": np.asarray(numbers, np.int64)}
 
 
 def _encoded(
-    source: Path, made: Conversations, row: tuple[str, dict[str, Any]]
+    source: Path, conversations: Conversations, row: tuple[str, dict[str, Any]]
 ) -> tuple[Row | None, list[tuple[str, str]]]:
     """Return the example of a row, or None, and its images, which the caller numbers."""
     place, values = row
     given = {key: value for key, value in values.items() if value is not None}
-    example = made.encode(given, source, place)
+    example = conversations.encode(given, source, place)
     numbers = [] if example is None else example["images"].tolist()
-    return example, [made.images.files[number] for number in numbers]
+    return example, [conversations.images.files[number] for number in numbers]

@@ -67,7 +67,7 @@ def data_files(folder: Path) -> list[Path]:
     The list is empty if the folder holds no data files.
     """
     kinds = [suffix for suffix in SUFFIXES if suffix != ".txt"]
-    found = sorted(
+    files = sorted(
         path
         for path in folder.rglob("*")
         if path.is_file()
@@ -75,14 +75,14 @@ def data_files(folder: Path) -> list[Path]:
         and path.name not in _ABOUT_DATA
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
-    names = {path: str(path.relative_to(folder)).lower() for path in found}
-    train = [path for path in found if _TRAIN.search(names[path])]
+    names = {path: str(path.relative_to(folder)).lower() for path in files}
+    train = [path for path in files if _TRAIN.search(names[path])]
     if not train and any(_OTHER.search(name) for name in names.values()):
         raise DataError(
-            f"{folder}: has {names[found[0]]} and others, and none for training by its name; name "
-            f"the files: --data {found[0]}"
+            f"{folder}: has {names[files[0]]} and others, and none for training by its name; name "
+            f"the files: --data {files[0]}"
         )
-    chosen = train or found
+    chosen = train or files
     if len(kinds := sorted({suffix_of(path) for path in chosen})) > 1:
         raise DataError(
             f"{folder}: has files of several kinds, {', '.join(kinds)}; name those to train on: "
@@ -149,20 +149,20 @@ def _open(source: Path) -> tuple[int, Iterator[dict[str, Any]]]:
         file = pyarrow.parquet.ParquetFile(source)
         batches = file.iter_batches(batch_size=ROWS)
         return file.metadata.num_rows, (row for batch in batches for row in batch.to_pylist())
-    found: Any
+    dataset: Any
     if source.is_dir():
-        found = datasets.load_from_disk(str(source))
-        if isinstance(found, datasets.DatasetDict):
-            if SPLIT not in found:
-                names = list(found)
+        dataset = datasets.load_from_disk(str(source))
+        if isinstance(dataset, datasets.DatasetDict):
+            if SPLIT not in dataset:
+                names = list(dataset)
                 raise DataError(
                     f"{source}: has the splits {', '.join(names)} and no {SPLIT!r}; give the "
                     f"folder of one of them, such as {source / names[0]}"
                 )
-            found = found[SPLIT]
+            dataset = dataset[SPLIT]
     else:
-        found = datasets.Dataset.from_file(str(source))
-    return len(found), iter(found)
+        dataset = datasets.Dataset.from_file(str(source))
+    return len(dataset), iter(dataset)
 
 
 # -- Examples of a data file, each with its place in the file for messages -------------------------
@@ -199,9 +199,9 @@ def read_examples(
             yield str(source), ([(ids, ids)], None)
         return
     empty, work = True, _preference_ids if preferences else _row_ids
-    for found in mapped(work, read_rows(source, report), encoder, processes):
+    for encoded in mapped(work, read_rows(source, report), encoder, processes):
         empty = False
-        yield found
+        yield encoded
     if empty:
         raise DataError(f"{source}: holds no examples; check --data")
 
@@ -331,8 +331,8 @@ def _work_on(
     work: Callable[[Any, Any], Any], items: tuple[Any, ...]
 ) -> tuple[list[Any], list[int]]:
     before = _worker.counts()
-    made = [work(_worker, item) for item in items]
-    return made, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
+    results = [work(_worker, item) for item in items]
+    return results, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
 
 
 WORKER_DEADLINE_S = 600.0  # for TOGETHER rows
@@ -340,14 +340,14 @@ WORKER_DEADLINE_S = 600.0  # for TOGETHER rows
 
 def _finished(result: Any, worker: Worker) -> list[Any]:
     try:
-        made, counts = result.get(WORKER_DEADLINE_S)
+        results, counts = result.get(WORKER_DEADLINE_S)
     except multiprocessing.TimeoutError:
         raise DataError(
             f"a process that tokenises gave no answer for {WORKER_DEADLINE_S:g} s; it may have "
             "been killed for its memory: free some, or give the data in smaller files"
         ) from None
     worker.count(counts)
-    return list(made)
+    return list(results)
 
 
 # -- Text ------------------------------------------------------------------------------------------
@@ -493,10 +493,10 @@ class JsonItems:
     def _next(self) -> str:
         """Peek at the next character that is not white space; return "" at the end."""
         while True:
-            found = _NOT_SPACE.search(self._text, self._at)
-            if found is not None:
-                self._at = found.start()
-                return found[0]
+            match = _NOT_SPACE.search(self._text, self._at)
+            if match is not None:
+                self._at = match.start()
+                return match[0]
             if not self._read_more():
                 return ""
 

@@ -77,18 +77,18 @@ class Classes:
     several: bool  # whether an example may belong to several classes
 
     def number_of(self, value: Any, place: str) -> int:
-        known = self.numbers.get(value) if isinstance(value, str) else value
-        if known is None and isinstance(value, str) and value.isdecimal() and len(value) < 10:
-            known = int(value)  # The values of a .csv file are text.
-        if isinstance(known, bool):
-            known = int(known)
-        if not isinstance(known, int) or not 0 <= known < self.count:
+        number = self.numbers.get(value) if isinstance(value, str) else value
+        if number is None and isinstance(value, str) and value.isdecimal() and len(value) < 10:
+            number = int(value)  # The values of a .csv file are text.
+        if isinstance(number, bool):
+            number = int(number)
+        if not isinstance(number, int) or not 0 <= number < self.count:
             names = ", ".join(list(self.numbers)[:8])
             raise DataError(
                 f"{place}: class {value!r:.80} is none of the model's {self.count} (by number from "
                 f"0, or {names}); correct it, or set id2label in config.json"
             )
-        return known
+        return number
 
     def describe(self, labels: Sequence[float]) -> str:
         """Return the classes of an example as text, by name if they have one."""
@@ -133,12 +133,12 @@ class Texts:
                 if isinstance(part, str):
                     check_characters(part, "a text", place=place)
         tokenizer = self.encoder.tokenizer(place)
-        made = tokenizer(*texts, verbose=False, **how)
-        if len(made["input_ids"]) > self.limit:
+        tokens = tokenizer(*texts, verbose=False, **how)
+        if len(tokens["input_ids"]) > self.limit:
             self.cut += 1
-            made = tokenizer(*texts, verbose=False, truncation=True, max_length=self.limit, **how)
-        self._check(made["input_ids"], place)
-        return made
+            tokens = tokenizer(*texts, verbose=False, truncation=True, max_length=self.limit, **how)
+        self._check(tokens["input_ids"], place)
+        return tokens
 
     def _check(self, ids: list[int], place: str) -> None:
         wrong = [token for token in ids if not 0 <= token < (self.vocab_size or 2**31)]
@@ -161,7 +161,7 @@ class Texts:
                 f"{self.encoder.model_dir}: its tokenizer does not tell where a token stands in "
                 "the text; give a model with a tokenizer.json"
             )
-        made = tokenizer(
+        tokens = tokenizer(
             *texts,
             verbose=False,
             truncation="only_second" if len(texts) == 2 else True,
@@ -170,9 +170,9 @@ class Texts:
             return_overflowing_tokens=True,
             **how,
         )
-        for ids in made["input_ids"]:
+        for ids in tokens["input_ids"]:
             self._check(ids, place)
-        return made
+        return tokens
 
 
 Encode = Callable[[dict[str, Any], Texts, str], Iterable[Row]]
@@ -182,9 +182,9 @@ def _array(values: list[int]) -> np.ndarray:
     return np.asarray(values, dtype=np.int64)
 
 
-def _tokens(made: Any) -> dict[str, np.ndarray]:
+def _tokens(encoded: Any) -> dict[str, np.ndarray]:
     """Return the tokenizer's arrays with one entry per token; masks are derived from lengths."""
-    return {name: _array(values) for name, values in made.items() if name in TOKENS}
+    return {name: _array(values) for name, values in encoded.items() if name in TOKENS}
 
 
 def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
@@ -194,14 +194,14 @@ def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
     return [row[key] for key in keys]
 
 
-def _keys(row: dict[str, Any], known: tuple[Any, ...], place: str, what: str) -> Any:
+def _keys(row: dict[str, Any], alternatives: tuple[Any, ...], place: str, what: str) -> Any:
     """Return the first entry of `known`, a key or a tuple of keys, that the row has."""
-    for keys in known:
+    for keys in alternatives:
         if all(key in row for key in ((keys,) if isinstance(keys, str) else keys)):
             return keys
-    found = ", ".join(row) or "none"
-    names = "; ".join(keys if isinstance(keys, str) else "+".join(keys) for keys in known)
-    raise DataError(f"{place}: no {what} (keys found: {found}); known are {names}")
+    present = ", ".join(row) or "none"
+    names = "; ".join(keys if isinstance(keys, str) else "+".join(keys) for keys in alternatives)
+    raise DataError(f"{place}: no {what} (keys found: {present}); known are {names}")
 
 
 def encode_pair(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
@@ -217,10 +217,10 @@ def encode_pair(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
 
 
 def encode_class(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
-    made = texts.encoded(place, *_texts(row, _keys(row, TEXTS, place, "text"), place))
-    if not made["input_ids"]:
+    encoded = texts.encoded(place, *_texts(row, _keys(row, TEXTS, place, "text"), place))
+    if not encoded["input_ids"]:
         raise DataError(f"{place}: the text has no token; write a longer one")
-    return [{**_tokens(made), "labels": label_of(row, texts.classes, place)}]
+    return [{**_tokens(encoded), "labels": label_of(row, texts.classes, place)}]
 
 
 def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
@@ -228,9 +228,9 @@ def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
     value = row[_keys(row, LABELS, place, "label")]
     if classes.several:
         listed = value if isinstance(value, list) else [value]
-        made = np.zeros(classes.count, dtype=np.float32)
-        made[[classes.number_of(one, place) for one in listed]] = 1.0
-        return made
+        vector = np.zeros(classes.count, dtype=np.float32)
+        vector[[classes.number_of(one, place) for one in listed]] = 1.0
+        return vector
     if classes.count > 1:
         return _array([classes.number_of(value, place)])
     try:
@@ -249,9 +249,9 @@ def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     if not isinstance(tags, list) or len(tags) != len(words):
         count = len(tags) if isinstance(tags, list) else kind_of(tags)
         raise DataError(f"{place}: {len(words)} words and {count} tags; give one for each word")
-    made = texts.encoded(place, words, is_split_into_words=True)
+    encoded = texts.encoded(place, words, is_split_into_words=True)
     try:
-        places = made.word_ids()
+        places = encoded.word_ids()
     except ValueError:
         raise DataError(
             f"{texts.encoder.model_dir}: its tokenizer does not tell which word a token is of; "
@@ -260,12 +260,12 @@ def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     labels, before = [], None
     for word in places:
         first = word is not None and word != before
-        known = first and tags[word] != IGNORE
-        labels.append(texts.classes.number_of(tags[word], place) if known else IGNORE)
+        labelled = first and tags[word] != IGNORE
+        labels.append(texts.classes.number_of(tags[word], place) if labelled else IGNORE)
         before = word
     if all(label == IGNORE for label in labels):
         raise DataError(f"{place}: no word has a class; correct or remove it")
-    return [{**_tokens(made), "labels": _array(labels)}]
+    return [{**_tokens(encoded), "labels": _array(labels)}]
 
 
 def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
@@ -284,18 +284,18 @@ def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[R
             f"{place}: the question has {asked} tokens, which leaves {max(0, room)} of "
             f"{texts.limit} for a context of {len(context)} characters; raise --seq or shorten it"
         )
-    made = texts.windows(
+    windows = texts.windows(
         place, question, context, overlap=min(OVERLAP, room // 2), return_offsets_mapping=True
     )
     rows = []
-    for number, ids in enumerate(made["input_ids"]):
-        own, spans = made.sequence_ids(number), made["offset_mapping"][number]
-        inside = [at for at, part in enumerate(own) if part == 1]
+    for number, ids in enumerate(windows["input_ids"]):
+        sequences, spans = windows.sequence_ids(number), windows["offset_mapping"][number]
+        inside = [at for at, part in enumerate(sequences) if part == 1]
         first, last = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0, 0
         if begin < end and spans[inside[0]][0] <= begin and end <= spans[inside[-1]][1]:
             first = max(at for at in inside if spans[at][0] <= begin)
             last = min(at for at in inside if spans[at][1] >= end)
-        tokens = {name: made[name][number] for name in made if name in TOKENS}
+        tokens = {name: windows[name][number] for name in windows if name in TOKENS}
         rows.append(
             {
                 **_tokens(tokens),
@@ -320,10 +320,10 @@ def _answer(row: dict[str, Any], context: str, place: str) -> tuple[int, int]:
         raise DataError(f"{place}: the answer must be text, got {kind_of(given)}")
     begin = starts if isinstance(starts, int) else context.find(given)
     if begin < 0 or context[begin : begin + len(given)] != given:
-        found = context[begin : begin + len(given)] if begin >= 0 else "nothing"
+        actual = context[begin : begin + len(given)] if begin >= 0 else "nothing"
         raise DataError(
             f"{place}: the answer {given[:60]!r} is not in the context (at {begin} stands "
-            f"{found[:60]!r}); correct answer_start"
+            f"{actual[:60]!r}); correct answer_start"
         )
     return begin, begin + len(given)
 
@@ -337,11 +337,11 @@ CHOSEN, MASKED, CHANGED = 0.15, 0.8, 0.1
 
 def encode_text(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     """Return the tokens of a text, divided into windows if it is too long for one."""
-    made = texts.windows(place, *_texts(row, _keys(row, TEXTS, place, "text")[:1], place))
+    encoded = texts.windows(place, *_texts(row, _keys(row, TEXTS, place, "text")[:1], place))
     special = texts.encoder.tokenizer(place).all_special_ids
     windows = [
-        {name: made[name][number] for name in made if name in TOKENS}
-        for number, ids in enumerate(made["input_ids"])
+        {name: encoded[name][number] for name in encoded if name in TOKENS}
+        for number, ids in enumerate(encoded["input_ids"])
         if set(ids) - set(special)
     ]
     if not windows:
@@ -391,8 +391,8 @@ def texts_of(folder: Path, config: Any, *, seq: int) -> Texts:
     encoder, limit = Encoder(folder), seq
     places = getattr(text, "max_position_embeddings", None)
     if places:  # model_max_length says how many of the positions are usable for tokens.
-        own = int(encoder.tokenizer("the data").model_max_length)
-        limit = min(seq, int(places), own)
+        longest = int(encoder.tokenizer("the data").model_max_length)
+        limit = min(seq, int(places), longest)
     return Texts(encoder, limit, classes_of(config), getattr(text, "vocab_size", None))
 
 
@@ -425,9 +425,9 @@ def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> U
         if rating is None:
             raise DataError(f"{place}: label must be true or false, got {row['label']!r}")
         return [example(prompt, _preferred(row, "completion", place=place))], rating
-    found = ", ".join(row) or "none"
+    keys = ", ".join(row) or "none"
     raise DataError(
-        f"{place}: no known keys (found: {found}); preferences have prompt+chosen+rejected, "
+        f"{place}: no known keys (found: {keys}); preferences have prompt+chosen+rejected, "
         "chosen+rejected, or prompt+completion+label"
     )
 
@@ -522,8 +522,8 @@ class Preferences:
         if not self.rated:
             return self.sequences.longest
         prompts, answers = zip(*(self._parts(i) for i in range(len(self.sequences))), strict=True)
-        found = max(map(len, prompts)) + max(map(len, answers))
-        return min(self.sequences.seq, found)
+        length = max(map(len, prompts)) + max(map(len, answers))
+        return min(self.sequences.seq, length)
 
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
         seed = self.sequences.seed
@@ -544,13 +544,13 @@ class Preferences:
         else:
             first = [self.sequences.example(2 * int(row)) for row in rows]
             second = [self.sequences.example(2 * int(row) + 1) for row in rows]
-        made = self.sequences.padded([*first, *second])
-        made |= {"objective": self.objective, "stats": {}}
+        batch = self.sequences.padded([*first, *second])
+        batch |= {"objective": self.objective, "stats": {}}
         if self.reference is not None:
-            made["reference"] = torch.from_numpy(self.reference[rows].T.reshape(-1).copy())
+            batch["reference"] = torch.from_numpy(self.reference[rows].T.reshape(-1).copy())
         if self.rated:
-            made["desirable"] = torch.tensor([self.sequences.ratings[r] == "1" for r in rows])
-        return made
+            batch["desirable"] = torch.tensor([self.sequences.ratings[r] == "1" for r in rows])
+        return batch
 
     @cached_property
     def _mixture(self) -> Mixture:

@@ -27,8 +27,8 @@ TOKENIZER_FILES = (
 
 def tokenizer_files(model_dir: Path) -> list[Path]:
     """Return the files of a model folder that make up its tokenizer, sorted by name."""
-    found = {p for pattern in TOKENIZER_FILES for p in model_dir.glob(pattern) if p.is_file()}
-    return sorted(found)
+    files = {p for pattern in TOKENIZER_FILES for p in model_dir.glob(pattern) if p.is_file()}
+    return sorted(files)
 
 
 def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
@@ -147,8 +147,8 @@ class Encoder:
 
     def _piece_ids(self, text: str, *, place: str) -> list[int]:
         with tokenizer_errors(place):
-            found = self._tokenizer(text, add_special_tokens=False, verbose=False)
-        ids: list[int] = found["input_ids"]
+            tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = tokens["input_ids"]
         return ids
 
     def bos(self, *, place: str) -> list[int]:
@@ -187,14 +187,14 @@ class Encoder:
     def system_of(self, prompt: str) -> str:
         """Return a rendered conversation's system prompt, and whether data or template set it."""
         self._tools = None
-        asked, told = {"role": "user", "content": "{{ask}}"}, "{{system}}"
+        asked, placeholder = {"role": "user", "content": "{{ask}}"}, "{{system}}"
         try:
             plain = self._render([asked]).partition("{{ask}}")[0]
-            given = self._render([{"role": "system", "content": told}, asked])
+            given = self._render([{"role": "system", "content": placeholder}, asked])
         except DataError:  # There is no template, or it does not accept a system prompt.
             return "none"
-        before, found, after = given.partition("{{ask}}")[0].partition(told)
-        if not found or not after:
+        before, separator, after = given.partition("{{ask}}")[0].partition(placeholder)
+        if not separator or not after:
             return "none"
 
         def within(text: str) -> str:
@@ -252,9 +252,9 @@ class Encoder:
             )
         self._tools = tools
         self.unseen_tools += bool(tools) and not re.search(r"\btools\b", str(template))
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = [i for i in said if messages[i].get("weight") != 0]
-        if turns == said and re.search(r"\{%-?\s*generation\b", str(template)):
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i in answers if messages[i].get("weight") != 0]
+        if turns == answers and re.search(r"\{%-?\s*generation\b", str(template)):
             return self._tagged_chat(messages, place=place)
         text = self._render(messages, place=place)
         spans = [span for turn in turns if (span := self._turn_span(messages, turn, text))]
@@ -321,8 +321,8 @@ class Encoder:
             until = text if turn + 1 == len(messages) else self._render(messages[: turn + 1])
         except DataError:
             return None
-        found = text.startswith(until) and until.startswith(before)
-        return (len(before), len(until)) if found else None
+        matches = text.startswith(until) and until.startswith(before)
+        return (len(before), len(until)) if matches else None
 
     def _mask_spans(self, text: str, spans: list[tuple[int, int]], *, place: str) -> Example:
         """Return the tokens of the text, with labels on the spans.
@@ -396,15 +396,15 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     row = {key: value for key, value in row.items() if value is not None}
     keys = next((keys for keys in KINDS if all(key in row for key in keys)), None)
     if keys is None:
-        found = ", ".join(row) or "none"
-        known = "; ".join("+".join(keys) for keys in KINDS)
+        present = ", ".join(row) or "none"
+        kinds = "; ".join("+".join(keys) for keys in KINDS)
         pairs = {"chosen", "rejected"} <= row.keys()
         hint = "; for pairs of answers add --task preference" if pairs else ""
         begun = next((keys for keys in KINDS if any(key in row for key in keys)), None)
         if begun is not None and not pairs:
             missing = " and ".join(key for key in begun if key not in row)
-            raise DataError(f"{place}: {missing} is missing (found: {found}); known are {known}")
-        raise DataError(f"{place}: no known keys (found: {found}); known are {known}{hint}")
+            raise DataError(f"{place}: {missing} is missing (found: {present}); known are {kinds}")
+        raise DataError(f"{place}: no known keys (found: {present}); known are {kinds}{hint}")
     if keys[0] == "prompt" and isinstance(row.get("label"), bool):
         raise DataError(
             f"{place}: a completion with label {str(row['label']).lower()} is rated, and would be "
@@ -580,7 +580,7 @@ def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
     """Check messages, and join contents that are given in parts into one text."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
-    found = []
+    messages = []
     for number, message in enumerate(value, 1):
         where = f"{place}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -590,8 +590,8 @@ def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
             message = {**message, "content": _joined(content, where=where)}
         elif content is not None or not message.get("tool_calls"):
             _text({"content": content}, "content", place=where)
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 def _joined(parts: list[Any], *, where: str) -> str:

@@ -28,7 +28,7 @@ def pieces(text: str, tokenize: Tokenize) -> Iterator[str]:
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:
         near = text[start : start + PIECE_CHARACTERS]
-        cut = max((found.start() for found in BETWEEN_WORDS.finditer(near)), default=0)
+        cut = max((match.start() for match in BETWEEN_WORDS.finditer(near)), default=0)
         skip = _skipped(text, start + cut, tokenize) if cut else None
         if skip is None:
             break

@@ -150,8 +150,8 @@ def record_event(stream: Any) -> Event:
         event.record(stream)
     else:
         event = stream.record_event()
-    made: Event = event
-    return made
+    recorded: Event = event
+    return recorded
 
 
 def read_back(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,20 +272,20 @@ class AcceleratorDevice:
 
     def memory_bytes(self) -> int:
         free = free_memory(self.torch_device)
-        known = [count for count in (self._memory, free) if count is not None]
-        if not known:
+        limits = [count for count in (self._memory, free) if count is not None]
+        if not limits:
             raise ConfigError(
                 f"{self.name} does not say how much memory it has; give --device-memory, say 24GiB"
             )
-        return min(known)
+        return min(limits)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
         """Return the memory that no buffer accounts for, by owner.
 
         It is known for CUDA, ROCm and XPU. Other backends are assumed to have none.
         """
-        known = self.torch_device.type in ("cuda", "xpu")
-        return card_overhead(self.memory_bytes(), host_bytes) if known else {}
+        has_libraries = self.torch_device.type in ("cuda", "xpu")
+        return card_overhead(self.memory_bytes(), host_bytes) if has_libraries else {}
 
     def allocate(self, count: int) -> torch.Tensor:
         """Allocate a buffer. See Note [long-lived buffers].
@@ -293,11 +293,11 @@ class AcceleratorDevice:
         The memory belongs to the compute stream, even if a lane's thread allocates it.
         """
         with self._current(compute := self._compute()):
-            made = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
+            buffer = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
         given = record_event(compute)
         for stream in self._streams.values():
             stream.wait_event(given)
-        return made
+        return buffer
 
     def enter(self, lane: str) -> None:
         """Set the device and the stream of a lane's thread. See Note [per thread]."""
@@ -354,8 +354,8 @@ class AcceleratorDevice:
             return None
         event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(self._compute())
-        made: Event = event
-        return made
+        recorded: Event = event
+        return recorded
 
     def elapsed_s(self, first: Any, last: Any) -> float:
         return float(first.elapsed_time(last)) / 1e3
@@ -443,13 +443,17 @@ class AcceleratorDevice:
 
     def random_state(self) -> Any:
         """Return the states of the host's generator and of the device's."""
-        own = random_state(self.torch_device)
-        return (torch.get_rng_state(),) if own is None else (torch.get_rng_state(), own)
+        device_state = random_state(self.torch_device)
+        return (
+            (torch.get_rng_state(),)
+            if device_state is None
+            else (torch.get_rng_state(), device_state)
+        )
 
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state[0])
-        for own in state[1:]:
-            set_random_state(self.torch_device, own)
+        for device_state in state[1:]:
+            set_random_state(self.torch_device, device_state)
 
     def close(self) -> None:
         """Stop the threads of pageable copies and remove the limit on memory.
@@ -465,18 +469,18 @@ def found_type() -> str:
     """Return the type of the accelerator that torch was built for and that is available."""
     if not hasattr(torch, "accelerator"):
         raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
-    found = _built_for()
-    if found is not None and torch.accelerator.is_available():
-        return found.type
-    if found is None:
+    backend = _built_for()
+    if backend is not None and torch.accelerator.is_available():
+        return backend.type
+    if backend is None:
         raise ConfigError(
             "--device: torch finds no accelerator on this machine; install a build of torch "
             "for it, or use --device cpu"
         )
     raise ConfigError(
-        f"--device: this torch is built for {found.type}, but finds no device: its driver is "
-        f"missing or too old, or none is visible; check {_TOOLS.get(found.type, 'its driver')}, or "
-        "use --device cpu"
+        f"--device: this torch is built for {backend.type}, but finds no device: its driver is "
+        f"missing or too old, or none is visible; check {_TOOLS.get(backend.type, 'its driver')}, "
+        "or use --device cpu"
     )
 
 

@@ -45,15 +45,15 @@ def known_name(name: str) -> str:
     Every name of an accelerator becomes `accelerator`, with its number if given: accelerator:1.
     """
     if (named := _AN_ACCELERATOR.fullmatch(name)) is not None:
-        if named[1] in BACKENDS and (found := found_type()) != named[1]:
+        if named[1] in BACKENDS and (available := found_type()) != named[1]:
             raise ConfigError(
-                f"device: {name} was asked for, but the accelerator of this machine is {found}; "
-                f"use --device {found}"
+                f"device: {name} was asked for, but the accelerator of this machine is {available}"
+                f"; use --device {available}"
             )
         return f"accelerator:{named[2]}" if named[2] is not None else "accelerator"
     if name not in NAMES:
-        known = ", ".join((*NAMES, "cuda", "cuda:1"))
-        raise ConfigError(f"device: got {name!r}, wants one of {known}")
+        names = ", ".join((*NAMES, "cuda", "cuda:1"))
+        raise ConfigError(f"device: got {name!r}, wants one of {names}")
     if name == "auto":
         return "accelerator" if has_accelerator() else "cpu"
     return name
@@ -132,16 +132,16 @@ class Compiled:
                 return
 
     def forward(self, site: int) -> Forward | None:
-        made = self._made.get(site)
-        return None if made is None else made[0]
+        compiled = self._made.get(site)
+        return None if compiled is None else compiled[0]
 
     def recompute(self, site: int) -> Forward | None:
         """Return the compiled recomputation of a site, or None if the site runs uncompiled.
 
         Its result has a graph but no values. See Note [compiled recomputation].
         """
-        made = self._made.get(site)
-        return None if made is None else made[1]
+        compiled = self._made.get(site)
+        return None if compiled is None else compiled[1]
 
     def undecided(self, site: int) -> bool:
         """Return whether it is still open if this site is compiled."""
@@ -153,13 +153,13 @@ class Compiled:
         `before` and `after` are the random states around that call. A site is compiled if they are
         equal.
         """
-        made = None
+        compiled = None
         if self._backend is not None and _same(before, after):
-            made = (
+            compiled = (
                 torch.compile(forward, backend=self._backend),
                 torch.compile(_without_values(forward), backend=self._backend),
             )
-        self._made[site] = made
+        self._made[site] = compiled
 
 
 def _without_values(forward: Forward) -> Forward:

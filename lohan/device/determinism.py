@@ -28,9 +28,9 @@ def fix_cublas_workspace() -> None:
     if os.environ.get(WORKSPACE) in FIXED:
         return
     if WORKSPACE in os.environ or torch.cuda.is_initialized():
-        found = os.environ.get(WORKSPACE)
+        setting = os.environ.get(WORKSPACE)
         raise ConfigError(
-            f"deterministic: {WORKSPACE} is {found or 'not set'} and must be {FIXED[0]} before "
+            f"deterministic: {WORKSPACE} is {setting or 'not set'} and must be {FIXED[0]} before "
             f"this process uses CUDA; start it with {WORKSPACE}={FIXED[0]}"
         )
     os.environ[WORKSPACE] = FIXED[0]

@@ -89,9 +89,9 @@ class EmulatedStream:
             self._change.notify()
 
     def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
-        made = event or EmulatedEvent()
-        self.give(lambda: self._pass(made))
-        return made
+        recorded = event or EmulatedEvent()
+        self.give(lambda: self._pass(recorded))
+        return recorded
 
     def wait_event(self, event: EmulatedEvent) -> None:
         self.give(event.synchronize)
@@ -216,33 +216,33 @@ class Memory:
 
     def touched(self, key: int, *, write: bool) -> None:
         """Record that compute uses a storage, or raise an error if a copy is pending."""
-        found = self._known.get(key)
-        if found is None:
+        storage = self._known.get(key)
+        if storage is None:
             return
-        if found.coming or (write and found.leaving):
-            raise _race("compute", "overwrites" if write else "reads", found.size, "a copy")
+        if storage.coming or (write and storage.leaving):
+            raise _race("compute", "overwrites" if write else "reads", storage.size, "a copy")
         if write:
-            found.written = self.span
+            storage.written = self.span
         else:
-            found.read = self.span
+            storage.read = self.span
 
     def given(self, key: int, *, write: bool, more: int = 1) -> None:
         """Count a copy to or from a storage as pending; with `more=-1`, as done."""
         with self._lock:
-            found = self._known.get(key)
-            if found is not None and write:
-                found.coming += more
-            elif found is not None:
-                found.leaving += more
+            block = self._known.get(key)
+            if block is not None and write:
+                block.coming += more
+            elif block is not None:
+                block.leaving += more
 
     def check_copy(self, key: int, *, write: bool) -> None:
         """Raise an error if compute may still write the source or use the destination."""
-        found = self._known.get(key)
-        if found is None:
+        block = self._known.get(key)
+        if block is None:
             return
-        spans = (found.written, found.read) if write else (found.written,)
+        spans = (block.written, block.read) if write else (block.written,)
         if any(span is not None and not span.event.passed for span in spans):
-            raise _race("a copy", "overwrites" if write else "reads", found.size, "compute")
+            raise _race("a copy", "overwrites" if write else "reads", block.size, "compute")
 
 
 def _race(who: str, does: str, size: int, other: str) -> LohanError:
@@ -336,9 +336,9 @@ class EmulatedDevice(AcceleratorDevice):
         return self.memory.budget
 
     def allocate(self, count: int) -> torch.Tensor:
-        made = torch.full((count,), POISON, dtype=torch.uint8)
-        self.memory.add(made.untyped_storage(), made=False)
-        return made
+        buffer = torch.full((count,), POISON, dtype=torch.uint8)
+        self.memory.add(buffer.untyped_storage(), made=False)
+        return buffer
 
     def enter(self, lane: str) -> None:
         """Do nothing, because the streams have their own threads."""
@@ -374,9 +374,12 @@ class EmulatedDevice(AcceleratorDevice):
     def _copy_one(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue one copy, without keeping the device's memory alive."""
         to_device = lane != "d2h"
-        there, host = (dst, src) if to_device else (src, dst)
-        weak = StorageWeakRef(there.untyped_storage())
-        start, count = there.storage_offset() * there.itemsize, there.numel() * there.itemsize
+        on_device, host = (dst, src) if to_device else (src, dst)
+        weak = StorageWeakRef(on_device.untyped_storage())
+        start, count = (
+            on_device.storage_offset() * on_device.itemsize,
+            on_device.numel() * on_device.itemsize,
+        )
         host_bytes = host.view(-1).view(torch.uint8)
 
         def work() -> None:
@@ -446,9 +449,9 @@ class UnifiedDevice(EmulatedDevice):
         raise LohanError(f"{self.name} has no lane {lane}")
 
     def host_memory(self, count: int) -> HostMemory:
-        made = super().host_memory(count)
-        self.memory.add_host(made)
-        return made
+        buffer = super().host_memory(count)
+        self.memory.add_host(buffer)
+        return buffer
 
 
 class _ComputeStream:

@@ -59,29 +59,29 @@ def launch(
 
     port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
-    with _passing_on(ranks), TemporaryDirectory(prefix="lohan-ranks-") as said:
-        env = {**os.environ, SAID: said}
-        for own in RankInfo(world=world).all():
-            ranks.append(_start(arguments, environment(own, port, env)))
+    with _passing_on(ranks), TemporaryDirectory(prefix="lohan-ranks-") as messages:
+        env = {**os.environ, SAID: messages}
+        for rank_info in RankInfo(world=world).all():
+            ranks.append(_start(arguments, environment(rank_info, port, env)))
         _wait(ranks, grace_s)
     return _outcome([rank.returncode for rank in ranks], note)
 
 
-def environment(own: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, str]:
+def environment(rank: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a rank, with the variables that torchrun sets.
 
     If OMP_NUM_THREADS is not set, the rank gets its share of the cores.
     """
-    cores = max(1, len(os.sched_getaffinity(0)) // own.world)
-    told = {
-        "RANK": own.rank,
-        "LOCAL_RANK": own.rank,
-        "WORLD_SIZE": own.world,
-        "LOCAL_WORLD_SIZE": own.world,
+    cores = max(1, len(os.sched_getaffinity(0)) // rank.world)
+    variables = {
+        "RANK": rank.rank,
+        "LOCAL_RANK": rank.rank,
+        "WORLD_SIZE": rank.world,
+        "LOCAL_WORLD_SIZE": rank.world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    return {"OMP_NUM_THREADS": str(cores), **env, **{k: str(v) for k, v in told.items()}}
+    return {"OMP_NUM_THREADS": str(cores), **env, **{k: str(v) for k, v in variables.items()}}
 
 
 def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:

@@ -42,9 +42,9 @@ def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Non
 
     `shard` may be this rank's part of `whole`.
     """
-    found = getattr(distributed(), "all_gather_single", None)
-    found = found or distributed().all_gather_into_tensor
-    found(whole, shard, group=group)
+    gather = getattr(distributed(), "all_gather_single", None)
+    gather = gather or distributed().all_gather_into_tensor
+    gather(whole, shard, group=group)
     _synchronize(whole)
 
 
@@ -62,9 +62,9 @@ def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
             total += row
         return total
     total = torch.empty_like(rows[0])
-    found = getattr(distributed(), "reduce_scatter_single", None)
-    found = found or distributed().reduce_scatter_tensor
-    found(total, rows.view(-1), group=group)
+    reduce_scatter = getattr(distributed(), "reduce_scatter_single", None)
+    reduce_scatter = reduce_scatter or distributed().reduce_scatter_tensor
+    reduce_scatter(total, rows.view(-1), group=group)
     _synchronize(total)
     return total
 
@@ -133,11 +133,11 @@ class Heartbeat:
             try:
                 self._beat(number)
                 keys = [self._key(rank) for rank in range(self._ranks.world)]
-                found = self._rendezvous.multi_get(keys)
+                beats = self._rendezvous.multi_get(keys)
             except RuntimeError:  # `_guard` handles a store that does not answer
                 continue
             try:
-                counts = [count_of(value) for value in found]
+                counts = [count_of(value) for value in beats]
             except ValueError as error:
                 self._end(f"the rendezvous store holds {error}; another program writes to it")
                 return
@@ -271,26 +271,26 @@ class ProcessGroup:
 
     def least(self, *numbers: int | None) -> list[Any]:
         """Return the element-wise minimum over ranks, or None if any rank has None."""
-        said = zip(*self.all_gather_object(numbers), strict=True)
-        return [None if None in own else min(own) for own in said]
+        columns = zip(*self.all_gather_object(numbers), strict=True)
+        return [None if None in values else min(values) for values in columns]
 
     def broadcast_made(self, make: Callable[[], Found]) -> Found:
         """Call `make` on the first rank and return its result, a JSON value, on all ranks.
 
         If it raises a LohanError, all ranks raise an error.
         """
-        made, error = None, None
+        value, error = None, None
         if self.ranks.first:
             try:
-                made = make()
+                value = make()
             except LohanError as problem:
                 error = problem
-        said = self.all_gather_object([made, str(error) if error is not None else None])[0]
+        first = self.all_gather_object([value, str(error) if error is not None else None])[0]
         if error is not None:
             raise error
-        if said[1] is not None:
-            raise RankError(said[1], told=True)
-        result: Found = said[0]
+        if first[1] is not None:
+            raise RankError(first[1], reported=True)
+        result: Found = first[0]
         return result
 
     @contextmanager
@@ -305,7 +305,7 @@ class ProcessGroup:
             self.all_gather_object(True)
             raise
         if any(failed := self.all_gather_object(False)):
-            raise RankError(f"rank {failed.index(True)} could not go on", told=True)
+            raise RankError(f"rank {failed.index(True)} could not go on", reported=True)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
         """Do `reduce_scatter` in host memory, on the caller's thread."""
@@ -360,7 +360,9 @@ class SeveralRanks(ProcessGroup):
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
         here = Peer(socket.gethostname(), os.getpid())
-        self.peers = tuple(Peer(*found) for found in self.all_gather_object([here.host, here.pid]))
+        self.peers = tuple(
+            Peer(*fields) for fields in self.all_gather_object([here.host, here.pid])
+        )
         hosts = [peer.host for peer in self.peers]
         self.local_size = hosts.count(here.host)
         _core.set_threads(update_threads(self.local_size))
@@ -378,10 +380,10 @@ class SeveralRanks(ProcessGroup):
         return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        own = shard.contiguous().view(torch.uint8)
-        gathered = own.new_empty(self.world * own.numel())
+        contiguous = shard.contiguous().view(torch.uint8)
+        gathered = contiguous.new_empty(self.world * contiguous.numel())
         with self._lost_rank():
-            all_gather_into(gathered, own, self._talk)
+            all_gather_into(gathered, contiguous, self._talk)
         return gathered.view(shard.dtype)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
@@ -421,12 +423,12 @@ class SeveralRanks(ProcessGroup):
 
     def _check_devices(self, torch_device: torch.device) -> None:
         """Raise ConfigError if ranks share a device, which NCCL cannot connect."""
-        own = [socket.gethostname(), identity(torch_device)]
-        every = self.all_gather_object(own)
+        place = [socket.gethostname(), identity(torch_device)]
+        every = self.all_gather_object(place)
         for rank, other in enumerate(every[: self.rank]):
-            if other == own and own[1]:
+            if other == place and place[1]:
                 raise ConfigError(
-                    f"rank {rank} and rank {self.rank} would share {torch_device} of {own[0]}; "
+                    f"rank {rank} and rank {self.rank} would share {torch_device} of {place[0]}; "
                     "every rank needs a device of its own: start fewer ranks, or make another "
                     "device visible to each"
                 )
@@ -535,8 +537,8 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
 
 def _environment_rendezvous(ranks: RankInfo) -> Any:
     """Return the store that torch finds through the environment, as init_process_group does."""
-    found = distributed().rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING)
-    return next(found)[0]
+    rendezvous = distributed().rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING)
+    return next(rendezvous)[0]
 
 
 def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
@@ -576,12 +578,12 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
     `act` is told whether its rank is the first on its machine. Files are thus created once, and the
     other ranks find them.
     """
-    here, found = group.is_local_first, list[Found]()
+    here, results = group.is_local_first, list[Found]()
     for turn in (group.ranks.first, here and not group.ranks.first, not here):
         with group.all_or_none():
             if turn:
-                found.append(act(here))
-    return found[0]
+                results.append(act(here))
+    return results[0]
 
 
 def local_rendezvous(ranks: RankInfo, env: Mapping[str, str]) -> Any:

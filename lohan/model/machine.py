@@ -169,7 +169,7 @@ class Profile:
             )
             for d in self.drives
         )
-        own = (
+        divided = (
             self
             if self.has_link
             else replace(  # Other ranks compute on the same cores.
@@ -179,7 +179,7 @@ class Profile:
                 head_flops=self.head_flops / ranks,
             )
         )
-        return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
+        return replace(divided, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
 
     def with_host(self, host_bytes: int) -> Profile:
         """Return the same machine with `host_bytes` of main memory.
@@ -217,8 +217,8 @@ class Profile:
         drives = data.get("drives", ())
         if not isinstance(drives, (list, tuple)) or not all(isinstance(d, Mapping) for d in drives):
             raise wrong(f"{source}: drives", drives, "[[drives]] tables")
-        made = (Drive(**_values(Drive, table, f"{source}: drive")) for table in drives)
-        profile = cls(**_values(cls, rest, source), drives=tuple(made))
+        parsed = (Drive(**_values(Drive, table, f"{source}: drive")) for table in drives)
+        profile = cls(**_values(cls, rest, source), drives=tuple(parsed))
         if profile.unified and profile.device_bytes:
             raise ConfigError(
                 f"{source}: device_bytes is {profile.device_bytes}, but a machine with unified "
@@ -254,16 +254,16 @@ def _at(points: Curve, tokens: float) -> float:
 
 
 def _values(cls: type[Profile] | type[Drive], data: Mapping[str, Any], source: str) -> Any:
-    known = {field.name: field for field in fields(cls)}
+    declared = {field.name: field for field in fields(cls)}
     for key in data:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+        if key not in declared:
+            near = difflib.get_close_matches(key, declared, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(declared)}"
             raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
-    for name, field in known.items():
+    for name, field in declared.items():
         if field.default is MISSING and name not in data:
             raise ConfigError(f"{source}: {name} is missing; add it")
-    return {key: _value(known[key], value, f"{source}: {key}") for key, value in data.items()}
+    return {key: _value(declared[key], value, f"{source}: {key}") for key, value in data.items()}
 
 
 def _value(field: Field[Any], value: Any, name: str) -> Any:

@@ -249,8 +249,8 @@ class BatchWorkload:
         key = "tiles", tokens
         if key not in self.known:
             self.known[key] = self.tiled(tokens)
-        made: BatchWorkload = self.known[key]
-        return made
+        tiled: BatchWorkload = self.known[key]
+        return tiled
 
     @property
     def tokens(self) -> int:

@@ -668,12 +668,12 @@ def _dit_shape(keys: _Keys) -> ModelShape:
     h = heads * keys.number("attention_head_dim", default=72)
     patch = keys.number("patch_size", default=2)
     given = keys.number("in_channels", default=4)
-    made = keys.number("out_channels", default=given)
+    out_channels = keys.number("out_channels", default=given)
     tokens = (keys.number("sample_size", default=32) // patch) ** 2
     time = 256 * h + h + h * h + h
     classes = (keys.number("num_embeds_ada_norm", default=1000) + 1) * h
     block = dit_block(hidden=h, sample_tokens=tokens)
-    pixels = patch * patch * made
+    pixels = patch * patch * out_channels
     return ModelShape(
         name=keys.name,
         hidden=h,

@@ -332,9 +332,9 @@ def chunks(group: FlatGroup, chunk_params: int) -> tuple[Chunk, ...]:
     for index, start in enumerate(range(0, group.numel, chunk_params)):
         stop = min(start + chunk_params, group.numel)
         ranges = tuple(
-            found
+            overlap
             for number, tensor in enumerate(group.tensors)
-            if (found := _overlap(number, tensor, start, stop)) is not None
+            if (overlap := _overlap(number, tensor, start, stop)) is not None
         )
         cuts.append(Chunk(index, start, stop, ranges))
     return tuple(cuts)
@@ -418,27 +418,29 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
         raise damaged(str(error)) from None
     width = state_format.weight_bytes
     for tensor in (tensor for group in groups for tensor in group.tensors if tensor.packing):
-        known = tensor.packing in FORMATS and len(tensor.shape) >= 2 and not tensor.trainable
-        size = packed_numel(tensor.packing, tensor.shape, width) if known else -1
+        supported = tensor.packing in FORMATS and len(tensor.shape) >= 2 and not tensor.trainable
+        size = packed_numel(tensor.packing, tensor.shape, width) if supported else -1
         if tensor.numel != size:
             raise damaged(
                 f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} is packed as "
                 f"{tensor.packing[:40]!r} in {tensor.numel} elements"
             )
-    own = tuple(map(ranks.shard, groups))
-    there = {region.key: region for region in held}
+    shards = tuple(map(ranks.shard, groups))
+    by_key = {region.key: region for region in held}
     # The number of chunks is checked first, because a wrong `chunk_params` could ask for any number
     # of them.
-    for group in own:
-        found = there.get(weight_key(group))
+    for group in shards:
+        weight_region = by_key.get(weight_key(group))
         count = -(-group.numel // chunk_params)
-        if found is None or len(found.chunks) != count:
-            have = "no region" if found is None else f"{len(found.chunks)} chunks"
+        if weight_region is None or len(weight_region.chunks) != count:
+            have = "no region" if weight_region is None else f"{len(weight_region.chunks)} chunks"
             raise damaged(f"group {group.key!r} needs {count} chunks, the store has {have} for it")
-    exact = frozenset(g.key for g in own if g.frozen and exact_key(g) in there)
+    exact = frozenset(g.key for g in shards if g.frozen and exact_key(g) in by_key)
     if exact and state_format.name not in EXACT_ARRAYS:
         raise damaged(f"{state_format.name} weights of {min(exact)!r} are said to be rounded")
-    for region in regions(own, state_format=state_format, chunk_params=chunk_params, exact=exact):
-        if there.get(region.key) != region:
+    for region in regions(
+        shards, state_format=state_format, chunk_params=chunk_params, exact=exact
+    ):
+        if by_key.get(region.key) != region:
             raise damaged(f"region {region.key!r} has other sizes in the store")
     return StoredModel(state_format, chunk_params, groups, exact)

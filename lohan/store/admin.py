@@ -45,7 +45,7 @@ def list_stores(root: str | Path) -> list[Path]:
 
     Directories inside a store are not searched, and symbolic links to directories are not followed.
     """
-    found: list[Path] = []
+    stores: list[Path] = []
     level = [Path(root).absolute()]
     for _ in range(_DEPTH + 1):
         below: list[Path] = []
@@ -54,14 +54,14 @@ def list_stores(root: str | Path) -> list[Path]:
                 # A store whose identity is damaged (None) is listed as well, so that the user can
                 # see it.
                 if _index_of(directory) in (0, None):
-                    found.append(directory)
+                    stores.append(directory)
                 continue
             try:
                 below += [p for p in directory.iterdir() if p.is_dir() and not p.is_symlink()]
             except OSError:
                 continue
         level = below
-    return sorted(found)
+    return sorted(stores)
 
 
 def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
     if original.parent.samefile(paths[0]) or read_identity(original.parent).uuid != primary.uuid:
         return
     theirs = [Path(path) for path in primary.dirs[1:]]
-    for path, own in zip(paths[1:], theirs, strict=True):
-        if path.exists() and own.exists() and path.samefile(own):
+    for path, expected in zip(paths[1:], theirs, strict=True):
+        if path.exists() and expected.exists() and path.samefile(expected):
             raise StoreError(
                 f"{paths[0]} is a copy of {original.parent}, and {path} belongs to that store; "
                 "nothing was removed; remove the copied folders by hand"
@@ -157,9 +157,9 @@ def remove_partial(dirs: Sequence[Path]) -> None:
     for path in present:
         check_replaceable(path)
         number = dirs.index(path)
-        if (path / IDENTITY).exists() and (found := _index_of(path)) not in (number, None):
+        if (path / IDENTITY).exists() and (index := _index_of(path)) not in (number, None):
             raise StoreError(
-                f"{path} is directory {found + 1} of its store, given as {number + 1} of"
+                f"{path} is directory {index + 1} of its store, given as {number + 1} of"
                 f" {len(dirs)}; nothing was removed; name the directories in their order"
             )
     with StoreLock(present):
@@ -279,13 +279,13 @@ def snapshot(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
             f" {store.status.value}; commit(clean=True) first"
         )
-    made = Path(target).absolute()
-    partial, old = _partial(made), _old(made)
-    if made.exists() and not (made / IDENTITY).exists():
-        raise StoreError(f"{made} is there and is not a snapshot; choose another name")
+    folder = Path(target).absolute()
+    partial, old = _partial(folder), _old(folder)
+    if folder.exists() and not (folder / IDENTITY).exists():
+        raise StoreError(f"{folder} is there and is not a snapshot; choose another name")
     for path in store.dirs:
-        if path in (made, partial, old) or (made.exists() and made.samefile(path)):
-            raise StoreError(f"{made} is the store itself; choose another place for snapshots")
+        if path in (folder, partial, old) or (folder.exists() and folder.samefile(path)):
+            raise StoreError(f"{folder} is the store itself; choose another place for snapshots")
     _remove_if_there(partial)
     with Store.create(
         partial,
@@ -299,10 +299,10 @@ def snapshot(
         shared = {extent for extent in extents if copy.share(store, extent)}
         _copy_state(store, copy, [extent for extent in extents if extent not in shared])
         copy.commit(store.meta)
-    if made.exists():
+    if folder.exists():
         _remove_if_there(old)
-        rename_durably(made, old)
-    rename_durably(partial, made)
+        rename_durably(folder, old)
+    rename_durably(partial, folder)
     _remove_if_there(old)
     return sum(extent.nbytes for extent in shared)
 
@@ -313,11 +313,11 @@ def find_snapshot(target: str | Path) -> Path:
     If a process died while it replaced the snapshot, this is the directory of the previous
     snapshot.
     """
-    made = Path(target).absolute()
-    for path in (made, _old(made)):
+    folder = Path(target).absolute()
+    for path in (folder, _old(folder)):
         if (path / IDENTITY).exists():
             return path
-    raise StoreError(f"there is no snapshot at {made}; check the path")
+    raise StoreError(f"there is no snapshot at {folder}; check the path")
 
 
 def snapshot_generation(target: str | Path) -> int | None:
@@ -404,8 +404,8 @@ def rewind(store: Store, target: str | Path, *, meta: Mapping[str, Any] | None =
     committed generation of the store does not change before the commit.
     """
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
-        own = {(r.key, r.chunks) for r in store.regions if not (r.fixed or r.scratch)}
-        if own != {(r.key, r.chunks) for r in source.regions if not (r.fixed or r.scratch)}:
+        regions = {(r.key, r.chunks) for r in store.regions if not (r.fixed or r.scratch)}
+        if regions != {(r.key, r.chunks) for r in source.regions if not (r.fixed or r.scratch)}:
             raise StoreError(
                 f"{target} is a snapshot of another store than {store.dirs[0]}: their regions "
                 "differ; name a checkpoint of this training"

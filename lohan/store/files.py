@@ -325,7 +325,7 @@ def _acquire(path: Path) -> int:
         try:
             _check_lock_file(path, fd)
             _flock(path, fd)
-            there = _is_at(path, fd)
+            current = _is_at(path, fd)
         except BaseException:
             if created:
                 with suppress(OSError):  # If another process has acquired the lock, keep the file.
@@ -333,7 +333,7 @@ def _acquire(path: Path) -> int:
                     path.unlink()
             os.close(fd)
             raise
-        if there:
+        if current:
             break
         # The store was removed between open and flock, so this inode guards nothing.
         os.close(fd)

@@ -214,10 +214,10 @@ class Volume:
         """
         try:
             with (
-                _opened(source.path(from_disk_slot, from_extent), os.O_RDONLY) as there,
+                _opened(source.path(from_disk_slot, from_extent), os.O_RDONLY) as source_fd,
                 _opened(self.path(disk_slot, extent), os.O_WRONLY) as here,
             ):
-                asked = (there, from_extent.offset, from_extent.nbytes, extent.offset)
+                asked = (source_fd, from_extent.offset, from_extent.nbytes, extent.offset)
                 fcntl.ioctl(here, FICLONERANGE, struct.pack("qQQQ", *asked))
         except OSError as error:
             if error.errno in NO_REFLINK:

@@ -230,11 +230,11 @@ def _read_json(path: Path) -> dict[str, Any]:
             f" {VERSION}; use the version of lohan that wrote it"
         )
     stated = fields.pop("crc32c", None)
-    found = checksum(_canonical(fields))
-    if stated != found:
+    actual = checksum(_canonical(fields))
+    if stated != actual:
         raise ChecksumError(
-            f"{path}: CRC-32C is {found:#010x}, the file says {str(stated)[:20]}; it was altered or"
-            f" damaged; {REMEDY}"
+            f"{path}: CRC-32C is {actual:#010x}, the file says {str(stated)[:20]}; it was altered "
+            f"or damaged; {REMEDY}"
         )
     del fields["format"], fields["version"]
     return fields
@@ -298,12 +298,12 @@ def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], I
             f" {primary.uuid}; name its first directory, created as {primary.dirs[0]}"
         )
     if len(paths) == 1 and primary.count > 1:
-        made = Path(primary.dirs[0])
-        if paths[0] != made and not (made.exists() and made.samefile(paths[0])):
+        created = Path(primary.dirs[0])
+        if paths[0] != created and not (created.exists() and created.samefile(paths[0])):
             raise StoreError(
                 f"{paths[0]} is the first of {primary.count} directories of store {primary.uuid} "
-                f"and was made as {made}: it was moved or copied, so the others that it lists may "
-                f"be another store's; name all {primary.count} directories in their order"
+                f"and was made as {created}: it was moved or copied, so the others that it lists "
+                f"may be another store's; name all {primary.count} directories in their order"
             )
         paths = (paths[0], *map(Path, primary.dirs[1:]))
     if len(paths) != primary.count:
@@ -403,9 +403,9 @@ class Recovery(Enum):
 
 def commit_state_of(primary: Path) -> CommitState:
     """Return the commit state recorded in the primary directory of a store."""
-    found = (read_manifest(primary), read_manifest(primary, name=PREPARED))
+    manifests = (read_manifest(primary), read_manifest(primary, name=PREPARED))
     return CommitState(
-        *(None if manifest is None else commit_number(manifest) for manifest in found)
+        *(None if manifest is None else commit_number(manifest) for manifest in manifests)
     )
 
 

@@ -497,9 +497,9 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot, crc = self._readable(extent, uncommitted=uncommitted)
-            if extent.scratch and buffer.nbytes > (there := self._tracker.scratch_bytes(extent)):
+            if extent.scratch and buffer.nbytes > (written := self._tracker.scratch_bytes(extent)):
                 raise StoreError(
-                    f"{chunk_name(extent)}: {there} bytes were written, a read asks for"
+                    f"{chunk_name(extent)}: {written} bytes were written, a read asks for"
                     f" {buffer.nbytes}; read what was written"
                 )
             attempt = self._tracker.reserve("read", disk_slot, extent)
@@ -530,24 +530,26 @@ class Store:
         overwritten. Return False if the file system does not support this; the caller must then
         copy the chunk.
         """
-        own = self.layout.find(extent.key, extent.chunk)
+        target = self.layout.find(extent.key, extent.chunk)
         with source._lock:
             from_disk_slot, _ = source._readable(extent, uncommitted=False)
             source._tracker.reserve("read", from_disk_slot, extent)
         try:
             with self._lock:
-                disk_slot = self._writable(own)
-                attempt = self._tracker.reserve("write", disk_slot, own)
+                disk_slot = self._writable(target)
+                attempt = self._tracker.reserve("write", disk_slot, target)
             try:
-                if not self._volume.share(disk_slot, own, source._volume, from_disk_slot, extent):
+                if not self._volume.share(
+                    disk_slot, target, source._volume, from_disk_slot, extent
+                ):
                     return False
                 crc = source.checksum(extent.key, extent.chunk)
                 with self._lock:
                     self._tracker.mark_written(
-                        Ticket("write", own, disk_slot, _NOTHING, crc, attempt, -1)
+                        Ticket("write", target, disk_slot, _NOTHING, crc, attempt, -1)
                     )
             finally:
-                self._release("write", disk_slot, own)
+                self._release("write", disk_slot, target)
         finally:
             source._release("read", from_disk_slot, extent)
         return True
@@ -626,11 +628,13 @@ class Store:
         if failed is not None:
             raise failed
 
-    def _compare(self, disk_slot: int, extent: Extent, found: int, *, expected: int | None) -> None:
-        if found != expected:
+    def _compare(
+        self, disk_slot: int, extent: Extent, actual: int, *, expected: int | None
+    ) -> None:
+        if actual != expected:
             raise ChecksumError(
                 f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
-                f" of {self._volume.path(disk_slot, extent)} is {found:#010x}, {expected:#010x}"
+                f" of {self._volume.path(disk_slot, extent)} is {actual:#010x}, {expected:#010x}"
                 " expected: the drive gave back other bytes than were written; check the drive,"
                 " then restore a snapshot or start the run again"
             )
@@ -738,14 +742,14 @@ class Store:
         with self._lock:
             disk_slot, _ = self._readable(extent, uncommitted=False)
             self._tracker.reserve("read", disk_slot, extent)
-        found, problem = 0, None
+        digest, problem = 0, None
         try:
             for skip in range(0, extent.nbytes, len(buffer)):
                 part = buffer[: min(len(buffer), extent.nbytes - skip)]
                 number = self._volume.read(disk_slot, extent, part, skip=skip)
                 self._volume.wait(number, self._timeout_s)
-                found = checksum(part, found)
-            self._compare(disk_slot, extent, found, expected=int(self._checksums[extent.index]))
+                digest = checksum(part, digest)
+            self._compare(disk_slot, extent, digest, expected=int(self._checksums[extent.index]))
         except DeadlineError as error:  # The kernel may still write to the buffer.
             raise self._volume.io_error("read", disk_slot, extent, error) from error
         except StorageIOError as error:

@@ -46,14 +46,14 @@ class Finding:
     advice: str = ""
 
 
-def describe(found: Sequence[Finding]) -> list[str]:
-    width = max(len(finding.subject) for finding in found)
+def describe(findings: Sequence[Finding]) -> list[str]:
+    width = max(len(finding.subject) for finding in findings)
     lines = []
-    for finding in found:
+    for finding in findings:
         lines.append(f"{finding.state:8} {finding.subject:{width}}  {finding.text}")
         if finding.advice and finding.state != OK:
             lines.append(f"{'':8} {'':{width}}  -> {finding.advice}")
-    counts = {state: sum(f.state == state for f in found) for state in (PROBLEM, WARNING)}
+    counts = {state: sum(f.state == state for f in findings) for state in (PROBLEM, WARNING)}
     lines.append("")
     lines.append(
         f"{_count(counts[PROBLEM], 'problem')}, {_count(counts[WARNING], 'warning')}"
@@ -66,8 +66,8 @@ def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def passed(found: Sequence[Finding]) -> bool:
-    return all(finding.state != PROBLEM for finding in found)
+def passed(findings: Sequence[Finding]) -> bool:
+    return all(finding.state != PROBLEM for finding in findings)
 
 
 # -- Python, packages, device, memory and system ---------------------------------------------------
@@ -104,16 +104,19 @@ def check_packages() -> Iterator[Finding]:
     for name, least in LEAST.items():
         wanted = ".".join(map(str, least))
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             yield Finding(name, PROBLEM, "not installed", f"pip install '{name}>={wanted}'")
             continue
-        if numbers(found) < least:
+        if numbers(installed) < least:
             yield Finding(
-                name, PROBLEM, f"{found}, older than {wanted}", f"pip install '{name}>={wanted}'"
+                name,
+                PROBLEM,
+                f"{installed}, older than {wanted}",
+                f"pip install '{name}>={wanted}'",
             )
         else:
-            yield Finding(name, OK, found)
+            yield Finding(name, OK, installed)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -269,14 +272,14 @@ def check_ssd(path: Path) -> list[Finding]:
     if not path.is_dir():
         return [Finding(subject, PROBLEM, "no such folder", "create it, or choose another --ssd")]
     drives = [drive_finding(subject, drive) for drive in drives_of(path)]
-    found = [_kind(path), *drives, _space(path)]
+    findings = [_kind(path), *drives, _space(path)]
     try:
         with tempfile.TemporaryDirectory(prefix="lohan-doctor-", dir=path) as folder:
-            found += _tried(subject, Path(folder))
+            findings += _tried(subject, Path(folder))
     except OSError as error:
         text = f"cannot be written to: {error.strerror}"
-        found.append(Finding(subject, PROBLEM, text, "choose a folder that you may write to"))
-    return found
+        findings.append(Finding(subject, PROBLEM, text, "choose a folder that you may write to"))
+    return findings
 
 
 def _kind(path: Path) -> Finding:

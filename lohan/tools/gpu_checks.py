@@ -86,15 +86,15 @@ def pcie_link_of(torch_device: torch.device) -> dict[str, str]:
     """
     if torch_device.type != "cuda":
         return {}
-    found: Any = torch.cuda.get_device_properties(torch_device)
-    parts = [getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    properties: Any = torch.cuda.get_device_properties(torch_device)
+    parts = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
     folder = Path("/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0".format(*parts))
     names = ("current_link_speed", "max_link_speed", "current_link_width", "max_link_width")
-    made = {}
+    link = {}
     for name in names:
         with suppress(OSError):
-            made[name] = (folder / name).read_text().strip()
-    return made
+            link[name] = (folder / name).read_text().strip()
+    return link
 
 
 def pinning(bench: Bench) -> CheckResult:
@@ -119,18 +119,18 @@ def links(bench: Bench) -> CheckResult:
     opened, size = bench.open(), 256 * MiB if bench.real else 1 * MiB
     seconds = 1.0 if bench.real else 0.02
     h2d, d2h = link_rates(opened, size=size, seconds=seconds)
-    there = [opened.allocate(size) for _ in range(2)]
+    buffers = [opened.allocate(size) for _ in range(2)]
     host = [torch.from_numpy(opened.host_memory(size)) for _ in range(2)]
     host[0].copy_(torch.arange(size, dtype=torch.uint8))
     rounds = 8 if bench.real else 2
     start = time.perf_counter()
     for _ in range(rounds):
-        into = opened.copy("h2d", [(there[0], host[0])])
-        out = opened.copy("d2h", [(host[1], there[1])])
+        into = opened.copy("h2d", [(buffers[0], host[0])])
+        out = opened.copy("d2h", [(host[1], buffers[1])])
     into.synchronize()
     out.synchronize()
     both = 2 * rounds * size / (time.perf_counter() - start)
-    opened.copy("d2h", [(host[1], there[0])]).synchronize()
+    opened.copy("d2h", [(host[1], buffers[0])]).synchronize()
     if not torch.equal(host[0], host[1]):
         raise Wrong("other bytes came back from the device than were sent there")
     return CheckResult(
@@ -188,9 +188,9 @@ def matmul(bench: Bench) -> CheckResult:
     opened, width = bench.open(), 8192 if bench.real else 64
     torch_device, kind = opened.torch_device, torch.bfloat16
     left, right = (torch.randn(width, width).to(torch_device, kind) for _ in range(2))
-    made = left @ right
+    product = left @ right
     wanted = left[:4].cpu().double() @ right.cpu().double()
-    error = float((made[:4].cpu().double() - wanted).norm() / wanted.norm())
+    error = float((product[:4].cpu().double() - wanted).norm() / wanted.norm())
     if not error < 1e-2:
         raise Wrong(f"a matrix product in bf16 is {error:.1e} from the CPU's in fp64")
     rounds = 10 if bench.real else 2
@@ -234,14 +234,14 @@ def optimizer(bench: Bench) -> CheckResult:
 @contextmanager
 def busy_links(device: Device, size: int) -> Iterator[None]:
     """Copy `size` bytes in both directions repeatedly, in a thread, until the context exits."""
-    there, host = device.allocate(2 * size), torch.from_numpy(device.host_memory(2 * size))
+    on_device, host = device.allocate(2 * size), torch.from_numpy(device.host_memory(2 * size))
     stop = Event()
 
     def work() -> None:
         device.enter("h2d")
         while not stop.is_set():
-            into = device.copy("h2d", [(there[:size], host[:size])])
-            device.copy("d2h", [(host[size:], there[size:])]).synchronize()
+            into = device.copy("h2d", [(on_device[:size], host[:size])])
+            device.copy("d2h", [(host[size:], on_device[size:])]).synchronize()
             into.synchronize()
 
     thread = Thread(target=work, name="busy links")
@@ -300,21 +300,21 @@ def trained(
 
 
 def step(session: Session, batch: Mapping[str, torch.Tensor]) -> float:
-    made = session.model(**batch)
-    loss = made if isinstance(made, torch.Tensor) else made.loss
+    output = session.model(**batch)
+    loss = output if isinstance(output, torch.Tensor) else output.loss
     loss.backward()
     return float(loss.item())
 
 
 def digest_of(session: Session) -> str:
     session.flush()
-    made, store = hashlib.sha256(), session.store
+    digest, store = hashlib.sha256(), session.store
     for region in store.regions:
         for chunk, size in enumerate(() if region.scratch else region.chunks):
             buffer = aligned_buffer(size)
             store.wait(store.read(region.key, chunk, buffer))
-            made.update(buffer.data)
-    return made.hexdigest()
+            digest.update(buffer.data)
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -380,8 +380,8 @@ def _model_of(config: Any) -> nn.Module:
 def tokens(bench: Bench, steps: int = 3, *, seq: int | None = None, vocab: int = 999) -> Batches:
     seq = seq or (256 if bench.real else 12)
     draw = torch.Generator().manual_seed(1)
-    made = [torch.randint(3, vocab, (4, seq), generator=draw) for _ in range(steps)]
-    return [{"input_ids": ids, "labels": ids} for ids in made]
+    samples = [torch.randint(3, vocab, (4, seq), generator=draw) for _ in range(steps)]
+    return [{"input_ids": ids, "labels": ids} for ids in samples]
 
 
 def overlap(bench: Bench) -> CheckResult:
@@ -392,8 +392,10 @@ def overlap(bench: Bench) -> CheckResult:
             bench, model, batches, "plain", overlap=False, update_mode="serial", micro_batch=2
         )
         for mode in ("serial", "optimized", "balanced"):
-            found = trained(bench, model, batches, mode, late=True, update_mode=mode, micro_batch=2)
-            found.check(wanted, f"{mode} with overlap, and without")
+            result = trained(
+                bench, model, batches, mode, late=True, update_mode=mode, micro_batch=2
+            )
+            result.check(wanted, f"{mode} with overlap, and without")
     return CheckResult(facts={"losses": wanted.losses})
 
 
@@ -401,11 +403,11 @@ def saved_activations(bench: Bench) -> CheckResult:
     """Check that saved activations give the same bits as recomputed ones."""
     with in_one_order():
         model, batches = llama(bench), tokens(bench)
-        made = [
+        results = [
             trained(bench, model, batches, name, late=True, activations=name, micro_batch=1)
             for name in ("recompute", "all")
         ]
-    made[1].check(made[0], "activations saved, and recomputed")
+    results[1].check(results[0], "activations saved, and recomputed")
     return CheckResult()
 
 
@@ -418,14 +420,14 @@ def padded_dropout(bench: Bench) -> CheckResult:
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][0, -3:] = 0
-    made = [
+    masked = [
         trained(bench, model, batches, name, activations=name, micro_batch=2)
         for name in ("recompute", "all")
     ]
-    for one, other in zip(*(each.losses for each in made), strict=True):
+    for one, other in zip(*(each.losses for each in masked), strict=True):
         if not abs(one - other) <= 1e-3 * abs(one):  # The backward kernel sums in no fixed order.
             raise Wrong(f"activations saved and recomputed: losses {one} and {other}")
-    return CheckResult(facts={"losses": made[0].losses})
+    return CheckResult(facts={"losses": masked[0].losses})
 
 
 def tied_weights(bench: Bench) -> CheckResult:
@@ -459,8 +461,8 @@ class Positions(nn.Module):
 
 def large_buffer(bench: Bench) -> CheckResult:
     """Check that a model with a buffer of several megabytes that never changes can train."""
-    made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
-    trained(bench, Positions(), made, "run")
+    batches = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
+    trained(bench, Positions(), batches, "run")
     return CheckResult()
 
 
@@ -540,7 +542,7 @@ def training(bench: Bench) -> CheckResult:
             spans = session.executor.trace.take_step()
         context = session.context
         assert context.workload is not None and context.profile is not None
-        made = context.forecast(context.profile, session.plan)
+        forecast = context.forecast(context.profile, session.plan)
         parameters, sites = context.blocks.parameters, len(context.blocks.sites)
         slices = -(-len(batches[0]["input_ids"]) // (session.plan.micro_batch or 1))
     for ours, theirs in zip(losses, wanted, strict=True):
@@ -550,10 +552,10 @@ def training(bench: Bench) -> CheckResult:
     start, stop = ends[-1]
     share = busy_s(spans, start, stop)["compute"] / (stop - start)
     figures = {
-        "step_of_forecast": median(steps_s) / made.step_s,
+        "step_of_forecast": median(steps_s) / forecast.step_s,
         "launch_s_per_slice": median(launched_s[2:]) / (sites * slices),
     }
-    if made.binding == "compute":
+    if forecast.binding == "compute":
         figures["device_busy"] = share
     return CheckResult(
         figures,
@@ -564,9 +566,9 @@ def training(bench: Bench) -> CheckResult:
             "losses": losses,
             "plain_losses": wanted,
             "steps_s": steps_s,
-            "forecast_s": made.step_s,
-            "forecast_lanes_s": made.busy_s,
-            "binding": made.binding,
+            "forecast_s": forecast.step_s,
+            "forecast_lanes_s": forecast.busy_s,
+            "binding": forecast.binding,
             "device_busy": share,
             "profile": asdict(rates),
             "last_step": [
@@ -680,8 +682,12 @@ CHECKS: dict[str, Check] = {
 
 def card_name(device_name: str) -> str:
     """Return the name of the card that a device name refers to, or else the device type."""
-    found = open_device(device_name).torch_device
-    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+    torch_device = open_device(device_name).torch_device
+    return (
+        torch.cuda.get_device_name(torch_device)
+        if torch_device.type == "cuda"
+        else torch_device.type
+    )
 
 
 def is_real(card: str) -> bool:
@@ -691,7 +697,7 @@ def is_real(card: str) -> bool:
 def allocator() -> dict[str, int]:
     """Return the statistics of torch's allocator that this backend provides."""
     with suppress(AttributeError, RuntimeError, AssertionError):
-        found = torch.get_device_module().memory_stats()
+        statistics = torch.get_device_module().memory_stats()
         names = (
             "allocated_bytes.all.peak",
             "reserved_bytes.all.peak",
@@ -699,34 +705,34 @@ def allocator() -> dict[str, int]:
             "num_ooms",
             "inactive_split_bytes.all.peak",
         )
-        return {name: found[name] for name in names if name in found}
+        return {name: statistics[name] for name in names if name in statistics}
     return {}
 
 
 def run_here(name: str, device_name: str, folder: Path) -> dict[str, Any]:
     """Run a check and return its result as a JSON-serialisable mapping."""
-    made: dict[str, Any] = {"state": "ok"}
+    result: dict[str, Any] = {"state": "ok"}
     try:
-        made["card"] = card_name(device_name)
-        with TemporaryDirectory(prefix="lohan-doctor-", dir=folder) as own:
-            bench = Bench(device_name, Path(own), is_real(made["card"]))
+        result["card"] = card_name(device_name)
+        with TemporaryDirectory(prefix="lohan-doctor-", dir=folder) as scratch:
+            bench = Bench(device_name, Path(scratch), is_real(result["card"]))
             outcome = CHECKS[name].run(bench)
-        made |= {"figures": outcome.figures, "facts": outcome.facts}
+        result |= {"figures": outcome.figures, "facts": outcome.facts}
     except Exception as error:
         state = "wrong" if isinstance(error, Wrong) else "failed"
         notes = getattr(error, "__notes__", [])
-        made |= {
+        result |= {
             "state": state,
             "foreseen": isinstance(error, LohanError),
             "error": "\n".join([f"{type(error).__name__}: {error}", *notes]),
             "traceback": traceback.format_exc(),
         }
-    return made | {"allocator": allocator()}
+    return result | {"allocator": allocator()}
 
 
 def main(name: str, device_name: str, folder: str, result: str) -> None:
-    made = run_here(name, device_name, Path(folder))
-    Path(result).write_text(json.dumps(made, default=str))
+    outcome = run_here(name, device_name, Path(folder))
+    Path(result).write_text(json.dumps(outcome, default=str))
     # A device in an error state may hang or crash during interpreter shutdown. The result file is
     # complete, so exit without a shutdown.
     sys.stdout.flush()

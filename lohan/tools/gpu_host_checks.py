@@ -43,7 +43,7 @@ def pinnable(bench: Bench) -> CheckResult:
 def queue(bench: Bench) -> CheckResult:
     """Check that thousands of queued launches do not delay a copy started by another thread."""
     opened, launches = bench.open(), 3000 if bench.real else 50
-    there = opened.allocate(MiB)
+    on_device = opened.allocate(MiB)
     host = torch.from_numpy(opened.host_memory(MiB)).zero_()
     counter = torch.zeros(64, device=opened.torch_device)
     opened.mark().synchronize()
@@ -53,7 +53,7 @@ def queue(bench: Bench) -> CheckResult:
         opened.enter("h2d")
         time.sleep(0.05 if bench.real else 0.0)  # wait until the compute queue is full
         start = time.perf_counter()
-        opened.copy("h2d", [(there, host)]).synchronize()
+        opened.copy("h2d", [(on_device, host)]).synchronize()
         copied_s.append(time.perf_counter() - start)
 
     thread = Thread(target=copy, name="copy beside launches")

@@ -138,10 +138,10 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
         inputs = open_inputs(RunFolder(Path(work)), config, display)
         folders = folder.ssd_folders(config)
         seen = replace(config, train=replace(config.train, steps=inputs.total))
-        made = plan_traced(seen, known_profile(folders, seen.budget), inputs=inputs)
+        planned = plan_traced(seen, known_profile(folders, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
-        check_room(made.plan, inputs.prompts)
-    return inputs.total, made
+        check_room(planned.plan, inputs.prompts)
+    return inputs.total, planned
 
 
 # -- What would make a run faster ------------------------------------------------------------------
@@ -222,10 +222,10 @@ def changes(case: Case) -> list[Change]:
     again = now
     with suppress(BudgetError):
         again = case.step_s(case.planned(case.machine, case.host_bytes), case.machine)
-    found = [Change("a new plan for the measured rates", now / again)]
+    options = [Change("a new plan for the measured rates", now / again)]
     best = min(now, again)
-    found += [*_drives(case, best), *_host(case, best), *_lanes(case, now)]
-    return sorted((c for c in found if c.gain >= WORTH), key=lambda c: -c.gain)
+    options += [*_drives(case, best), *_host(case, best), *_lanes(case, now)]
+    return sorted((c for c in options if c.gain >= WORTH), key=lambda c: -c.gain)
 
 
 def _drives(case: Case, now: float) -> Iterator[Change]:
@@ -257,9 +257,9 @@ def _host(case: Case, now: float) -> Iterator[Change]:
 
 def _lanes(case: Case, now: float) -> Iterator[Change]:
     """Yield upper bounds: the same plan with one lane so fast that it never binds."""
-    made = case.forecast(case.plan, case.machine)
+    forecast = case.forecast(case.plan, case.machine)
     links = ("h2d", "d2h") if case.machine.has_link else ()
     for lane in ("compute", "ssd", "optimizer", *links):
         with suppress(LohanError):
-            free = on_machine(made, without_lane(case.machine, lane))
+            free = on_machine(forecast, without_lane(case.machine, lane))
             yield Change(LANE_NAMES[lane], now / free.step_s, bound=True)

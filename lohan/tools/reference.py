@@ -119,10 +119,10 @@ class PlainRun:
         chosen = choose(train.check_groups(), self.model)
         groups = []
         for number, values in enumerate(settings, start=-1):  # -1 stands for parameters in no group
-            own = [p for name, p in self.masters.items() if chosen.get(name, -1) == number]
+            members = [p for name, p in self.masters.items() if chosen.get(name, -1) == number]
             for masters, decay in (
-                ([p for p in own if p.ndim >= 2], train.weight_decay),
-                ([p for p in own if p.ndim < 2], 0.0),
+                ([p for p in members if p.ndim >= 2], train.weight_decay),
+                ([p for p in members if p.ndim < 2], 0.0),
             ):
                 group = {"weight_decay": decay, **values, "params": masters}
                 groups.append({**group, "lr": 1.0, "peak_lr": values.get("lr", train.lr)})
@@ -246,18 +246,18 @@ def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], No
     folder.mkdir()
     torch.manual_seed(recipe.seed)
     run = PlainRun(recipe, compute=TYPES[recipe.dtype], master=torch.float32)
-    made = Trajectory(folder, TYPES[recipe.dtype])
+    trajectory = Trajectory(folder, TYPES[recipe.dtype])
     seen: dict[int, str] = {}
     for name, parameter in run.model.named_parameters(remove_duplicate=False):
-        made.alias[name] = seen.setdefault(id(parameter), name)
-    made.keep(0, run.all)
+        trajectory.alias[name] = seen.setdefault(id(parameter), name)
+    trajectory.keep(0, run.all)
     for step in range(recipe.steps):
-        made.losses.append(run.step(step))
-        made.keep(step + 1, run.masters)
+        trajectory.losses.append(run.step(step))
+        trajectory.keep(step + 1, run.masters)
         advance(step + 1, recipe.steps)
     del run
     gc.collect()
-    return made
+    return trajectory
 
 
 def noise_run(

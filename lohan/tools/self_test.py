@@ -112,21 +112,21 @@ def expected(card: str, pcie_link: Mapping[str, str]) -> dict[str, Bound]:
 
     A card without a preset only gets the bounds that do not depend on the card.
     """
-    made = dict(_ANY)
+    bounds = dict(_ANY)
     if (lanes := lanes_rate(pcie_link)) is not None:
         link = _LINK * lanes
-        made |= {"h2d": Bound(link), "d2h": Bound(link), "both_ways": Bound(_BOTH * link)}
+        bounds |= {"h2d": Bound(link), "d2h": Bound(link), "both_ways": Bound(_BOTH * link)}
     preset = gpu_of(card)
     if preset is not None:
         forward = preset["compute"][-1][1]
         backward = preset.get("backward", preset["compute"])[-1][1]
-        made |= {
+        bounds |= {
             "free_bytes": Bound(_FREE * preset["device_bytes"]),
             "matmul": Bound(_MATMUL * forward),
             "block_forward": Bound(_BLOCK * forward),
             "block_backward": Bound(_BLOCK * backward),
         }
-    return made
+    return bounds
 
 
 def lanes_rate(pcie_link: Mapping[str, str]) -> float | None:
@@ -177,15 +177,15 @@ class Checked:
 
     def lines(self, width: int, repeat: str) -> list[str]:
         rest = [figure for figure in self.figures if figure.ok is False]
-        said = self.error.splitlines()[0] if self.error else ", ".join(map(str, self.figures))
-        made = [f"{self.state:9} {self.name:{width}}  {said}".rstrip()]
+        summary = self.error.splitlines()[0] if self.error else ", ".join(map(str, self.figures))
+        lines = [f"{self.state:9} {self.name:{width}}  {summary}".rstrip()]
         if self.again is not None:
-            made.append(f"{'':9} {'':{width}}  with CUDA_LAUNCH_BLOCKING=1: {self.again['said']}")
+            lines.append(f"{'':9} {'':{width}}  with CUDA_LAUNCH_BLOCKING=1: {self.again['said']}")
         for advice in dict.fromkeys(ADVICE[f.name] for f in rest if f.name in ADVICE):
-            made.append(f"{'':9} {'':{width}}  -> {advice}")
+            lines.append(f"{'':9} {'':{width}}  -> {advice}")
         if self.state not in (OK, SKIPPED):
-            made.append(f"{'':9} {'':{width}}  again: {repeat} --check {self.name}")
-        return made
+            lines.append(f"{'':9} {'':{width}}  again: {repeat} --check {self.name}")
+        return lines
 
 
 Run = Callable[..., dict[str, Any]]
@@ -194,8 +194,8 @@ Run = Callable[..., dict[str, Any]]
 def run_check(name: str, device: str, folder: Path, **env: str) -> dict[str, Any]:
     """Run a check in a new process and return its result, or how the process ended."""
     deadline_s = CHECKS[name].deadline_s
-    with TemporaryDirectory() as own:
-        result = Path(own) / "result.json"
+    with TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
         command = [sys.executable, "-m", MODULE, name, device, str(folder), str(result)]
         # cuBLAS is deterministic only with this workspace setting, which it reads when it starts.
         process = subprocess.Popen(
@@ -218,8 +218,8 @@ def run_check(name: str, device: str, folder: Path, **env: str) -> dict[str, Any
             _end(process)
             raise
         with suppress(OSError, ValueError):
-            made: dict[str, Any] = json.loads(result.read_text())
-            return made | {"printed": printed[-TAIL:]}
+            outcome: dict[str, Any] = json.loads(result.read_text())
+            return outcome | {"printed": printed[-TAIL:]}
     code = process.returncode
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return {
@@ -241,19 +241,19 @@ def checked(name: str, device: str, folder: Path, *, run: Run = run_check) -> Ch
     A check that crashed or failed unexpectedly runs once more with blocking launches, which shows
     where an error of the device came from.
     """
-    found = run(name, device, folder)
-    state, card = found["state"], found.get("card", "")
+    outcome = run(name, device, folder)
+    state, card = outcome["state"], outcome.get("card", "")
     again = None
-    if state == "crashed" or (state == "failed" and not found["foreseen"]):
+    if state == "crashed" or (state == "failed" and not outcome["foreseen"]):
         more = run(name, device, folder, CUDA_LAUNCH_BLOCKING="1")
         again = {**more, "said": (more.get("error") or "ok").splitlines()[0]}
-    figures = compared(found.get("figures", {}), card, found.get("facts", {}))
+    figures = compared(outcome.get("figures", {}), card, outcome.get("facts", {}))
     if state == OK and any(figure.ok is False for figure in figures):
         state = SLOW
-    if state == OK and "skipped" in found.get("facts", {}):
+    if state == OK and "skipped" in outcome.get("facts", {}):
         state = SKIPPED
-    error = found.get("error", "") or found.get("facts", {}).get("skipped", "")
-    return Checked(name, state, figures, error, found, found.get("printed", ""), again)
+    error = outcome.get("error", "") or outcome.get("facts", {}).get("skipped", "")
+    return Checked(name, state, figures, error, outcome, outcome.get("printed", ""), again)
 
 
 def compared(
@@ -262,12 +262,12 @@ def compared(
     if not is_real(card):
         return tuple(Compared(n, v, None, None, "not a real device") for n, v in figures.items())
     bounds = expected(card, facts)
-    made = []
+    judged = []
     for name, value in figures.items():
         bound = bounds.get(name)
         ok = None if bound is None else bound.holds(value)
-        made.append(Compared(name, value, bound, ok, "" if bound else "nothing to compare with"))
-    return tuple(made)
+        judged.append(Compared(name, value, bound, ok, "" if bound else "nothing to compare with"))
+    return tuple(judged)
 
 
 # -- All checks ------------------------------------------------------------------------------------
@@ -289,39 +289,39 @@ def self_test(
     Stop after the check "device" if it fails, because the other checks need a working device.
     """
     for name in chosen(names):
-        made = checked(name, device, folder, run=run)
-        yield made
-        if name == "device" and made.state in BAD:
+        result = checked(name, device, folder, run=run)
+        yield result
+        if name == "device" and result.state in BAD:
             return
 
 
-def passed(found: Sequence[Checked]) -> bool:
-    return all(each.state not in BAD for each in found)
+def passed(results: Sequence[Checked]) -> bool:
+    return all(each.state not in BAD for each in results)
 
 
 def describe(each: Checked, repeat: str) -> list[str]:
     return each.lines(max(map(len, CHECKS)), repeat)
 
 
-def summary(found: Sequence[Checked]) -> str:
-    bad = [each.name for each in found if each.state in BAD]
-    slow = [each.name for each in found if each.state == SLOW]
+def summary(results: Sequence[Checked]) -> str:
+    bad = [each.name for each in results if each.state in BAD]
+    slow = [each.name for each in results if each.state == SLOW]
     if bad:
-        return f"{len(bad)} of {len(found)} checks failed: {', '.join(bad)}"
+        return f"{len(bad)} of {len(results)} checks failed: {', '.join(bad)}"
     if slow:
         return f"all numbers are right; slower than such a card should be: {', '.join(slow)}"
-    return f"all {len(found)} checks passed"
+    return f"all {len(results)} checks passed"
 
 
-def report(found: Sequence[Checked], device: str) -> str:
+def report(results: Sequence[Checked], device: str) -> str:
     """Return the report as JSON."""
     from lohan.train.logs import versions
     from lohan.util.system import total_memory_bytes
 
-    made = {
+    content = {
         "report": REPORT,
-        "passed": passed(found),
-        "card": next((c.result["card"] for c in found if c.result.get("card")), ""),
+        "passed": passed(results),
+        "card": next((c.result["card"] for c in results if c.result.get("card")), ""),
         "device": device,
         "versions": versions(),
         "system": f"{platform.system()} {platform.release()}",
@@ -353,10 +353,10 @@ def report(found: Sequence[Checked], device: str) -> str:
                 "printed": each.printed,
                 "launch_blocking": each.again,
             }
-            for each in found
+            for each in results
         ],
     }
-    return json.dumps(made, indent=1).replace(str(Path.home()), "~") + "\n"
+    return json.dumps(content, indent=1).replace(str(Path.home()), "~") + "\n"
 
 
 def _driver() -> str:

@@ -125,7 +125,7 @@ class Verdict:
 
 
 def judge_losses(
-    found: Sequence[float], expected: Sequence[float], tolerance: Tolerance, noise: Noise | None
+    losses: Sequence[float], expected: Sequence[float], tolerance: Tolerance, noise: Noise | None
 ) -> list[Verdict]:
     return [
         Verdict(
@@ -134,7 +134,7 @@ def judge_losses(
             abs(one - two),
             tolerance.loss * abs(two) + (NOISE * noise.losses[number] if noise else 0.0),
         )
-        for number, (one, two) in enumerate(zip(found, expected, strict=True))
+        for number, (one, two) in enumerate(zip(losses, expected, strict=True))
     ]
 
 
@@ -142,10 +142,10 @@ def judge_weights(
     steps: Sequence[Sequence[Difference]], tolerance: Tolerance, noise: Noise | None
 ) -> list[list[Verdict]]:
     """Return, for each step, a verdict for every tensor."""
-    made = []
+    judged = []
     for number, step in enumerate(steps):
         noisy = _allowances(step, noise.weights[number]) if noise else [0.0] * len(step)
-        made.append(
+        judged.append(
             [
                 Verdict(
                     each.name,
@@ -156,7 +156,7 @@ def judge_weights(
                 for each, more in zip(step, noisy, strict=True)
             ]
         )
-    return made
+    return judged
 
 
 def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[float]:
@@ -167,15 +167,15 @@ def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[flo
     """
     shares = [(noise[each.name] / each.update) ** 2 / 4 for each in step if each.update]
     share = min(1.0, median(shares)) if shares else 0.0
-    known = share * sum(each.count for each in step) >= CHANCE
-    made = []
+    enough = share * sum(each.count for each in step) >= CHANCE
+    allowances = []
     for each in step:
         mean = share * each.count
-        astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if known else 0.0
+        astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if enough else 0.0
         chance = 2 * each.update * math.sqrt(astray / each.count) if each.count else 0.0
-        own = noise.get(each.name, 0.0)  # a frozen tensor has no noise
-        made.append(max(NOISE * own, chance))
-    return made
+        tensor_noise = noise.get(each.name, 0.0)  # a frozen tensor has no noise
+        allowances.append(max(NOISE * tensor_noise, chance))
+    return allowances
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -224,14 +224,14 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
             (into / file.name).symlink_to(file.absolute())
     raw = read_object(model / "config.json", kind=ModelError, remedy="get the model's files again")
     dropout: list[str] = []
-    made = _without_dropout(raw, dropout)
+    reduced = _without_dropout(raw, dropout)
     if layers is not None and layers != whole:
         if not 1 <= layers < whole:
             raise ModelError(
                 f"{model}: has {counted(whole, 'layer')}, {layers} were asked for; give fewer"
             )
-        made = _cut(made, whole, layers)
-    (into / "config.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+        reduced = _cut(reduced, whole, layers)
+    (into / "config.json").write_text(json.dumps(reduced, indent=1), encoding="utf-8")
     copy = ModelCopy(into, layer_count(into), whole, tuple(dropout))
     if copy.layers != (layers or whole):
         raise ModelError(
@@ -241,23 +241,23 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
     return copy
 
 
-def _without_dropout(value: Any, found: list[str]) -> Any:
+def _without_dropout(value: Any, names: list[str]) -> Any:
     """Return the same tables with every dropout rate set to 0.
 
     Append the names of those that were not zero to `found`.
     """
     if not isinstance(value, dict):
         return value
-    made: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for key, inner in value.items():
         rate = isinstance(inner, (int, float)) and not isinstance(inner, bool)
         if rate and ("drop" in key or key.endswith("pdrop")):
             if inner:
-                found.append(key)
-            made[key] = 0.0
+                names.append(key)
+            changed[key] = 0.0
         else:
-            made[key] = _without_dropout(inner, found)
-    return made
+            changed[key] = _without_dropout(inner, names)
+    return changed
 
 
 def _cut(value: Any, whole: int, layers: int) -> Any:
@@ -321,8 +321,10 @@ def lohan_run(
             if stepwise:
                 session.commit()
                 with reading(session) as weights:
-                    found = compare(weights, reference, step + 1) if reference is not None else ()
-                    differences.append(tuple(found))
+                    deviations = (
+                        compare(weights, reference, step + 1) if reference is not None else ()
+                    )
+                    differences.append(tuple(deviations))
             elif step + 1 < recipe.steps:
                 replanner.after_step(meter.spans, step_s=row["step_s"])
         session.commit()
@@ -452,12 +454,12 @@ def modes(config: Config, *, every: bool) -> list[RunMode]:
     With `every`, also return the modes that differ from it in one setting.
     """
     train = config.train
-    own = RunMode(train.update_mode, train.activations, train.overlap)
+    chosen = RunMode(train.update_mode, train.activations, train.overlap)
     if not every:
-        return [own]
-    found = [own, *(replace(own, update_mode=m, overlap=True) for m in UPDATE_MODES)]
-    found += [replace(own, activations=a, overlap=True) for a in ALL_ACTIVATIONS]
-    return list(dict.fromkeys([*found, replace(own, overlap=False)]))
+        return [chosen]
+    candidates = [chosen, *(replace(chosen, update_mode=m, overlap=True) for m in UPDATE_MODES)]
+    candidates += [replace(chosen, activations=a, overlap=True) for a in ALL_ACTIVATIONS]
+    return list(dict.fromkeys([*candidates, replace(chosen, overlap=False)]))
 
 
 @dataclass(frozen=True)
@@ -516,14 +518,17 @@ def verify(
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
         folders = RunFolder(Path.cwd()).ssd_folders(config)
-        made = group.broadcast_made(lambda: [str(_scratch(folder, stack)) for folder in folders])
-        drives = [Path(folder) for folder in made]
+        scratch = group.broadcast_made(lambda: [str(_scratch(folder, stack)) for folder in folders])
+        drives = [Path(folder) for folder in scratch]
         work, notes = drives[0], list[str]()
         facts = group.broadcast_made(lambda: _copied(config, work / "model", layers, notes))
         copy = ModelCopy(work / "model", *facts)
-        own = _steps_only(config, copy.folder, drives)
+        trial_config = _steps_only(config, copy.folder, drives)
         inputs = in_turn(
-            group, lambda here: open_inputs(RunFolder(own.out), own, display, resume=not here)
+            group,
+            lambda here: open_inputs(
+                RunFolder(trial_config.out), trial_config, display, resume=not here
+            ),
         )
         from_host = None
         # Scale the budget, so that the copy streams as the whole model would.
@@ -531,15 +536,15 @@ def verify(
             share = config.budget.host * copy.layers // copy.all_layers
             from_host = align_up(share, PAGE)
         recipe = Recipe(
-            model=own.model,
-            train=own.train,
-            dtype=training_dtype(own),
-            seed=own.seed,
+            model=trial_config.model,
+            train=trial_config.train,
+            dtype=training_dtype(trial_config),
+            seed=trial_config.seed,
             steps=steps,
             total=inputs.total,
-            batch=lambda step: inputs.train_examples.batch(step, own.train.batch),
+            batch=lambda step: inputs.train_examples.batch(step, trial_config.train.batch),
         )
-        trial = _Trial(recipe, own, inputs, display, from_host, group)
+        trial = _Trial(recipe, trial_config, inputs, display, from_host, group)
         reference = None
         if group.ranks.first:
             reference = reference_run(recipe, work / "reference", trial.advance("in memory"))
@@ -621,10 +626,10 @@ class _Trial:
 
     def runs(self, mode: RunMode, reference: Trajectory | None) -> tuple[RunResult, RunResult]:
         """Run a mode with and without overlapping steps, each in its own temporary store."""
-        made = []
+        results = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
-            made.append(
+            results.append(
                 lohan_run(
                     self.recipe,
                     mode.of(replace(self.config, out=out)),
@@ -637,7 +642,7 @@ class _Trial:
                 )
             )
             self.advance(str(mode))(number + 1, 2)
-        return made[0], made[1]
+        return results[0], results[1]
 
     def noise(self, reference: Trajectory, runs: Sequence[Runs], notes: list[str]) -> Noise | None:
         """Measure the noise, but only if a run exceeds the limits without it."""
@@ -682,12 +687,12 @@ def _judged(
 def _scratch(folder: Path, stack: ExitStack) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix="lohan-verify-", dir=folder)
+        temporary = tempfile.TemporaryDirectory(prefix="lohan-verify-", dir=folder)
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be written to: {error.strerror}; give a folder with --ssd"
         ) from None
-    return Path(stack.enter_context(made))
+    return Path(stack.enter_context(temporary))
 
 
 def _layers(config: Config, notes: list[str]) -> int | None:

@@ -69,8 +69,8 @@ INSTEAD = {  # advice for settings that a resumed run may not change
 def check_changes(changes: Mapping[str, Any]) -> None:
     """Raise ConfigError if a resumed run cannot take one of these settings."""
     for name in changes:
-        known = name in {info.dotted for info in fields_of()}  # load_config refuses unknown names
-        if known and name not in RESUMABLE:
+        exists = name in {info.dotted for info in fields_of()}  # load_config refuses unknown names
+        if exists and name not in RESUMABLE:
             other = INSTEAD.get(name) or (
                 "the data, the model and the store were made with it; start a new run"
             )

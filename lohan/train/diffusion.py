@@ -102,15 +102,15 @@ class Noising:
 
     def example_arrays(self, samples: int) -> dict[str, np.ndarray]:
         """Return zero-filled examples with the shapes that the model is made for."""
-        made: dict[str, np.ndarray] = {}
-        made[LATENT] = np.zeros((samples, self.channels, self.size, self.size), np.float32)
+        arrays: dict[str, np.ndarray] = {}
+        arrays[LATENT] = np.zeros((samples, self.channels, self.size, self.size), np.float32)
         if self.classes is not None:
-            made[CLASS] = np.zeros(samples, np.int64)
+            arrays[CLASS] = np.zeros(samples, np.int64)
         widths = {name: int(self.config[setting]) for name, setting in self.interface.sizes.items()}
         tall = {TEXT: (TEXT_TOKENS,)}
         for name, width in widths.items():
-            made[name] = np.zeros((samples, *tall.get(name, ()), width), np.float32)
-        return made
+            arrays[name] = np.zeros((samples, *tall.get(name, ()), width), np.float32)
+        return arrays
 
     def check(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise DataError if the model cannot take an example."""
@@ -179,8 +179,8 @@ def noising_of(folder: DiffusersFolder) -> Noising:
             f"{folder.model}: {name} is not a model that --task diffusion trains; it trains "
             f"{', '.join(INTERFACES)}; others go with lohan.attach and a loop of your own"
         )
-    found = diffusers_class(name, folder.model)
-    signature = inspect.signature(found.__init__).parameters.values()
+    kind = diffusers_class(name, folder.model)
+    signature = inspect.signature(kind.__init__).parameters.values()
     defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
     config = {**defaults, **raw}  # config.json may omit settings that have defaults
     if name == DIT:
@@ -198,13 +198,13 @@ def scheduler_config(folder: DiffusersFolder) -> dict[str, Any]:
 def _ddpm(folder: DiffusersFolder) -> Any:
     """Return the scheduler that the model was trained with, or DDPM's defaults without one."""
     kind = diffusers_class("DDPMScheduler", folder.model)
-    found = kind.from_config(scheduler_config(folder)) if folder.scheduler else kind()
-    if found.config.prediction_type not in TARGETS:
+    scheduler = kind.from_config(scheduler_config(folder)) if folder.scheduler else kind()
+    if scheduler.config.prediction_type not in TARGETS:
         raise ModelError(
-            f"{folder.scheduler}: prediction_type is {found.config.prediction_type!r}; known are "
-            f"{', '.join(TARGETS)}"
+            f"{folder.scheduler}: prediction_type is {scheduler.config.prediction_type!r}; known "
+            f"are {', '.join(TARGETS)}"
         )
-    return found
+    return scheduler
 
 
 # -- Noise prediction ------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -
     height, width = noisy.shape[-2] // 2, noisy.shape[-1] // 2
     grid = torch.zeros(height, width, 3)
     grid[..., 1], grid[..., 2] = torch.arange(height)[:, None], torch.arange(width)
-    made = {
+    inputs = {
         "hidden_states": packed(noisy),
         TEXT: given[TEXT],
         POOLED: given[POOLED],
@@ -276,8 +276,8 @@ def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -
         TARGET: packed(target),
     }
     if noising.config.get("guidance_embeds"):
-        made["guidance"] = torch.full((len(noisy),), GUIDANCE)
-    return made
+        inputs["guidance"] = torch.full((len(noisy),), GUIDANCE)
+    return inputs
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
@@ -402,13 +402,17 @@ class Diffusion(Task[Noised]):
     def shapes(self, config: Config, examples: list[Noised], *, dtype: str) -> Batch:
         if examples:
             batches = [one.batch(0, config.train.batch) for one in examples]
-            made = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
+            largest = max(
+                batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values())
+            )
         else:
             noising = noising_of(diffusers_folder_of(config))
             example = {name: array[0] for name, array in noising.example_arrays(1).items()}
             noising.check(str(config.model), example)
-            made = noising.batch(noising.example_arrays(config.train.batch), generator_of(0, 0, 0))
-        inputs = _inputs(made, dtype_of(STATE_FORMATS[dtype]))
+            largest = noising.batch(
+                noising.example_arrays(config.train.batch), generator_of(0, 0, 0)
+            )
+        inputs = _inputs(largest, dtype_of(STATE_FORMATS[dtype]))
         return {name: tensor.to("meta") for name, tensor in inputs.items()}
 
     def rows(self, batch: Batch) -> int:
@@ -441,13 +445,13 @@ class Diffusion(Task[Noised]):
 
 
 def diffusers_folder_of(config: Config) -> DiffusersFolder:
-    found = find_diffusers_folder(config.model)
-    if found is None:
+    folder = find_diffusers_folder(config.model)
+    if folder is None:
         raise ModelError(
             f"{config.model}: no folder of diffusers (config.json with _class_name, or "
             "model_index.json), which --task diffusion needs; give one, or leave --task out"
         )
-    return found
+    return folder
 
 
 def _classes(
@@ -462,14 +466,14 @@ def _classes(
     if source == trained_on:
         return class_numbers(samples, most=noising.classes)
     trained = find_samples(trained_on, companions=noising.interface.companions)
-    known = class_numbers(trained, most=noising.classes)
-    strange = sorted({sample.group for sample in samples if sample.group} - known.keys())
+    numbers = class_numbers(trained, most=noising.classes)
+    strange = sorted({sample.group for sample in samples if sample.group} - numbers.keys())
     if strange:
         raise DataError(
-            f"{source}: the folder {strange[0]} is none of the {len(known)} classes in "
+            f"{source}: the folder {strange[0]} is none of the {len(numbers)} classes in "
             f"{trained_on}; rename or leave it out"
         )
-    return known
+    return numbers
 
 
 def _encoder(
@@ -496,8 +500,8 @@ def _encoder(
     def encode(path: Path) -> np.ndarray:
         pixels = torch.from_numpy(square(path, noising.size * factor))
         with torch.no_grad():
-            found = (vae.encode(pixels[None]).latent_dist.mode()[0] - shift) * scale
-        array: np.ndarray = found.numpy()
+            latent = (vae.encode(pixels[None]).latent_dist.mode()[0] - shift) * scale
+        array: np.ndarray = latent.numpy()
         return array
 
     return encode

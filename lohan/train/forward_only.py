@@ -163,8 +163,10 @@ def open_stream(
             store = stores[0]
         else:
             # Use the user's folders, or else those next to the run's stores.
-            own = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
-            dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or own]
+            folders = (
+                [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
+            )
+            dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or folders]
             created = create_weights_store(
                 store_reader(*stores) if stores else source_of_model(model),
                 blocks,
@@ -286,7 +288,7 @@ def needs_of(
     """
     config: Any = model.config
     text, width = config.get_text_config(), STATE_FORMATS[dtype].weight_bytes
-    found = measure(
+    measured = measure(
         model,
         blocks,
         batch_of(shape),
@@ -296,11 +298,11 @@ def needs_of(
     )
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
-    found.sites.pop(sites.get(last, ""), None)  # the head never gets all tokens at once
+    measured.sites.pop(sites.get(last, ""), None)  # the head never gets all tokens at once
     rows = shape.batch if shape.cache_tokens else head
     logits = rows * text.vocab_size * 4 * LOGIT_COPIES
     stream = shape.batch * shape.tokens * text.hidden_size * width
-    work = max(found.peak_bytes, logits)
+    work = max(measured.peak_bytes, logits)
     needs = {"hidden state": 2 * stream, WORK: work}
     if shape.cache_tokens:
         needs["keys and values"] = cache_bytes(text, width, shape.batch, shape.cache_tokens)
@@ -342,8 +344,8 @@ class Evaluation:
 
     def __str__(self) -> str:
         text = f"loss {self.loss:.4f}"
-        told = "".join(f", {name.replace('_', ' ')} {x:.3g}" for name, x in self.stats.items())
-        return (f"{text}, perplexity {self.perplexity:.4g}" if self.perplexing else text) + told
+        extra = "".join(f", {name.replace('_', ' ')} {x:.3g}" for name, x in self.stats.items())
+        return (f"{text}, perplexity {self.perplexity:.4g}" if self.perplexing else text) + extra
 
     def to_row(self, step: int) -> dict[str, Any]:
         return {
@@ -370,20 +372,20 @@ def evaluate(
 
     `loss_of` computes the loss of a batch if it is not just the model's own, as with several ranks.
     """
-    found = loss_of or (lambda inputs: task.loss(model, inputs).item())
+    loss_function = loss_of or (lambda inputs: task.loss(model, inputs).item())
     start, total, tokens = time.perf_counter(), 0.0, 0
-    passes, told = -(-len(dataset) // batch), list[tuple[Stats, int]]()
+    passes, results = -(-len(dataset) // batch), list[tuple[Stats, int]]()
     progress(0, passes)
     with forward_only(model):
         for number, inputs in enumerate(dataset.passes(batch)):
             if stop():
                 return None
             count = task.weight(model, inputs)
-            total += found(inputs) * count
+            total += loss_function(inputs) * count
             tokens += count
-            told.append((inputs.get("stats", {}), task.rows(inputs)))
+            results.append((inputs.get("stats", {}), task.rows(inputs)))
             progress(number + 1, passes)
-    stats = {name: mean for name, (mean, _) in mean_stats(told).items()}
+    stats = {name: mean for name, (mean, _) in mean_stats(results).items()}
     return Evaluation(total / tokens, tokens, time.perf_counter() - start, task.PERPLEXITY, stats)
 
 
@@ -419,10 +421,10 @@ class History:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> History:
-        made = cls()
+        history = cls()
         for row in rows:
-            made = made.with_row(row)
-        return made
+            history = history.with_row(row)
+        return history
 
     def improves(self, loss: float) -> bool:
         return loss < self.best
@@ -457,34 +459,34 @@ def read_prompts(entries: Sequence[str]) -> list[str]:
     A text file has one prompt per line. In JSON files, a prompt is a string or the `prompt` or
     `text` of an object.
     """
-    found: list[str] = []
+    prompts: list[str] = []
     for entry in entries:
         if entry.endswith(PROMPT_SUFFIXES) and "\n" not in entry and Path(entry).is_file():
-            found += _prompts_of(Path(entry))
+            prompts += _prompts_of(Path(entry))
         else:
-            found.append(entry)
-    return found
+            prompts.append(entry)
+    return prompts
 
 
 def _prompts_of(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".txt":
-            found = [line for line in text.splitlines() if line.strip()]
+            prompts = [line for line in text.splitlines() if line.strip()]
         elif file.suffix == ".jsonl":
-            found = [_prompt_of(parse_json(line)) for line in text.splitlines() if line.strip()]
+            prompts = [_prompt_of(parse_json(line)) for line in text.splitlines() if line.strip()]
         else:
             rows: list[Any] = checked(parse_json(text), list[Any], "")
-            found = [_prompt_of(row) for row in rows]
+            prompts = [_prompt_of(row) for row in rows]
     except ValueError as error:
         raise DataError(
             f"{file}: not a file of prompts ({error}); write one per line, or objects with prompt"
         ) from None
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}; check the path") from None
-    if not found:
+    if not prompts:
         raise DataError(f"{file}: holds no prompt; write one per line")
-    return found
+    return prompts
 
 
 def _prompt_of(row: Any) -> str:
@@ -496,10 +498,10 @@ def _prompt_of(row: Any) -> str:
 
 def encode_prompts(encoder: Encoder, prompts: Sequence[str]) -> list[list[int]]:
     """Return the tokens of each prompt, after the chat template if the model has one."""
-    found = [encoder.prompt(text, place="generation") for text in prompts]
-    if empty := [text for text, ids in zip(prompts, found, strict=True) if not ids]:
+    encoded = [encoder.prompt(text, place="generation") for text in prompts]
+    if empty := [text for text, ids in zip(prompts, encoded, strict=True) if not ids]:
         raise DataError(f"prompt {empty[0]!r} has no token; write a longer one")
-    return found
+    return encoded
 
 
 def generate(
@@ -604,7 +606,7 @@ def run_tasks(
 
     streamed = Streamed(source, opened, batch=batch, seq=seq, shown=shown)
     try:
-        found = lm_eval.simple_evaluate(
+        evaluated = lm_eval.simple_evaluate(
             model=_as_lm(streamed),
             tasks=list(tasks),
             task_manager=manager,
@@ -618,14 +620,14 @@ def run_tasks(
             f"--tasks: the harness cannot run {', '.join(tasks)}: {first_line(error)}; data of its "
             "tasks comes from the hub or from files that they name"
         ) from error
-    made: dict[str, Any] = {}
-    for task, row in found["results"].items():
-        made[task] = {
+    results: dict[str, Any] = {}
+    for task, row in evaluated["results"].items():
+        results[task] = {
             key.removesuffix(",none"): value
             for key, value in row.items()
             if isinstance(value, float) and "stderr" not in key
         }
-    return made
+    return results
 
 
 class Streamed:
@@ -653,7 +655,7 @@ class Streamed:
 
         Rows that are too long are truncated at the beginning.
         """
-        found: list[Scored] = [(0.0, True)] * len(pairs)
+        scores: list[Scored] = [(0.0, True)] * len(pairs)
         rows = [
             ((context + then)[-self.seq :], min(len(then), self.seq - 1)) for context, then in pairs
         ]
@@ -666,9 +668,9 @@ class Streamed:
                 for index, score in zip(
                     some, self._scored(session, [rows[p] for p in some]), strict=True
                 ):
-                    found[index] = score
+                    scores[index] = score
                 self._shown.advance("scoring", min(start + self.batch, len(order)), len(order))
-        return found
+        return scores
 
     def _scored(self, session: Session, rows: list[tuple[list[int], int]]) -> list[Scored]:
         width = max(len(ids) for ids, _ in rows)
@@ -683,15 +685,15 @@ class Streamed:
         logps, likeliest = _label_logps(session, inputs, labels.to(torch_device))
         counts = [count for _, count in rows]
         return [
-            (float(own.double().sum()), bool(best.all()))
-            for own, best in zip(
+            (float(row_logps.double().sum()), bool(best.all()))
+            for row_logps, best in zip(
                 torch.split(logps, counts), torch.split(likeliest, counts), strict=True
             )
         ]
 
     def answers(self, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         """Return the text that follows each prompt, up to its first stop string."""
-        found = [""] * len(asked)
+        answers = [""] * len(asked)
         groups: dict[tuple[int, float, float], list[int]] = {}
         for index, (_, how) in enumerate(asked):
             sampled = bool(how.get("do_sample", float(how.get("temperature", 0)) > 0))
@@ -712,9 +714,9 @@ class Streamed:
                     some = order[start : start + self.batch]
                     texts = generate(session.model, self.encoder, [ids[p] for p in some], sampling)
                     for index, text in zip(some, texts, strict=True):
-                        found[index] = _cut_at_stops(text, asked[index][1].get("until"))
+                        answers[index] = _cut_at_stops(text, asked[index][1].get("until"))
                     self._shown.advance("answering", start + len(some), len(order))
-        return found
+        return answers
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """Tokenise a text without adding a second start token."""
@@ -742,8 +744,8 @@ def _label_logps(
     head = session.head
     if head is None:
         logits = session.model(**inputs).logits[:, :-1]
-        known = labels[:, 1:] != IGNORE
-        note(logits[known], labels[:, 1:][known])
+        counted = labels[:, 1:] != IGNORE
+        note(logits[counted], labels[:, 1:][counted])
     else:
         head.on_logits = note
         try:

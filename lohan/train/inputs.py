@@ -105,8 +105,8 @@ class Inputs:
     def shapes(self, config: Config, group: ProcessGroup = ALONE) -> Batch:
         """Return the largest batch of one rank on the meta device."""
         every = [self.train_examples, *([self.held_out] if self.held_out is not None else [])]
-        own = config.of_rank(group.ranks.world)
-        return self.task.shapes(own, every, dtype=training_dtype(config))
+        rank_config = config.of_rank(group.ranks.world)
+        return self.task.shapes(rank_config, every, dtype=training_dtype(config))
 
 
 def check_machine(config: Config, group: ProcessGroup = ALONE) -> None:
@@ -241,15 +241,15 @@ def training_dtype(config: Config) -> str:
 def check_made_for(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if the settings need another state format than the store has."""
     asked = state_format_of(training_dtype(config), config.train.kind)
-    for found in sets_of(folder, config):
-        manifest = read_manifest(found.primaries[0])
-        if manifest is None or (made := stored_state_format(manifest.meta)) == asked:
+    for stores in sets_of(folder, config):
+        manifest = read_manifest(stores.primaries[0])
+        if manifest is None or (stored := stored_state_format(manifest.meta)) == asked:
             continue
         raise ConfigError(
-            f"the store in {found.primaries[0]} was made for {made.kind} in {made.name}, "
+            f"the store in {stores.primaries[0]} was made for {stored.kind} in {stored.name}, "
             f"{folder.config_file} asks for {asked.kind} in {asked.name}; put back "
-            f'{made.kind.settings}, dtype = "{made.name}" under [train] there, or train again with '
-            "another --out"
+            f'{stored.kind.settings}, dtype = "{stored.name}" under [train] there, or train again '
+            "with another --out"
         )
 
 
@@ -315,11 +315,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
         sync_path(target / file.name)
     count = len(load_tokenizer(target, needed_by="--tokenizer"))
-    known = getattr(load_config(target).get_text_config(), "vocab_size", None)
-    if known is not None and count > known:
+    vocabulary = getattr(load_config(target).get_text_config(), "vocab_size", None)
+    if vocabulary is not None and count > vocabulary:
         raise ModelError(
             f"--tokenizer {source}: has {count} tokens, vocab_size in {target / CONFIG} is "
-            f"{known}; raise vocab_size"
+            f"{vocabulary}; raise vocab_size"
         )
 
 
@@ -327,8 +327,8 @@ def remove_base(target: Path, *, last: bool = True) -> None:
     """Remove the files that `make_base` writes and, with `last`, their folder if it is empty."""
     if not target.is_dir():
         return
-    own = {*tokenizer_files(target), *target.glob("*processor*.json")}
-    for file in (*own, target / CONFIG, target / MARK):
+    copied = {*tokenizer_files(target), *target.glob("*processor*.json")}
+    for file in (*copied, target / CONFIG, target / MARK):
         file.unlink(missing_ok=True)
     if last and not any(target.iterdir()):
         target.rmdir()
@@ -345,12 +345,12 @@ def check_settings(group: ProcessGroup, config: Config) -> None:
             f"--batch {config.train.batch} is less than one row for each of {group.world} ranks; "
             f"raise it to {group.world}, or start fewer ranks"
         )
-    own = {name: str(value) for name, value in asdict(config.train).items()}
-    said = group.all_gather_object({**own, "seed": str(config.seed)})
-    for rank, other in enumerate(said):
+    settings = {name: str(value) for name, value in asdict(config.train).items()}
+    gathered = group.all_gather_object({**settings, "seed": str(config.seed)})
+    for rank, other in enumerate(gathered):
         for name, value in other.items():
-            if value != said[0][name]:
+            if value != gathered[0][name]:
                 raise ConfigError(
-                    f"{name} is {said[0][name]} for rank 0 and {value} for rank {rank}; give "
+                    f"{name} is {gathered[0][name]} for rank 0 and {value} for rank {rank}; give "
                     "all ranks the same settings"
                 )

@@ -68,23 +68,23 @@ class CausalLM(Task[Dataset]):
         return tokenised(data, causal_config(data.config.model))
 
     def describe(self, examples: Dataset, config: Config) -> str:
-        found = examples.summary
-        note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
-        note += f"{found.trained_tokens:,} with loss"
-        if found.cut:
-            note += f"; {found.cut:,} cut to {config.train.seq} tokens"
-        if found.skipped_turns:
-            turns = counted(found.skipped_turns, "assistant turn")
+        summary = examples.summary
+        note = f"{counted(summary.examples, 'example')}, {counted(summary.tokens, 'token')}, "
+        note += f"{summary.trained_tokens:,} with loss"
+        if summary.cut:
+            note += f"; {summary.cut:,} cut to {config.train.seq} tokens"
+        if summary.skipped_turns:
+            turns = counted(summary.skipped_turns, "assistant turn")
             note += f"; {turns} without loss (chat template)"
         lines = [note]
-        if found.dropped:
+        if summary.dropped:
             lines.append(
-                f"warning: {found.dropped:,} of "
-                f"{counted(found.examples + found.dropped, 'example')} dropped: their first "
+                f"warning: {summary.dropped:,} of "
+                f"{counted(summary.examples + summary.dropped, 'example')} dropped: their first "
                 f"{config.train.seq} tokens hold no answer; raise --seq, or look at the data"
             )
         lines += remarks(examples, config)
-        lines += few_warning(found.examples, counted(found.examples, "example"), config)
+        lines += few_warning(summary.examples, counted(summary.examples, "example"), config)
         return "\n".join([*lines, *rendered(examples.rendered)])
 
     def arrange(self, examples: Dataset, config: Config) -> Dataset:
@@ -93,16 +93,16 @@ class CausalLM(Task[Dataset]):
     def shapes(self, config: Config, examples: list[Dataset], *, dtype: str) -> Batch:
         longest, padded = config.train.seq, False
         if examples:
-            found = max(one.longest for one in examples)
-            longest = min(examples[0].seq, align_up(found, 8))
+            seq = max(one.longest for one in examples)
+            longest = min(examples[0].seq, align_up(seq, 8))
             padded = not config.train.pack and any(one.shortest < one.longest for one in examples)
         shape = torch.empty((config.train.batch, longest), dtype=torch.long, device="meta")
-        made = {"input_ids": shape, "labels": shape}
+        shapes = {"input_ids": shape, "labels": shape}
         if config.train.pack:
-            made["position_ids"] = shape
+            shapes["position_ids"] = shape
         if padded:  # A mask selects another attention kernel, which needs other memory.
-            made["attention_mask"] = shape
-        return made
+            shapes["attention_mask"] = shape
+        return shapes
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         if start < stop:
@@ -123,7 +123,7 @@ def tokenised(data: DataRequest, model: Any, *, preferences: bool = False) -> Da
         ready = open_dataset(data.cache, seed=config.seed, vocab_size=vocab_size)
     if ready is not None:
         return ready
-    made = tokenise(
+    dataset = tokenise(
         data.sources,
         model_dir=config.model,
         cache_dir=data.cache,
@@ -135,14 +135,14 @@ def tokenised(data: DataRequest, model: Any, *, preferences: bool = False) -> Da
         progress=partial(data.progress, "tokenising"),
         preferences=preferences,
     )
-    kept = len(made.ratings) or made.summary.examples // (2 if preferences else 1)
-    check_dropped(data, made.summary.dropped, kept)
-    return made
+    kept = len(dataset.ratings) or dataset.summary.examples // (2 if preferences else 1)
+    check_dropped(data, dataset.summary.dropped, kept)
+    return dataset
 
 
 def tokens_with_loss(model: nn.Module, batch: Batch) -> int:
-    own = shifts_labels(base_of(model))
-    return int((batch["labels"][:, 1 if own else 0 :] != IGNORE).sum())
+    shifted = shifts_labels(base_of(model))
+    return int((batch["labels"][:, 1 if shifted else 0 :] != IGNORE).sum())
 
 
 # -- Vision-language models: conversations about images, with loss on the answers ------------------
@@ -165,27 +165,34 @@ class VisionLanguage(Task[Fields]):
 
     def prepare(self, data: DataRequest) -> Fields:
         folder, train = data.config.model, data.config.train
-        made = Conversations(load_processor(folder), folder, train.seq, train.chat_template)
+        conversations = Conversations(
+            load_processor(folder), folder, train.seq, train.chat_template
+        )
 
         def examples(path: Path) -> Iterator[Row]:
             check_source(path, data.option)
             rows = read_rows(path, partial(data.progress, "tokenising"))
-            return rows_with_images(rows, path, made)
+            return rows_with_images(rows, path, conversations)
 
         ready = data.fields(
             examples,
-            show=made.shown,
-            collate=made.collate,
-            about=lambda: {"files": made.images.files, "cut": made.cut, "dropped": made.dropped},
+            show=conversations.shown,
+            collate=conversations.collate,
+            about=lambda: {
+                "files": conversations.images.files,
+                "cut": conversations.cut,
+                "dropped": conversations.dropped,
+            },
         )
         if ready is None:
             raise DataError(
-                f"{data.sources[0].path}: no example is left to train on ({made.dropped} dropped: "
-                f"the first {train.seq} tokens hold no answer); raise --seq or check the file"
+                f"{data.sources[0].path}: no example is left to train on "
+                f"({conversations.dropped} dropped: the first {train.seq} tokens hold no "
+                "answer); raise --seq or check the file"
             )
         if not data.resume:
             check_dropped(data, ready.about["dropped"], len(ready))
-        made.images.restore(ready.about)
+        conversations.images.restore(ready.about)
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:
@@ -212,8 +219,8 @@ class VisionLanguage(Task[Fields]):
                     key=lambda batch: batch["input_ids"].numel(),
                 )
             )
-        made = Conversations(load_processor(config.model), config.model, config.train.seq)
-        return inputs_of(made.example(config.train.batch))
+        conversations = Conversations(load_processor(config.model), config.model, config.train.seq)
+        return inputs_of(conversations.example(config.train.batch))
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         """Collate the selected examples again.
@@ -222,12 +229,12 @@ class VisionLanguage(Task[Fields]):
         """
         low, high = (start, stop) if start < stop else (0, 1)
         made_by, examples = batch[ROWS]
-        made: Batch = made_by.collate(examples[low:high])
-        return made
+        collated: Batch = made_by.collate(examples[low:high])
+        return collated
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        found: torch.Tensor = model(**inputs_of(batch)).loss
-        return found
+        loss: torch.Tensor = model(**inputs_of(batch)).loss
+        return loss
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
         return tokens_with_loss(model, batch)
@@ -235,15 +242,17 @@ class VisionLanguage(Task[Fields]):
 
 def vision_parts(model: nn.Module) -> list[str]:
     """Return the names of the modules of the vision tower, without its projector."""
-    found: list[str] = []
+    parts: list[str] = []
     for name, tower in model.named_modules():
         inside = name.rpartition(".")[0].split(".")
         if name.rpartition(".")[2] not in TOWERS or set(inside) & set(TOWERS):
             continue
         children = [child for child, _ in tower.named_children()]
-        own = [child for child in children if PROJECTOR not in child]
-        found += [name] if len(own) == len(children) else [f"{name}.{child}" for child in own]
-    return [name for name in found if any(True for _ in model.get_submodule(name).parameters())]
+        encoders = [child for child in children if PROJECTOR not in child]
+        parts += (
+            [name] if len(encoders) == len(children) else [f"{name}.{child}" for child in encoders]
+        )
+    return [name for name in parts if any(True for _ in model.get_submodule(name).parameters())]
 
 
 def inputs_of(batch: Batch) -> Batch:
@@ -310,8 +319,8 @@ def _mask(model: nn.Module, decoder: nn.Module) -> torch.Tensor | None:
         try:
             decoder(input_ids=torch.zeros_like(POSITIONS), position_ids=POSITIONS, use_cache=False)
         except _Reached as reached:
-            found = [x for x in reached.inputs if isinstance(x, torch.Tensor) and x.ndim == 4]
-            masks = [x for x in found if tuple(x.shape) == (1, 1, *shape)]
+            candidates = [x for x in reached.inputs if isinstance(x, torch.Tensor) and x.ndim == 4]
+            masks = [x for x in candidates if tuple(x.shape) == (1, 1, *shape)]
             if masks:
                 return masks[0][0, 0] if masks[0].dtype == torch.bool else masks[0][0, 0] == 0
         except Exception:  # The code before the blocks needs weights, so the mask stays unknown.

@@ -101,11 +101,11 @@ class Journal:
         if self._last is None or context.workload is None:
             return
         row, spans = self._last
-        found = context.measured(spans, self._session.plan)
-        if found is not None:
-            self._known, self._origin = found, f"rates measured in step {row['step']}"
-            predicted = figures(context.forecast(found, self._session.plan))
-            self._write("measured", profile=asdict(found), predicted=predicted)
+        measured = context.measured(spans, self._session.plan)
+        if measured is not None:
+            self._known, self._origin = measured, f"rates measured in step {row['step']}"
+            predicted = figures(context.forecast(measured, self._session.plan))
+            self._write("measured", profile=asdict(measured), predicted=predicted)
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})
@@ -127,23 +127,23 @@ class NullJournal:
         pass
 
 
-def figures(made: Forecast) -> dict[str, Any]:
+def figures(forecast: Forecast) -> dict[str, Any]:
     return {
-        "step_s": made.step_s,
-        "lane_s": made.busy_s,
-        "tokens": made.tokens,
-        "written_bytes": made.written_bytes,
+        "step_s": forecast.step_s,
+        "lane_s": forecast.busy_s,
+        "tokens": forecast.tokens,
+        "written_bytes": forecast.written_bytes,
     }
 
 
 def versions() -> dict[str, str]:
-    found = {"lohan": __version__, "python": platform.python_version()}
+    installed = {"lohan": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def machine() -> dict[str, Any]:
@@ -380,7 +380,7 @@ class Meter:
         self.spans, self._spans = [*self._spans, *self._trace.take_step()], []
         busy = busy_s(self.spans, self._start_s, stop)
         step_s = stop - self._start_s - self._aside_s
-        made = {
+        row = {
             "step_s": step_s,
             "tokens_per_s": tokens / step_s,
             "rss_bytes": rss_bytes(),
@@ -391,7 +391,7 @@ class Meter:
         }
         self._start_s, self._before = stop, after
         self._aside_s, self._aside_read = 0.0, 0
-        return made
+        return row
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ class PeriodicTasks:
         assert held is not None
         self._catch_up()
         with self._meter.aside():
-            found = evaluate(
+            result = evaluate(
                 self._session.model,
                 held,
                 batch=self._config.train.batch,
@@ -95,12 +95,12 @@ class PeriodicTasks:
                 loss_of=self._loss,
                 progress=lambda done, total: self._display.advance("evaluating", done, total),
             )
-        if found is None:  # The evaluation was interrupted, and is repeated when the run resumes.
+        if result is None:  # The evaluation was interrupted, and is repeated when the run resumes.
             return
-        better = self._history.improves(found.loss)
+        better = self._history.improves(result.loss)
         if better and self._config.output.export_best:
             self._export_best()
-        row = found.to_row(step)
+        row = result.to_row(step)
         if self._first:
             append_row(self._folder.metrics_file, row)
         self._history = self._history.with_row(row)
@@ -108,7 +108,7 @@ class PeriodicTasks:
             logger.log(row)
         best = f"best {self._history.best:.4f} after step {self._history.best_step}"
         verdict = "best so far" if better else best
-        self._display.note(f"evaluation after step {step}: {found} ({verdict})")
+        self._display.note(f"evaluation after step {step}: {result} ({verdict})")
         if self.stopped:
             self._display.note(f"stopping early after step {step}: {self._no_better()}")
 

@@ -59,27 +59,29 @@ class Preference(Task[Preferences]):
         return CausalLM().load(config, dtype=dtype)
 
     def prepare(self, data: DataRequest) -> Preferences:
-        made, config = (
+        dataset, config = (
             tokenised(data, causal_config(data.config.model), preferences=True),
             data.config,
         )
         rated = config.preference.loss == "kto"
-        check_kind(made, rated=rated, option=data.option, what=f"--loss {config.preference.loss}")
-        rows = made.summary.examples // (1 if rated else 2)
-        return Preferences(made, np.arange(rows), config.train.batch, config.preference)
+        check_kind(
+            dataset, rated=rated, option=data.option, what=f"--loss {config.preference.loss}"
+        )
+        rows = dataset.summary.examples // (1 if rated else 2)
+        return Preferences(dataset, np.arange(rows), config.train.batch, config.preference)
 
     def describe(self, examples: Preferences, config: Config) -> str:
-        found = examples.sequences.summary
+        summary = examples.sequences.summary
         what = counted(len(examples), "rated answer" if examples.rated else "pair")
-        note = f"{what}, {counted(found.tokens, 'token')}, {found.trained_tokens:,} in answers"
-        if found.cut:
-            answers = counted(found.examples, "answer")
-            note += f"; {found.cut:,} of {answers} cut to {config.train.seq} tokens"
+        note = f"{what}, {counted(summary.tokens, 'token')}, {summary.trained_tokens:,} in answers"
+        if summary.cut:
+            answers = counted(summary.examples, "answer")
+            note += f"; {summary.cut:,} of {answers} cut to {config.train.seq} tokens"
         lines = [note]
-        if found.dropped:
+        if summary.dropped:
             lines.append(
-                f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
-                "answer; raise --seq, or look at the data"
+                f"warning: {summary.dropped:,} dropped: the first {config.train.seq} tokens hold "
+                "no answer; raise --seq, or look at the data"
             )
         lines += remarks(examples.sequences, config) + few_warning(len(examples), what, config)
         return "\n".join([*lines, *rendered(examples.sequences.rendered)])
@@ -98,15 +100,15 @@ class Preference(Task[Preferences]):
         count = self.rows(batch)
         if start == stop:  # an empty part becomes one row without weight
             return self.part(batch, 0, 1) | {"weight": 0.0}
-        made = {
+        part = {
             name: torch.cat([value[start:stop], value[count + start : count + stop]])
             for name, value in batch.items()
             if name in ("input_ids", "attention_mask", "labels", "reference")
         }
         if "desirable" in batch:
-            made["desirable"] = batch["desirable"][start:stop]
+            part["desirable"] = batch["desirable"][start:stop]
         whole = {name: batch[name] for name in ("objective", "stats") if name in batch}
-        return made | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
+        return part | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean over the rows of the whole batch, and put rewards in its `stats`."""
@@ -171,9 +173,9 @@ class Preference(Task[Preferences]):
             return
         file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
         if not session.step:  # one that is there may be of another model that a start began with
-            found = self._reference_logps(session, examples, progress)
+            logps = self._reference_logps(session, examples, progress)
             if session.process_group.ranks.first:
-                write_reference(file, found)
+                write_reference(file, logps)
             session.process_group.barrier()
         elif not file.is_file():
             raise DataError(
@@ -185,23 +187,23 @@ class Preference(Task[Preferences]):
     def _reference_logps(
         self, session: Session, examples: Preferences, progress: OnProgress
     ) -> np.ndarray:
-        found = np.zeros((examples.total, 2), dtype=np.float32)
+        logps = np.zeros((examples.total, 2), dtype=np.float32)
         done, group = 0, session.process_group
         with forward_only(session.model):
             for batch in examples.passes(examples.batch_rows):
                 count = self.rows(batch)
                 start, stop = group.ranks.rows(count)
-                own = answer_logps(session.model, self.part(batch, start, stop))
-                mine = [] if start == stop else own.reshape(2, -1).T.tolist()
+                part_logps = answer_logps(session.model, self.part(batch, start, stop))
+                mine = [] if start == stop else part_logps.reshape(2, -1).T.tolist()
                 every = [row for rank in group.all_gather_object(mine) for row in rank]
-                found[examples.members[done : done + count]] = every
+                logps[examples.members[done : done + count]] = every
                 done += count
                 progress("reference", done, len(examples))
-        return found
+        return logps
 
 
-def check_kind(made: Dataset, *, rated: bool, option: str, what: str) -> None:
-    if bool(made.ratings) != rated:
+def check_kind(dataset: Dataset, *, rated: bool, option: str, what: str) -> None:
+    if bool(dataset.ratings) != rated:
         wants, has = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
         raise DataError(f"{option} has {has}, {what} wants {wants}; give the other one")
 
@@ -290,8 +292,8 @@ def logp_loss_of(
     model: nn.Module, inputs: Batch, labels: torch.Tensor, logp_loss: LogpLoss
 ) -> torch.Tensor:
     """Return the loss computed by `logp_loss`, using the head in slices."""
-    found: torch.Tensor = model(**inputs, labels=labels, logp_loss=logp_loss).loss
-    return found
+    loss: torch.Tensor = model(**inputs, labels=labels, logp_loss=logp_loss).loss
+    return loss
 
 
 def note(
@@ -309,8 +311,8 @@ def note(
             if (share := mean(which.float())) > 0:
                 stats[name] = mean(first * which) / share, share
         return
-    found = {"accuracy": (first > second).float(), "margin": first - second}
-    for name, values in (found | {"chosen": first, "rejected": second}).items():
+    new_values = {"accuracy": (first > second).float(), "margin": first - second}
+    for name, values in (new_values | {"chosen": first, "rejected": second}).items():
         stats[f"reward_{name}"] = mean(values), 1.0
 
 
@@ -353,15 +355,15 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the log-probabilities of the answers of a batch, summed over their tokens."""
     labels = batch["labels"]
     row = (labels[:, 1:] != IGNORE).nonzero()[:, 0]
-    found = []
+    sums = []
 
     def keep(logps: torch.Tensor, _: AllReduceSum) -> torch.Tensor:
-        found.append(logps.new_zeros(len(labels)).index_add(0, row, logps))
+        sums.append(logps.new_zeros(len(labels)).index_add(0, row, logps))
         return logps.sum()
 
     inputs = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")}
     logp_loss_of(model, inputs, labels, keep)
-    return found[0].cpu()
+    return sums[0].cpu()
 
 
 # -- Reward models: a score for each answer, higher for chosen than for rejected ones --------------
@@ -377,14 +379,14 @@ class Reward(Preference):
             raise ConfigError("--sample-prompts: a reward model writes nothing; leave it out")
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
-        found = reward_config(config.model)
+        loaded = reward_config(config.model)
         encoder = Encoder(config.model, template=config.train.chat_template)
         encoder.tokenizer(str(config.model))
-        text: Any = found.get_text_config()
+        text: Any = loaded.get_text_config()
         # The score is taken before the padding.
         text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))
         with offline():
-            model = build_model(config.model, dtype=dtype_of(STATE_FORMATS[dtype]), config=found)
+            model = build_model(config.model, dtype=dtype_of(STATE_FORMATS[dtype]), config=loaded)
             if is_causal(load_config(config.model)):
                 draw_head(model, seed=config.seed)
             if config.train.adapter is not None:
@@ -392,13 +394,15 @@ class Reward(Preference):
         return model
 
     def prepare(self, data: DataRequest) -> Preferences:
-        made = tokenised(data, reward_config(data.config.model), preferences=True)
-        check_kind(made, rated=False, option=data.option, what="--task reward")
-        return Preferences(made, np.arange(made.summary.examples // 2), data.config.train.batch)
+        dataset = tokenised(data, reward_config(data.config.model), preferences=True)
+        check_kind(dataset, rated=False, option=data.option, what="--task reward")
+        return Preferences(
+            dataset, np.arange(dataset.summary.examples // 2), data.config.train.batch
+        )
 
     def shapes(self, config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
-        made = super().shapes(config, examples, dtype=dtype)
-        return {name: shape for name, shape in made.items() if name != "labels"}
+        shapes = super().shapes(config, examples, dtype=dtype)
+        return {name: shape for name, shape in shapes.items() if name != "labels"}
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         # statistics of this rank's own rows

@@ -100,9 +100,9 @@ class Mark:
 
 def new_mark(folder: Path) -> Mark:
     """Return the mark of a new run, with a store name that no other run has."""
-    own = uuid4().hex[:12]
+    identity = uuid4().hex[:12]
     name = folder.resolve().name.encode()[:LONGEST_NAME].decode(errors="ignore") or "run"
-    return Mark(own, f"lohan-{name}-{own}")
+    return Mark(identity, f"lohan-{name}-{identity}")
 
 
 def read_mark(folder: Path) -> Mark | None:
@@ -110,8 +110,8 @@ def read_mark(folder: Path) -> Mark | None:
     file = folder / MARK
     try:
         fields = checked(load_json(file), dict[str, Any], "it")
-        if (found := (fields.pop("format"), fields.pop("version"))) != (FORMAT, VERSION):
-            raise ValueError(f"format {found}")
+        if (header := (fields.pop("format"), fields.pop("version"))) != (FORMAT, VERSION):
+            raise ValueError(f"format {header}")
         mark = from_json(Mark, fields)
         if not mark.store or not usable_path(mark.store) or "/" in mark.store:
             raise ValueError(f"store is {mark.store!r}")
@@ -169,8 +169,8 @@ class RunFolder:
                 f"{self.path} is not a run folder (no run.toml in it); give the folder that "
                 "`lohan train --out` wrote"
             )
-        found = load_config(self.config_file, overrides=changes)
-        return found if found.init is None else replace(found, model=self.base)
+        loaded = load_config(self.config_file, overrides=changes)
+        return loaded if loaded.init is None else replace(loaded, model=self.base)
 
     @property
     def base(self) -> Path:
@@ -179,32 +179,32 @@ class RunFolder:
 
     def names(self, config: Config) -> set[str]:
         """Return the files and folders that a run with these settings creates in its folder."""
-        output, found = config.output, {MARK}
-        found |= {p.name for p in (self.config_file, self.metrics_file, self.journal, self.data)}
+        output, names = config.output, {MARK}
+        names |= {p.name for p in (self.config_file, self.metrics_file, self.journal, self.data)}
         if config.eval.data is not None:
-            found.add(self.eval_data.name)
+            names.add(self.eval_data.name)
         if config.sample.prompts:
-            found.add(self.samples_file.name)
+            names.add(self.samples_file.name)
         if config.init is not None:
-            found.add(BASE)
+            names.add(BASE)
         if output.trace:
-            found.add(self.trace.name)
+            names.add(self.trace.name)
         if config.budget.snapshot_every and config.budget.snapshot_dir is None:
-            found.add(SNAPSHOTS)
+            names.add(SNAPSHOTS)
         if not config.budget.ssd:
-            found.add(STORE)
-        return found | set(output.log) | {path.name for path in self.exports(config)}
+            names.add(STORE)
+        return names | set(output.log) | {path.name for path in self.exports(config)}
 
     def exports(self, config: Config) -> list[Path]:
         """Return the model folders that a run with these settings writes."""
-        output, found = config.output, []
+        output, exports = config.output, []
         if output.export:
-            found.append(self.model)
+            exports.append(self.model)
         if output.export and config.train.ema:
-            found.append(self.ema)
+            exports.append(self.ema)
         if output.export_best:
-            found.append(self.best)
-        return found
+            exports.append(self.best)
+        return exports
 
     def snapshots(self, config: Config, ranks: RankInfo | None = None) -> Path:
         name = (ranks or RankInfo()).store_name(self.tag(config))
@@ -233,8 +233,8 @@ class RunFolder:
 
     def all_ssd_folders(self, config: Config, ranks: int) -> list[Path]:
         """Return the --ssd directories of all ranks that exist on this machine."""
-        found = dict.fromkeys(p for rank in range(ranks) for p in self.ssd_folders(config, rank))
-        return list(filter(Path.is_dir, found))
+        folders = dict.fromkeys(p for rank in range(ranks) for p in self.ssd_folders(config, rank))
+        return list(filter(Path.is_dir, folders))
 
     def store_name(self, config: Config) -> str:
         """Return the name of the store's folder in each directory, for one rank."""
@@ -388,9 +388,9 @@ def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSe
 def stores_of(folder: RunFolder, config: Config) -> StoreSet:
     """Return the stores of all ranks at their last common step."""
     sets = sets_of(folder, config)
-    found = current_set(sets)
-    if found is not None:
-        return found
+    stores = current_set(sets)
+    if stores is not None:
+        return stores
     check_resumable(folder, config)
     part = sets[0]
     where = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
@@ -404,20 +404,20 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if the folder contains a run, or a name that the run would use."""
     if os.path.lexists(folder.path) and not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is a file; give a folder as --out")
-    mark, known = folder.mark, _config_of(folder)
-    sets = [] if mark is None and known is None else sets_of(folder, known or config)
-    begun = any((path / MANIFEST).exists() for found in sets for path in found.primaries)
+    mark, previous = folder.mark, _config_of(folder)
+    sets = [] if mark is None and previous is None else sets_of(folder, previous or config)
+    begun = any((path / MANIFEST).exists() for stores in sets for path in stores.primaries)
     if begun:
         raise ConfigError(
             f"{folder.path} holds a run already; continue it with "
             f"`lohan resume {shlex.quote(str(folder.path))}`, or give another --out"
         )
     if (
-        known is not None
+        previous is not None
         and folder.metrics_file.exists()
         and (mark is not None or folder.journal.exists())
     ):
-        raise ConfigError(_without_store(folder, known))
+        raise ConfigError(_without_store(folder, previous))
     check_names(folder, config)
     check_exports(folder, config)
     check_snapshots(folder, config)
@@ -448,11 +448,13 @@ def _config_of(folder: RunFolder) -> Config | None:
 def check_names(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if something that is not the run's has a name that it would use."""
     wanted, mark = folder.names(config), folder.mark
-    own = set(mark.names) if mark is not None else set()
-    there = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
+    created = set(mark.names) if mark is not None else set()
+    present = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
     # Several ranks have one file each, which count as the same name.
-    known = {n: re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(n)[0]) for n in there}
-    taken = sorted(name for name in there if known[name] in wanted - own)
+    names = {
+        n: re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(n)[0]) for n in present
+    }
+    taken = sorted(name for name in present if names[name] in wanted - created)
     if taken:
         left = "" if mark is not None else ", or remove it if an earlier start has left it"
         raise ConfigError(
@@ -533,10 +535,10 @@ def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
     mark = folder.mark
     if mark is None or (ended := mark.finished) is None or not final_exports(folder, config):
         return None
-    found = Finished(
+    finished = Finished(
         ended.step, ended.total, _settings_digest(config), _digests(folder, config, mark)
     )
-    if found != ended or None in found.exports.values():
+    if finished != ended or None in finished.exports.values():
         return None
     store = current_set(sets_of(folder, config))
     return (ended.step, ended.total) if store and store.step() == ended.step else None
@@ -623,12 +625,12 @@ def claim_new_names(folder: RunFolder, config: Config) -> None:
 
 def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
     """Remove the stores of a start that did not complete its first step."""
-    for found in sets_of(folder, config, rank=rank):
-        for path in found.primaries:
+    for stores in sets_of(folder, config, rank=rank):
+        for path in stores.primaries:
             manifest = read_manifest(path)
             if manifest is not None and manifest.meta.get("progress", {}).get("step"):
                 raise StoreError(f"{path} holds a run already; give another --out")
-        found.remove()
+        stores.remove()
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
@@ -636,7 +638,7 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
     sets = sets_of(folder, config)
     if not sets:
         raise StoreError(_without_store(folder, config))
-    if any(not found.missing() for found in sets) and current_set(sets) is None:
+    if any(not stores.missing() for stores in sets) and current_set(sets) is None:
         raise StoreError(
             f"the run in {folder.path} died while its model was being loaded; start it again with "
             "the same `lohan train` command"
@@ -646,9 +648,9 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
 def _without_store(folder: RunFolder, config: Config) -> str:
     """Return a message about a run without its store: what remains, and what to do."""
     mount = "mount its drive if it is elsewhere, or " if config.budget.ssd else ""
-    found = f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}"
+    message = f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}"
     if not folder.metrics_file.exists():
-        return f"{found}; {mount}start it again with the same `lohan train` command"
+        return f"{message}; {mount}start it again with the same `lohan train` command"
     parts = {
         "the exported model": folder.model,
         "the best one": folder.best,
@@ -656,7 +658,7 @@ def _without_store(folder: RunFolder, config: Config) -> str:
     }
     left = ", ".join(["its log", *(what for what, path in parts.items() if path.exists())])
     return (
-        f"{found}, so it can neither go on nor be exported; what is left: {left}; {mount}train "
+        f"{message}, so it can neither go on nor be exported; what is left: {left}; {mount}train "
         f"again with `lohan train --config {shlex.quote(str(folder.config_file))} --out DIR`"
     )
 
@@ -688,8 +690,8 @@ def undo_start(folder: RunFolder, config: Config) -> None:
     # If a failing drive hides something from the removal, the mark stays, so that it still belongs
     # to the run and the next start removes it.
     names = set() if mark is None else {*mark.names} - {MARK}
-    own = (*folder.store_dirs(config), *(folder.path / name for name in names))
-    if not any(path.exists() for path in own):
+    created = (*folder.store_dirs(config), *(folder.path / name for name in names))
+    if not any(path.exists() for path in created):
         (folder.path / MARK).unlink(missing_ok=True)
 
 
@@ -700,8 +702,8 @@ def _remove_data(path: Path) -> None:
         fields = checked(meta.get("fields", {}), dict[str, Any], "fields")
     except (OSError, ValueError):
         fields = {}
-    own = [name for name in fields if "/" not in name]
-    names = [*CACHE_FILES, *(f"{name}.{end}" for name in own for end in ("bin", "npy"))]
+    files = [name for name in fields if "/" not in name]
+    names = [*CACHE_FILES, *(f"{name}.{end}" for name in files for end in ("bin", "npy"))]
     for name in (*names, *(f"{name}.part" for name in names)):
         (path / name).unlink(missing_ok=True)
     with suppress(OSError):

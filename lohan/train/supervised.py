@@ -71,11 +71,11 @@ class Collate:
     limit: int
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
-        made = {name: self._padded(rows, name) for name in rows[0] if name in TOKENS}
+        batch = {name: self._padded(rows, name) for name in rows[0] if name in TOKENS}
         lengths = np.array([len(row["input_ids"]) for row in rows])[:, None]
-        mask = np.arange(made["input_ids"].shape[1]) < lengths
-        made["attention_mask"] = mask.astype(np.int64)
-        tensors = {name: torch.from_numpy(array) for name, array in made.items()}
+        mask = np.arange(batch["input_ids"].shape[1]) < lengths
+        batch["attention_mask"] = mask.astype(np.int64)
+        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         return tensors | self.answers(rows)
 
     def answers(self, rows: Sequence[Row]) -> Batch:
@@ -155,25 +155,25 @@ class Supervised(Task[Fields]):
             }
             most = examples[0].about["limit"]
             widths = {n: max(count, min(align_up(count, 8), most)) for n, count in longest.items()}
-        made = {
+        shapes = {
             name: torch.empty((batch, width), dtype=torch.long, device="meta")
             for name, width in widths.items()
         }
-        made["attention_mask"] = made["input_ids"]
+        shapes["attention_mask"] = shapes["input_ids"]
         if kind == SEQUENCE and examples:
-            made["labels"] = examples[0].batch(0, batch)["labels"].to("meta")
+            shapes["labels"] = examples[0].batch(0, batch)["labels"].to("meta")
         elif kind == SEQUENCE:
-            made["labels"] = torch.empty((batch,), dtype=torch.long, device="meta")
+            shapes["labels"] = torch.empty((batch,), dtype=torch.long, device="meta")
         elif kind == MASKED:
-            made["labels"] = made["input_ids"]
+            shapes["labels"] = shapes["input_ids"]
         elif kind == QUESTION:
-            made.pop("labels", None)
-            made |= {n: torch.empty((batch,), dtype=torch.long, device="meta") for n in SPAN}
-        return made
+            shapes.pop("labels", None)
+            shapes |= {n: torch.empty((batch,), dtype=torch.long, device="meta") for n in SPAN}
+        return shapes
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
-        found = int(batch["input_ids"].numel())
-        return found + int(batch["labels"].numel()) if self.name == "text-to-text" else found
+        count = int(batch["input_ids"].numel())
+        return count + int(batch["labels"].numel()) if self.name == "text-to-text" else count
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
         labels = batch.get("labels")
@@ -196,11 +196,11 @@ def _examples(
         raise DataError(
             f"{path}: a text has no answers; give {data.option} a .jsonl file or a table"
         )
-    found = False
+    any_row = False
     for examples in mapped(partial(_encoded, encode), rows, texts, processes_for(path)):
         yield from examples
-        found = True
-    if not found:
+        any_row = True
+    if not any_row:
         raise DataError(f"{path}: holds no examples; check {data.option}")
 
 
@@ -219,8 +219,8 @@ def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
     elif kind == SEQUENCE:
         answer = texts.classes.describe(labels)
     elif kind == TOKEN:
-        told = zip(ids, labels, strict=True)
-        words = [(tokenizer.decode([i]), texts.classes.describe([x])) for i, x in told if x >= 0]
+        pairs = zip(ids, labels, strict=True)
+        words = [(tokenizer.decode([i]), texts.classes.describe([x])) for i, x in pairs if x >= 0]
         answer = ", ".join(f"{word.strip()}: {name}" for word, name in words)
     elif kind == QUESTION:
         first, last = (int(row[name][0]) for name in SPAN)
@@ -264,21 +264,21 @@ class ImageClassification(Task[Fields]):
         refuse_text_settings(config, self.NAME)
 
     def prepare(self, data: DataRequest) -> Fields:
-        made = _open_pictures(data.config)
+        pictures = _open_pictures(data.config)
 
         def examples(path: Path) -> Iterator[Row]:
             rows = _folder_rows if path.is_dir() and not is_saved(path) else _table_rows
-            return rows(path, made, data)
+            return rows(path, pictures, data)
 
         ready = data.fields(
             examples,
-            about=lambda: {"files": made.images.files},
-            show=made.shown,
-            collate=made.collate,
+            about=lambda: {"files": pictures.images.files},
+            show=pictures.shown,
+            collate=pictures.collate,
         )
         if ready is None:
             raise DataError(f"{data.sources[0].path}: holds no examples; check {data.option}")
-        made.images.restore(ready.about)
+        pictures.images.restore(ready.about)
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:
@@ -295,11 +295,11 @@ class ImageClassification(Task[Fields]):
 
             pixels = _open_pictures(config).pixels([Image.new("RGB", (SIDE, SIDE), "grey")])
             first = {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.long)}
-        made = {
+        shapes = {
             name: torch.empty((batch, *one.shape[1:]), dtype=one.dtype, device="meta")
             for name, one in first.items()
         }
-        return made | {"pixel_values": made["pixel_values"].to(PIXEL_TYPES[dtype])}
+        return shapes | {"pixel_values": shapes["pixel_values"].to(PIXEL_TYPES[dtype])}
 
     def rows(self, batch: Batch) -> int:
         return len(batch["pixel_values"])
@@ -307,8 +307,8 @@ class ImageClassification(Task[Fields]):
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         kind = next(model.parameters()).dtype
         pixels = batch["pixel_values"].to(kind)
-        found: torch.Tensor = model(**{**batch, "pixel_values": pixels}).loss
-        return found
+        loss: torch.Tensor = model(**{**batch, "pixel_values": pixels}).loss
+        return loss
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         """Return the number of images."""
@@ -342,14 +342,14 @@ class Pictures:
 
     def pixels(self, images: list[Any]) -> torch.Tensor:
         try:
-            made = self.processor(images=images, return_tensors="pt")["pixel_values"]
+            processed = self.processor(images=images, return_tensors="pt")["pixel_values"]
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"the image processor of {self.folder} refuses images: {first_line(error)}; check "
                 "size and crop_size in its preprocessor_config.json"
             ) from None
-        found: torch.Tensor = made
-        return found
+        pixels: torch.Tensor = processed
+        return pixels
 
 
 def _open_pictures(config: Config) -> Pictures:
@@ -357,7 +357,7 @@ def _open_pictures(config: Config) -> Pictures:
     return Pictures(load_image_processor(config.model), config.model, classes_of(model))
 
 
-def _folder_rows(folder: Path, made: Pictures, data: DataRequest) -> Iterator[Row]:
+def _folder_rows(folder: Path, pictures: Pictures, data: DataRequest) -> Iterator[Row]:
     """Yield the images of a folder; the name of their subfolder is the class name or number."""
     samples = find_samples(folder, companions=(), option=data.option)
     for number, sample in enumerate(samples, 1):
@@ -368,11 +368,11 @@ def _folder_rows(folder: Path, made: Pictures, data: DataRequest) -> Iterator[Ro
                 f"{sample.path}: lies in no folder of a class; put every image into a folder below "
                 f"{folder}, one for each class"
             )
-        yield made.row(sample.path, {"label": sample.group}, str(sample.path))
+        yield pictures.row(sample.path, {"label": sample.group}, str(sample.path))
         data.progress("reading images", number, len(samples))
 
 
-def _table_rows(source: Path, made: Pictures, data: DataRequest) -> Iterator[Row]:
+def _table_rows(source: Path, pictures: Pictures, data: DataRequest) -> Iterator[Row]:
     check_source(source, data.option)
     for place, row in read_rows(source, partial(data.progress, "reading images")):
         name = row.get("image", row.get("file_name"))
@@ -381,4 +381,4 @@ def _table_rows(source: Path, made: Pictures, data: DataRequest) -> Iterator[Row
                 f"{place}: image is {kind_of(name)}; give the name of its file, and its label"
             )
         given = {key: value for key, value in row.items() if value is not None}
-        yield made.row(source.parent / name, given, place)
+        yield pictures.row(source.parent / name, given, place)

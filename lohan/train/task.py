@@ -167,8 +167,8 @@ class Task(ABC, Generic[Kind]):
         return {name: tensor[low:high] for name, tensor in batch.items()}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        found: torch.Tensor = model(**batch).loss
-        return found
+        loss: torch.Tensor = model(**batch).loss
+        return loss
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         """Return the number of tokens, which speed is measured in."""
@@ -207,15 +207,15 @@ def load_trained(
 
 def freeze_part(model: nn.Module, part: str) -> None:
     """Freeze all parameters below modules whose dotted name contains `part`."""
-    found = [p for name, p in model.named_parameters() if f".{part}." in f".{name}."]
-    if not found:
-        known = sorted({name.split(".")[0] for name, _ in model.named_parameters()})
+    parameters = [p for name, p in model.named_parameters() if f".{part}." in f".{name}."]
+    if not parameters:
+        parts = sorted({name.split(".")[0] for name, _ in model.named_parameters()})
         inner = [name for name, _ in model.named_modules() if name.count(".") == 1]
         raise ConfigError(
             f"--freeze {part}: {type(model).__name__} has no part of that name; it has "
-            f"{', '.join([*known, *inner][:12])}"
+            f"{', '.join([*parts, *inner][:12])}"
         )
-    for parameter in found:
+    for parameter in parameters:
         parameter.requires_grad_(False)
 
 
@@ -224,16 +224,16 @@ def freeze_part(model: nn.Module, part: str) -> None:
 
 def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
     """Return the kind of the run's model and its config; the task must train that kind."""
-    found = load_config(config.model)
-    kind = kind_of(found, config.model)
+    loaded = load_config(config.model)
+    kind = kind_of(loaded, config.model)
     if kind not in kinds:
-        names = ", ".join(found.architectures or []) or found.model_type
+        names = ", ".join(loaded.architectures or []) or loaded.model_type
         raise ModelError(
             f"{config.model}: {names} is a model for {KINDS[kind]}, --task {task} trains those for "
             f"{' and '.join(KINDS[one] for one in kinds)}; give the folder of one, or leave --task "
             "out"
         )
-    return kind, found
+    return kind, loaded
 
 
 def folder_files(config: Config) -> list[str]:
@@ -303,13 +303,15 @@ class Share:
         loss = self.task.loss(model, part)
         if self.session.head is not None:  # the sliced head returns the loss over all ranks
             return loss, loss.detach().item
-        own = self.task.weight(model, part) if stop > start else 0
+        weight = self.task.weight(model, part) if stop > start else 0
         total = self.task.weight(model, batch)
-        said = process_group.all_gather_object((loss.item() * own, part.get("stats", {}), own))
+        gathered = process_group.all_gather_object(
+            (loss.item() * weight, part.get("stats", {}), weight)
+        )
         if "stats" in batch:
-            batch["stats"].update(mean_stats((stats, rows) for _, stats, rows in said if rows))
-        whole = sum(each for each, _, _ in said) / total
-        return loss * (own * process_group.world / total), lambda: whole
+            batch["stats"].update(mean_stats((stats, rows) for _, stats, rows in gathered if rows))
+        whole = sum(each for each, _, _ in gathered) / total
+        return loss * (weight * process_group.world / total), lambda: whole
 
 
 SHOWN = 1000  # number of characters shown of a prompt's end and of an answer's beginning
@@ -322,11 +324,11 @@ def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
         return []
     prompt, answer = shown["prompt"], shown["answer"]
     prompt = prompt if len(prompt) <= most else f"... {prompt[-most:]}"
-    told = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
+    parts = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
     texts = [f"{prompt}>>>{_beginning(answer, most)}"]
     if "rejected" in shown:
         texts.append(f"rejected: >>>{_beginning(shown['rejected'], most)}")
-    lines = [f"first example ({'; '.join([*told, 'loss on what follows >>>'])}):"]
+    lines = [f"first example ({'; '.join([*parts, 'loss on what follows >>>'])}):"]
     return lines + [f"  {line}" for text in texts for line in text.splitlines()]
 
 

@@ -267,8 +267,8 @@ def resume_session(
             display.note(f"resuming after step {session.step} of {inputs.total}")
             if changed := session.changed_groups():
                 display.note(changed)
-            if said := schedule_note(before, config.train, session.step, planned, inputs.total):
-                display.note(said)
+            if note := schedule_note(before, config.train, session.step, planned, inputs.total):
+                display.note(note)
     except BaseException:
         session.close()
         raise
@@ -434,8 +434,8 @@ def one_step(
         check_loss(row["loss"], state)
         check_norm(executor.grad_norm, state, executor.train_state)
         row.update(meter.row(tokens=tokens))
-        said = session.process_group.all_gather_object({name: row[name] for name in MOVED})
-        row.update({name: sum(other[name] for other in said) for name in MOVED})
+        gathered = session.process_group.all_gather_object({name: row[name] for name in MOVED})
+        row.update({name: sum(other[name] for other in gathered) for name in MOVED})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
             row.update(executor.clipping.counts)

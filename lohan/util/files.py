@@ -133,8 +133,8 @@ class WrongType(ValueError):
 
 def from_json(cls: type[Made], data: object, *, name: str = "") -> Made:
     """Create a dataclass from an object with its fields; unknown fields raise WrongType."""
-    made: Made = checked(data, cls, name)
-    return made
+    value: Made = checked(data, cls, name)
+    return value
 
 
 def checked(value: Any, wanted: Any, name: str) -> Any:
@@ -206,11 +206,11 @@ def _items(value: Any, name: str) -> list[tuple[int, Any]]:
 def _dataclass(value: Any, cls: Any, name: str) -> Any:
     _check(isinstance(value, dict), value, "an object", name)
     hints = _hints(cls)
-    known = {field.name: field for field in fields(cls) if field.init}
+    declared = {field.name: field for field in fields(cls) if field.init}
     for key in value:
-        if key not in known:
+        if key not in declared:
             raise WrongType(f"{_dotted(name, str(key)[:80])} is not a known key")
-    for key, field in known.items():
+    for key, field in declared.items():
         if key not in value and field.default is MISSING and field.default_factory is MISSING:
             raise WrongType(f"{_dotted(name, key)} is missing")
     return cls(**{key: checked(v, hints[key], _dotted(name, key)) for key, v in value.items()})

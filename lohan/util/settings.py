@@ -156,12 +156,12 @@ def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
     if len(set(paths)) < len(paths):
         raise wrong(name, value, "each folder once")
     for entry in map(str, entries):
-        for found in re.findall(r"\{[^{}]*\}", entry):
-            if found not in (RANK, HOST):
+        for placeholder in re.findall(r"\{[^{}]*\}", entry):
+            if placeholder not in (RANK, HOST):
                 raise wrong(
                     name,
                     entry,
-                    f"{RANK} or {HOST} where something is to be filled in, not {found}",
+                    f"{RANK} or {HOST} where something is to be filled in, not {placeholder}",
                 )
     return paths
 
@@ -184,16 +184,16 @@ class Source:
 def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
     """Parse data files, of which either all or none have a weight."""
     entries = value if isinstance(value, (list, tuple)) else [value]
-    found = tuple(_source(entry, name, base) for entry in entries)
-    bare = next((source for source in found if source.weight is None), None)
-    if bare is not None and any(source.weight is not None for source in found):
+    parsed = tuple(_source(entry, name, base) for entry in entries)
+    bare = next((source for source in parsed if source.weight is None), None)
+    if bare is not None and any(source.weight is not None for source in parsed):
         raise ConfigError(
             f"{name}: {bare.path} has no weight and other files have; give all of them one "
             f"({bare.path}:1), or none"
         )
-    if not found:
+    if not parsed:
         raise wrong(name, value, "a file, or a list of files")
-    return found
+    return parsed
 
 
 def _source(entry: Any, name: str, base: Path) -> Source:
@@ -291,8 +291,8 @@ def tile_tokens(value: Any, name: str, base: Path) -> int | str:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if value in ("auto", "off") or (type(value) is int and 0 < value < 2**63):
-        found: int | str = value
-        return found
+        tokens: int | str = value
+        return tokens
     raise wrong(name, value, "auto, off, or a number of tokens of at least 1")
 
 
@@ -386,14 +386,14 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
         return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")
     written = f"[{section}] {key}" if section else key
     here = [*sections.get(section, {}), *(() if section else filter(None, sections))]
-    for other, known in sections.items():
-        if key in known:
+    for other, keys in sections.items():
+        if key in keys:
             where = f"under [{other}]" if other else "at the top, above the first [section]"
             return ConfigError(f"{written}: unknown key; {key} goes {where}")
     plain = key.lower().replace("-", "_")
-    for other_section, known in sections.items():
+    for other_section, keys in sections.items():
         ours = OTHER_NAMES.get(plain, "")
-        if ours in known:
+        if ours in keys:
             named = ours if other_section in ("", section) else f"[{other_section}] {ours}"
             return ConfigError(f"{written}: unknown key; did you mean {named}?")
     near = difflib.get_close_matches(plain, here, n=1)
@@ -401,9 +401,9 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
         return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")
     close = {
         other: f"[{other_section}] {other}"
-        for other_section, known in sections.items()
+        for other_section, keys in sections.items()
         if other_section not in ("", section)
-        for other in known
+        for other in keys
     }
     far = difflib.get_close_matches(plain, close, n=1)
     if far:

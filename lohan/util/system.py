@@ -42,7 +42,7 @@ def cgroup_memory_limit() -> int | None:
 
 def _cgroup_limits() -> list[tuple[int, int]]:
     """Return (limit, usage) of every memory cgroup of this process, v1 or v2, up to the root."""
-    found = []
+    limits = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -62,8 +62,8 @@ def _cgroup_limits() -> list[tuple[int, int]]:
                 break
             limit, used = _number(group / names[0]), _number(group / names[1])
             if limit is not None and used is not None:
-                found.append((limit, used))
-    return found
+                limits.append((limit, used))
+    return limits
 
 
 def _number(path: Path) -> int | None:
@@ -356,10 +356,10 @@ def fetch(name: str) -> Path | None:
     `HF_HUB_OFFLINE=1` forbids the download. Return None if the name is not of this form, or if a
     download would be needed but is forbidden.
     """
-    found = cached_folder(name)
+    cached = cached_folder(name)
     offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
-    if found is not None or offline or not _NAME.fullmatch(name) or ".." in name:
-        return found
+    if cached is not None or offline or not _NAME.fullmatch(name) or ".." in name:
+        return cached
     from huggingface_hub import constants, snapshot_download
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
