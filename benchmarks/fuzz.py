@@ -593,7 +593,7 @@ def settings_kinds(work: Path) -> list[Kind]:
 
 
 def told(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Return a reader of files that are always refused, which must fail with the right message."""
+    """Return a reader that accepts the refusal of a file as settings of another trainer."""
 
     def read(file: Path) -> None:
         try:

@@ -486,7 +486,7 @@ def gradients_of(block: nn.Module, run: Callable[[], torch.Tensor]) -> list[torc
 
 @pytest.mark.parametrize(("around", "begins", "ops"), [(nullcontext, 1, 2), (Seen, 0, 4)])
 def test_operations_are_seen_from_the_last_submodule_before_those_left_out(around, begins, ops):
-    """The mode that counts operations begins at the last submodule before those left out.
+    """The dispatch mode starts at the last submodule before the first skipped operation.
 
     Python sees no operation before it. A mode inside the block ends before the block does, so
     ours does not begin inside it.

@@ -77,7 +77,7 @@ def test_drives_lose_nothing_where_there_is_little_to_compute():
 
 
 def on_device(*, drives: int, host_rate: float):
-    """Return the forecast on a desktop whose GPU computes in no time: only moving bytes is left."""
+    """Return a forecast for a desktop whose GPU computes in no time: only transfers count."""
     fast = Drive(name="d", read=7e9, write=6e9)
     machine = Profile(
         name="desk",

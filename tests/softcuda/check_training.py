@@ -282,8 +282,8 @@ def test_a_missing_wait_of_the_host_shows(careless):
 def test_of_four_slices_a_block_two_are_there(late):
     """Two of the four slices of a block are on the device, whatever is late.
 
-    If both kinds of work are late, they take turns. If only copies are late, a buffer is needed
-    again before its slice has been copied. If only operators are late, a slice could be copied
+    Copies and operators are late by turns; only copies are, so that a buffer is needed again
+    before its slice has been copied; or only operators are, so that a slice could be copied
     into a buffer that is still read.
     """
     cuda.set_delays(*late)

@@ -191,7 +191,8 @@ def in_place(root: Path, tape: Tape) -> Check:
 def exports(root: Path, tape: Tape) -> Check:
     """Export a run three times to one folder; the last export fails.
 
-    Inodes differ from the recorded ones, so the journal is followed by names.
+    The check replaces the inodes in the journal by those that the names have on the replayed
+    disk.
     """
     target, shape = root / "model", (4096,)
 
