@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
 
 
 def policies(options: argparse.Namespace, work: Path, tokens: int) -> list[dict[str, Any]]:
-    """Every policy predicted and measured, in rounds; those of the same plan are measured once."""
+    """Predict and measure every policy, in rounds; measure policies with the same plan once."""
     planned = plans(options, work, tokens)
     first = {}  # the policy that is run for a plan
     for name, plan in planned.items():
@@ -97,7 +97,7 @@ def measure(
 
 
 def together(options: argparse.Namespace, names: list[str]) -> bool:
-    """Whether all of them fit into memory."""
+    """Return whether the processes of all these sides fit in memory together."""
     from lohan.util.system import host_memory_bytes
     from lohan.util.units import parse_bytes
 
@@ -120,7 +120,7 @@ def row(name: str, plan: Child, child: Child, *, like: str) -> dict[str, Any]:
 
 
 def plans(options: argparse.Namespace, work: Path, tokens: int) -> Child:
-    """What every policy would do, by name."""
+    """Return the plan of each policy, by name."""
     spec = {
         **reference.spec_of(options, work / "model", tokens),
         **reference.WAY,

@@ -108,12 +108,12 @@ class Worker:
         )
 
     def prepare(self, mode: str, parameters: int, chunk: int, loop: str | None = None) -> None:
-        """New arrays, and passes over them to warm up."""
+        """Allocate new arrays and run warm-up passes over them."""
         request = {"mode": mode, "parameters": parameters, "chunk": chunk}
         self._ask(request | ({"loop": loop} if loop else {}))
 
     def seconds(self) -> float:
-        """Of one pass."""
+        """Return the seconds of one pass."""
         return self._ask({})
 
     def _ask(self, request: dict[str, Any]) -> float:
@@ -152,8 +152,11 @@ def text_of(bytes_per_s: dict[str, float]) -> str:
 
 
 def set_shares(rows: list[dict[str, Any]], loops: float) -> None:
-    """Shares of the roof: the plain loops, or a kernel of any side that moved more than they do
-    (seven streams can keep memory busier than three)."""
+    """Set the share of the memory bandwidth limit that each row reaches.
+
+    The limit is the bandwidth of the plain loops, or that of any kernel that moved more: seven
+    streams can keep memory busier than three.
+    """
     moved = [loops]
     for row in rows:
         moved.append(BYTES[row["mode"]] / row["lohan ns"] * 1e9)

@@ -47,9 +47,11 @@ def main() -> None:
 
 
 def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
-    """The native kernel, which leaves compute weights and state up to date in one go. Memory is
-    laid out as in training: a buffer for the state of each chunk, where its arrays lie one behind
-    the other, a buffer for the weights, both of the pool; gradients are torch's."""
+    """Return a pass of the native kernel, which updates compute weights and state together.
+
+    Memory is laid out as in training: a buffer from the pool for the state of each chunk, with
+    its arrays one after another, and one for the weights. Gradients are torch tensors.
+    """
     import torch
 
     from lohan import _core
@@ -124,7 +126,7 @@ def fp32_parameters(parameters: int, chunk: int) -> list[Any]:
 
 
 def with_copies(step: Callable[[], Any], weights: list[Any], mode: str) -> Pass:
-    """The step, and for 16-bit modes the copy to the weights that compute uses."""
+    """Return the step followed, for 16-bit modes, by the copy to the compute weights."""
     import torch
 
     if mode == "fp32":

@@ -23,14 +23,16 @@ from typing import Any, TypeVar
 
 from common import HERE, cores, note
 
-RESULT = "RESULT "  # a child's last word: this and one JSON object
-TURN = "TURN"  # a child's word at the end of its turn
+RESULT = "RESULT "  # prefix of the last line of a child, followed by one JSON object
+TURN = "TURN"  # line that a child prints at the end of its turn
 T = TypeVar("T")
 
 
 class Child:
-    """A script of this folder with its settings as JSON, in a process group of its own. Every turn
-    and its report are waited for so many seconds."""
+    """A benchmark script in a process group of its own, with its settings as JSON.
+
+    Waiting for a turn or for the report fails after `deadline_s` seconds.
+    """
 
     def __init__(
         self,
@@ -63,24 +65,24 @@ class Child:
         self._lines.put(None)
 
     def ready(self) -> None:
-        """Waits until it can take turns."""
+        """Wait until the child can take turns."""
         self._wait(TURN)
 
     def turn(self) -> None:
-        """Lets it run until its turn ends."""
+        """Let the child run until its turn ends."""
         self.go_on()
         self._wait(TURN)
 
     def go_on(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # what it said before it died is told by `_wait`
+        with suppress(BrokenPipeError):  # `_wait` reports why the child died
             self._process.stdin.write("\n")
             self._process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
-        """What it reports at its end."""
-        found: dict[str, Any] = json.loads(self._wait(RESULT)[len(RESULT) :])
-        return found
+        """Return the report that the child prints at its end."""
+        report: dict[str, Any] = json.loads(self._wait(RESULT)[len(RESULT) :])
+        return report
 
     def _wait(self, word: str) -> str:
         until = time.monotonic() + self._deadline_s
@@ -104,7 +106,7 @@ class Child:
 
 
 def run_child(script: str, spec: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """One child from its start to its report. `options`: those of `Child`."""
+    """Run one child and return its report; `options` are those of `Child`."""
     with started(script, spec, **options) as child:
         return child.result()
 
@@ -139,17 +141,17 @@ def default_threads() -> int:
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
-    """Of one round: every other one goes the opposite way."""
+    """Return the order of a round: every other round is reversed."""
     return list(names) if number % 2 == 0 else list(reversed(names))
 
 
 def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Runs every side once a round, in turn."""
-    found: dict[str, list[T]] = {name: [] for name in sides}
+    """Run every side once per round, in turn."""
+    results: dict[str, list[T]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in order(list(sides), number):
-            found[name].append(sides[name]())
-    return found
+            results[name].append(sides[name]())
+    return results
 
 
 def take_turns(
@@ -158,14 +160,16 @@ def take_turns(
     between: Callable[[int], object] = lambda number: None,
     **options: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Starts all sides, given by script and settings, and gives each its turn once a round; returns
-    their reports. `between` is called before every round and after the last. `options`: those of
-    `Child`."""
+    """Start all sides, give each its turn once per round, and return their reports.
+
+    Each side is a script and its settings. `between` is called before every round and after the
+    last one; `options` are those of `Child`.
+    """
     with ExitStack() as open_ones:
         children = {}
         for name, (script, spec) in sides.items():
-            own = {**spec, "turns": rounds}
-            children[name] = open_ones.enter_context(started(script, own, **options))
+            settings = {**spec, "turns": rounds}
+            children[name] = open_ones.enter_context(started(script, settings, **options))
             children[name].ready()
         for number in range(rounds):
             between(number)
@@ -182,7 +186,7 @@ def take_turns(
 
 
 def await_turn() -> None:
-    """Until it is this one's turn; after the last one, until all had theirs."""
+    """Wait until it is the turn of this process or, after its last turn, until all are done."""
     if not sys.stdin.readline():
         raise SystemExit("nobody gives turns any more")
 
@@ -192,5 +196,5 @@ def end_turn() -> None:
 
 
 def tell(result: Mapping[str, Any]) -> None:
-    """A child's report."""
+    """Print the report of a child."""
     print(RESULT + json.dumps(dict(result)), flush=True)

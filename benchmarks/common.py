@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path.cwd(), help="folder on the SSD to use")
     parser.add_argument("--json", action="store_true", help="print one JSON object, no tables")
@@ -39,7 +39,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def work_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder, gone at the end, also after Ctrl-C or SIGTERM."""
+    """Yield a new folder that is removed at the end, also after Ctrl-C or SIGTERM."""
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
 
 
 def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
-    """As `lohan plan` does it."""
+    """Return the plan of the large model on the desktop, as `lohan plan` computes it."""
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest, plan_for_machine
     from lohan.planner.planner import PlanOptions
@@ -119,7 +119,7 @@ def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
 
 
 def ratios_there(default: Any, plain: Any) -> dict[str, float]:
-    """Speed of the sides next to no clipping."""
+    """Return the forecast speed of each side relative to no clipping."""
     of_all = (default.forecast, default.clipped or default.forecast, plain.forecast)
     named = zip(SIDES["clipping"], of_all, strict=True)
     return {name: plain.step_s / one.step_s for name, one in named}
@@ -128,8 +128,11 @@ def ratios_there(default: Any, plain: Any) -> dict[str, float]:
 def proportions(
     options: argparse.Namespace, model: Path, there: Any, plan: Any
 ) -> tuple[dict[str, float], str]:
-    """Rates of the emulated device, and main memory with room for the same share of state and
-    gradients as the plan has there, and for the activations, which are next to nothing here."""
+    """Return the rates of the emulated device and the main memory for the small model.
+
+    Main memory holds the same share of state and gradients as in the plan for the large model,
+    and all activations, which are small here.
+    """
     from lohan.planner import presets
     from lohan.planner.memory import INPUTS, KEPT
 

@@ -200,7 +200,7 @@ def mend(case: Case, rng: random.Random) -> None:
 
 
 def mend_kind(case: Case, rng: random.Random) -> None:
-    """As `mend`, of what several ranks and `lohan train` have or have not."""
+    """Make a case consistent with what several ranks and `lohan train` support."""
     if case["kind"] != "train":
         for axis in TRAIN_AXES:
             case[axis] = SIMPLEST[axis]
@@ -227,7 +227,7 @@ def only_changes(case: Mapping[str, Any]) -> Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended: "same", "refused", or the kind of finding, with what was seen."""
+    """The end of a case: "same", "refused" or the kind of finding, with a description."""
 
     status: str
     detail: str = ""
@@ -239,7 +239,7 @@ class Outcome:
 
     @property
     def signature(self) -> str:
-        """What other cases with the same cause are expected to share."""
+        """The text that other cases with the same cause are expected to share."""
         first = self.detail.splitlines()[0] if self.detail else ""
         return f"{self.status}: {re.sub(r'[0-9.]+', '#', first)[:160]}"
 
@@ -355,8 +355,10 @@ def check_codes(codes: list[int], said: str) -> None:
 def in_processes(
     folder: Path, side: Callable[[Any], dict[str, Any]], world: int, *, join: bool = True
 ) -> list[dict[str, Any]]:
-    """Run `side` in a fork, or one for each rank, and return the results. With `join` it is given
-    the process group of the ranks, and has to succeed."""
+    """Run `side` in a forked process, or in one per rank, and return the results.
+
+    With `join`, each rank gets the process group and must succeed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     environments: list[dict[str, str]] = [{}]
     if world > 1:
@@ -555,9 +557,11 @@ def check_values(
 
 
 def check_tensor(case: Case, name: str, found: Any, plain: Any, wide: Any) -> None:
-    """Compare one tensor: with PyTorch's directly and, if that is not near enough, by how far both
-    are from PyTorch's in fp64. A few weights may go another way, as AdamW and Lion take the sign of
-    gradients that are rounding noise."""
+    """Compare one tensor with that of PyTorch.
+
+    If they differ, the distances of both to PyTorch in fp64 are compared. A few weights may
+    move the other way, since AdamW and Lion take the sign of gradients that are rounding noise.
+    """
     from benchmarks.differential_runs import RATES
 
     apart = (found.double() - plain).abs()
@@ -627,7 +631,7 @@ def simpler_cases(case: Case) -> Iterator[Case]:
 
 @dataclass
 class Tally:
-    """How often each value of each axis was drawn, refused, compared and found wrong."""
+    """Counts of how often each value of each axis was drawn, refused, compared and found wrong."""
 
     counts: dict[str, dict[str, Counter[str]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(Counter))

@@ -138,7 +138,7 @@ def text_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
 
 
 def padded_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
-    """As `text_batch`, with the end of one row padded."""
+    """Return a text batch in which the end of one row is padded."""
     batch = text_batch(generator, rows, tokens)
     mask = torch.ones(rows, tokens, dtype=torch.long)
     mask[-1, tokens - 2 :] = 0
@@ -179,7 +179,7 @@ def streams_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
 
 
 def config_of(name: str, dropout: float = 0.0) -> Any:
-    """The configuration of a tiny model of transformers."""
+    """Return the configuration of a tiny model of transformers."""
     import transformers as tf
 
     sizes = {

@@ -64,7 +64,7 @@ class Tripped(Exception):
 
 
 def learning_rate(case: Case) -> Callable[[int], float]:
-    """A rate that changes in every step, so that a stale or shifted one shows."""
+    """Return a rate that changes in every step, so that a stale or shifted one is detected."""
     peak = RATES[case["optimizer"]]
     return lambda step: peak * 0.9**step
 
@@ -115,8 +115,11 @@ def clip_in_memory(case: Case, masters: Mapping[str, nn.Parameter]) -> float:
 
 
 def plain_run(case: Case, found: Mapping[str, Any], *, wide: bool = False) -> dict[str, Any]:
-    """Train in memory. `found`: the result of the LoHan run, for the steps that fp16 skipped and
-    the values of a packed base. `wide`: everything in fp64."""
+    """Train in memory.
+
+    `found` is the result of the LoHan run, from which come the steps that fp16 skipped and the
+    values of a packed base. With `wide`, everything is computed in fp64.
+    """
     model = build_model(case)
     dtype, width = DTYPES[case["dtype"]], torch.float64 if wide else torch.float32
     if case["cast"] == "model":
@@ -266,8 +269,10 @@ class SessionRun:
         self.limits = chosen
 
     def advised(self, tier: str, option: str) -> str:
-        """Return the size that the refusal of a budget of almost nothing advises. Of several ranks
-        the first has the message."""
+        """Return the size that the error for a tiny budget advises.
+
+        With several ranks, only the first one has the message.
+        """
         found: str | None = None
         try:
             self.attach(build_for(self.case), "probe", {**self.limits, tier: TINY}).close()
@@ -369,8 +374,11 @@ class SessionRun:
             self.session.close()
 
     def train(self) -> None:
-        """Take all steps, with the events of each before it. A failed step may take back steps
-        before it that were not committed; they are done again, as a loop by `session.step` does."""
+        """Run all steps, with the events of each before it.
+
+        A failed step may revert earlier steps that were not committed; they run again, as
+        in a loop over `session.step`.
+        """
         events = list(self.case["events"])
         while (number := self.session.step) < self.case["steps"]:
             del self.losses[number * self.case["accumulate"] :]
@@ -513,7 +521,7 @@ class SessionRun:
             memory.budget = whole
 
     def event_oom_guard(self, number: int) -> None:
-        """As `out_of_memory`, with the guard that `lohan train` has around its steps."""
+        """Run out of memory inside the guard that `lohan train` puts around its steps."""
         device = self.session.context.device
         if not isinstance(device, EmulatedDevice):
             return
@@ -530,8 +538,10 @@ class SessionRun:
     # -- what is compared --
 
     def weights(self, *, packed: bool = False, ema: bool = False) -> dict[str, torch.Tensor]:
-        """Return the fp32 values of all parameters; only those of a packed base, if asked. Ranks
-        but the first have none."""
+        """Return the fp32 values of all parameters, or only those of a packed base.
+
+        Only the first rank has them.
+        """
         self.session.commit()
         with gathering_reader(self.group, self.session.store, ema=ema) as read:
             if read is None:
@@ -582,8 +592,10 @@ def build_for(case: Case) -> nn.Module:
 
 @contextmanager
 def planned_as(reference: Plan | None) -> Iterator[list[Plan]]:
-    """Plan with the micro-batches, slices and chunks of another run's plan, if one is given, and
-    collect the plans that are made."""
+    """Collect the plans that are made.
+
+    If a reference is given, its micro-batches, slices and chunks are used.
+    """
     agree, plans = attaching.agreed_plan, list[Plan]()
 
     def agreed(context: Any) -> Any:
@@ -674,8 +686,10 @@ def host_of(case: Case) -> object:
 def train_run(
     words: list[str], reference: Plan | None, *, kill: int = 0
 ) -> tuple[int, Plan | None]:
-    """Run the command line in this process; return its exit code and its first plan. `kill`: the
-    number of the sync at which the process is killed, if any."""
+    """Run the command line in this process; return its exit code and its first plan.
+
+    If `kill` is not 0, the process is killed at the sync with this number.
+    """
     from lohan.__main__ import main
 
     if kill:

@@ -1,14 +1,13 @@
-"""A small model on an emulated device with the proportions of the paper's server: every way to
-update, measured against the simulator.
+"""Measure a small model on an emulated device, in every update mode, and simulate it.
 
     python benchmarks/emulated.py [--batch-there 16] [--seconds 8]
 
-Compute, link, drives and updates are slowed so that each takes as large a share of a step as it
-does there, for a 13B model at --batch-there: rates are those of the machine preset, times one
-factor, which --seconds sets; compute is slower still by as many times as there are fewer tokens,
-and with --dtype fp32 the link is twice as fast, since weights and gradients have twice the bytes.
-Bytes, gradients and updates are real. The simulator knows the machine from a profile that was made
-through the same device.
+The device has the proportions of the paper's server. Compute, link, drives and updates are slowed
+so that each takes as large a share of a step as it does there for a 13B model at --batch-there.
+Rates are those of the machine preset times one factor, which --seconds sets. Compute is slower
+still by the ratio of tokens, and with --dtype fp32 the link is twice as fast, since weights and
+gradients have twice the bytes. Bytes, gradients and updates are real. The simulator uses a profile
+that was measured through the same device.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def parse() -> argparse.Namespace:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of a small model on an emulated device."""
+    """Add the options for a small model on an emulated device."""
     reference.add_options(parser)
     parser.set_defaults(
         hidden=384,
@@ -88,7 +87,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
-    """The server's rates, so much slower that a step takes about --seconds."""
+    """Return the rates of the server, slowed so that a step takes about --seconds."""
     from lohan.planner import presets
     from lohan.planner.systems import policy, run
 
@@ -103,8 +102,11 @@ def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
 def slowed(
     options: argparse.Namespace, machine: Any, *, flops: float, step_s: float, smaller: float
 ) -> dict[str, float]:
-    """The rates of a machine, with the FLOP/s that a step gets there and what it takes, for a model
-    of so many times the parameters and a step of --seconds."""
+    """Return the rates of a machine, slowed for a smaller model and a step of --seconds.
+
+    `flops` is the rate that the machine reaches in a step, `step_s` the duration of that step,
+    and `smaller` the ratio of parameters.
+    """
     factor = smaller * step_s / options.seconds
     tokens = options.tokens / (options.batch_there * SEQ)
     return {
@@ -186,7 +188,7 @@ def row(mode: str, children: list[Child]) -> dict[str, Any]:
 
 
 def order_text(rows: list[dict[str, Any]]) -> str:
-    """Whether each way is at least as fast as the one before it, within what is noise."""
+    """Describe whether each mode is at least as fast as the one before it, within noise."""
     times = [made["measured s"] for made in rows]
     slower = [
         f"{rows[i + 1]['updates']} is slower than {rows[i]['updates']}"

@@ -47,8 +47,10 @@ Read = Callable[[bytes], object]  # writes the bytes where they are read from, a
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: valid ones, how to read one, and whether it is JSON, which is changed as
-    such; `seal` puts a checksum right."""
+    """A kind of file: valid examples, and how to read one.
+
+    JSON files are mutated as JSON, and `seal` recomputes their checksum.
+    """
 
     name: str
     seeds: Sequence[bytes]
@@ -365,7 +367,7 @@ def tables() -> list[bytes]:
 
 
 def task_rows(work: Path, file: Path) -> None:
-    """A row is one of each task that it has the keys of, or refused by all."""
+    """Check that a row is accepted by each task that it has the keys of, or refused by all."""
     from lohan.data import supervised
     from lohan.data.reading import read_rows
     from lohan.data.text import Encoder
@@ -386,7 +388,7 @@ def task_rows(work: Path, file: Path) -> None:
 
 
 def restoring(file: Path, use: Callable[[], object]) -> Read:
-    """Uses a file with other content, and puts back what it had."""
+    """Use a file with other content, and restore its content afterwards."""
     right = file.read_bytes()
 
     def run(given: bytes) -> None:
@@ -591,7 +593,7 @@ def settings_kinds(work: Path) -> list[Kind]:
 
 
 def told(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Of what is always refused: the seed must be, too."""
+    """Return a reader that accepts the refusal of a file as settings of another trainer."""
 
     def read(file: Path) -> None:
         try:
@@ -665,7 +667,7 @@ def log_kinds(work: Path) -> list[Kind]:
 
 
 def mark_kinds(work: Path) -> list[Kind]:
-    """What says that a folder is a run's, how the run ended, and what an export has written."""
+    """Return the marks of run folders, of finished runs and of exports."""
     from lohan.checkpoint import replacing
     from lohan.train.run_folder import MARK, Finished, Mark, RunFolder, check_exports, finished_at
 
@@ -824,7 +826,7 @@ def gguf_kinds(work: Path) -> list[Kind]:
 
 
 def adapter_kinds(work: Path) -> list[Kind]:
-    """A folder of PEFT's, opened over a model whose weights are not in memory."""
+    """Return the files of a PEFT folder, opened over a model without weights in memory."""
     try:
         import peft
     except ImportError:
@@ -916,12 +918,12 @@ def vision_kinds(work: Path) -> list[Kind]:
 
 
 class TooLong(BaseException):
-    """Not an Exception: readers that catch everything must not catch it."""
+    """Raised when reading takes too long; not an Exception, so that readers do not catch it."""
 
 
 @contextmanager
 def within(seconds: int) -> Any:
-    """Of the processor, or of the clock ten times as many: others may keep the machine busy."""
+    """Limit a block to `seconds` of processor time, and to ten times as many of the clock."""
     cpu_s, clock_s = time.process_time(), time.monotonic()
 
     def end(number: int, frame: object) -> None:
@@ -941,7 +943,7 @@ def within(seconds: int) -> Any:
 
 @contextmanager
 def limited_memory(room: int) -> Any:
-    """An allocation beyond `room` fails in this process."""
+    """Limit the address space of this process, so that allocations beyond `room` fail."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + room, before[1]))
@@ -982,7 +984,7 @@ def fuzz(
     findings: Path | None = None,
     minutes: float = math.inf,
 ) -> dict[str, Tally]:
-    """So many inputs, spread evenly over the kinds, or as many as come within the time."""
+    """Test `inputs` inputs, spread evenly over the kinds, or as many as the time allows."""
     end_s = time.monotonic() + 60 * minutes
     warnings.simplefilter("ignore")
     kinds = [kind for kind in all_kinds(work) if not only or kind.name in only]

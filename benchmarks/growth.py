@@ -85,7 +85,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
-    """The parts of a plan, and all of it: where the whole is short, more of it is simulated."""
+    """Measure the cost of the parts of a plan and of the whole plan."""
     model = presets.model(SHAPE)
     block = replace(model.blocks[0], parameters=wider * model.blocks[0].parameters)
     model = replace(model, blocks=stacked(block, blocks), name=f"{SHAPE} x {blocks}")
@@ -155,7 +155,7 @@ class Net(nn.Module):
 
 
 def one(blocks: int, experts: int, folder: Path) -> dict[str, Any]:
-    """One size in a process of its own."""
+    """Measure one size in a process of its own."""
     words = [sys.executable, __file__, "--one", f"{blocks},{experts}", "--work", str(folder)]
     ended = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(ended.stdout)
@@ -163,13 +163,16 @@ def one(blocks: int, experts: int, folder: Path) -> dict[str, Any]:
 
 
 def per_each(rows: list[dict[str, Any]], of: str) -> list[dict[str, Any]]:
-    """What each further one of them costs, and in the first row each of all."""
-    sizes, made = ("blocks", "tensors"), []
+    """Return what each additional block or tensor costs.
+
+    The first row has the cost per block or tensor of the smallest model.
+    """
+    sizes, result = ("blocks", "tensors"), []
     for before, row in zip([dict.fromkeys(rows[0], 0), *rows], rows, strict=False):
         more = row[of] - before[of]
         costs = {name: (row[name] - before[name]) / more for name in row if name not in sizes}
-        made.append({name: row[name] for name in sizes} | costs)
-    return made
+        result.append({name: row[name] for name in sizes} | costs)
+    return result
 
 
 def run_cost(blocks: int, experts: int, folder: Path) -> dict[str, float]:

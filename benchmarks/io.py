@@ -129,7 +129,7 @@ def watch(work: Path, side: Callable[[], float]) -> Measured:
 
 
 def drive_counters(folder: Path) -> tuple[int, int] | None:
-    """Requests and bytes of the drive under a folder since it was started; None if unknown."""
+    """Return the requests and bytes of the drive of a folder since boot, or None if unknown."""
     device = folder.stat().st_dev
     file = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
     if not file.exists():
@@ -183,7 +183,7 @@ class Target:
         return self.store.counters.bytes_read + self.store.counters.bytes_written
 
     def _move(self, wanted: Iterator[Request]) -> None:
-        """All requests in order, as many in flight as there are buffers; a commit if any wrote."""
+        """Run all requests in order, with one in flight per buffer, and commit if any wrote."""
         under_way: deque[Any] = deque()
         wrote = False
         for number, (verb, index) in enumerate(wanted):
@@ -199,7 +199,10 @@ class Target:
 
 
 def requests(kind: str, count: int) -> Iterator[Request]:
-    """One pass: every chunk once, or as in a step: all are read and written, weights read again."""
+    """Yield the requests of one pass.
+
+    A "mixed" pass is like a step: all chunks are read and written, and weights are read again.
+    """
     for index in range(count):
         if kind in ("read", "mixed"):
             yield "read", index
@@ -240,7 +243,7 @@ def fio_bytes_per_s(
 
 
 def run_fio(file: Path, size: int, arguments: list[str]) -> dict[str, Any]:
-    """One job of fio through the engine that works here: io_uring where the kernel allows it."""
+    """Run one fio job with io_uring if the kernel allows it, otherwise with libaio."""
     engine = "io_uring" if open_engine("auto").name == "uring" else "libaio"
     ended = subprocess.run(
         [

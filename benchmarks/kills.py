@@ -86,7 +86,7 @@ class Whole:
 
 
 class Tally:
-    """What happened, of all workers."""
+    """Counts of events over all workers."""
 
     def __init__(self, wanted: int, until_s: float) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Tally:
         return ", ".join(f"{self.counts[name]} {name}" for name in BAD)
 
     def stop(self) -> None:
-        """No more kills: every run comes to its end."""
+        """Stop killing, so that every run finishes."""
         self._wanted = 0
 
     def enough(self) -> bool:
@@ -176,7 +176,7 @@ class Series:
         ]
 
     def ended(self, words: list[object], *, kill: bool, world: int, share: float) -> list[Ended]:
-        """The processes of one command, of which one or all are killed, or none."""
+        """Run the processes of one command, kill one or all or none, and return how they ended."""
         draw, victims = self.draw, [self.draw.randrange(world)]
         killed: dict[int, Kill] = {}
         at_s = None
@@ -204,19 +204,19 @@ class Series:
         return found
 
     def phases_of(self, words: list[object]) -> list[str]:
-        """What a command will come through, of which the kill is drawn."""
+        """Return the phases of a command, from which the time of the kill is drawn."""
         first = FIRST[str(words[0])]
         if first == "export":
             return [first]
-        found = [first, first, "step", "step", "commit", "commit", "export"]
-        found += ["snapshot", "snapshot"] if self.kind.snapshots else []
-        return found
+        phases = [first, first, "step", "step", "commit", "commit", "export"]
+        phases += ["snapshot", "snapshot"] if self.kind.snapshots else []
+        return phases
 
     def phase_of(self, rank: int) -> str:
         return phase_log.read(self.phase_files[rank]) or "load"
 
     def wait(self, runs: list[Run], victims: list[int]) -> list[Ended]:
-        """The others of several ranks end by themselves, or do not in time and are ended."""
+        """Wait for all ranks to end; kill the remaining ones if they do not end in time."""
         limit = time.monotonic() + HANG_S
         patience = float("inf")
         while not all(gone(run.pid) for run in runs):
@@ -267,8 +267,11 @@ class Series:
         return len(log.read_text().splitlines()) if log.exists() else 0
 
     def note_promise(self) -> None:
-        """A row in the log: that step is committed, or one as many steps before it as lie between
-        two commits."""
+        """Record the step that the log promises to be on disk.
+
+        That is the step of the last row, or as many steps earlier as lie between two
+        commits.
+        """
         rows = max(self.rows() - (self.kind.commit_every - 1), 0)
         self.promised = max(self.promised, rows)
 
@@ -311,7 +314,7 @@ class Series:
         self.export()
 
     def export(self) -> None:
-        """Exports of the run that has ended; each one that dies leaves the folder whole or away."""
+        """Export the finished run; an export that is killed leaves a complete folder or none."""
         target = self.folder / "exported"
         words: list[object] = ["export", self.out, "--out", target, "--overwrite"]
         expected = (self.out / "model" / "model.safetensors").read_bytes()
@@ -328,14 +331,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Kill:
-    """At a boundary (see Forge.start), or some time after a phase begins (see phases)."""
+    """A kill at a boundary (see Forge.start), or some time after a phase begins (see phases)."""
 
     boundary: Boundary | None = None
     timer: str = " -1 0"
 
 
 def drawn(whole: Whole, choices: list[str], share: float, draw: random.Random) -> Kill:
-    """In one of these phases, of which a step and what belongs to it come more than once."""
+    """Draw a kill in one of these phases; steps, commits and snapshots occur more than once."""
     phase = draw.choice(choices)
     left = max(1, round(share * STEPS))
     number = draw.randrange(
@@ -347,13 +350,13 @@ def drawn(whole: Whole, choices: list[str], share: float, draw: random.Random) -
 
 
 def longest(names: list[str], phase: str) -> int:
-    """The most boundaries in one phase, with its beginning and its end."""
+    """Return the largest number of boundaries of one phase, including its begin and end."""
     begins = [at for at, name in enumerate(names) if name == phase]
     return max((names.index(f"{phase} done", at) - at + 1 for at in begins), default=1)
 
 
 def gone(pid: int) -> bool:
-    """Whether it has ended; its parent, the forge, has not asked yet."""
+    """Return whether a process has ended, even if its parent has not waited for it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

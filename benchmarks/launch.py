@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
 def measured(
     place: Path, kept: str, slices: int, steps: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """All sides in turn; of every figure the least, since noise only adds."""
+    """Measure all sides in turn and return the minimum of each, since noise only adds."""
     place.mkdir()
     sides = torch_sides(kept, slices, device)
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -233,7 +233,7 @@ def launched_us(
     *,
     parts: Parts | None = None,
 ) -> dict[str, float]:
-    """Of one block and slice, by part, and the total of a step."""
+    """Return microseconds per block and slice by part, and the total of a step."""
     place.mkdir()
     ids = torch.randint(0, 64, (ROWS, TOKENS))
     batch = {"input_ids": ids, "labels": ids}

@@ -202,7 +202,7 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
 
 
 def run(arguments: list[str], work: Path, *, group: Path | None = None) -> Measured:
-    """One run in its own process and folder, which is removed afterwards."""
+    """Run one training in a process of its own, in a folder that is removed afterwards."""
     out = work / "run"
     command = [sys.executable, "-c", CHILD, str(group or ""), *arguments, "--out", str(out)]
     start = time.monotonic()
@@ -246,7 +246,7 @@ class Cgroup:
 
 
 def make_cgroup(limit: int) -> Cgroup | str:
-    """A memory cgroup of its own, or why there is none."""
+    """Create a memory cgroup, or return the reason why this is impossible."""
     name = f"lohan-memory-{os.getpid()}"
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if (v1 / "cgroup.procs").exists():

@@ -118,7 +118,7 @@ class Mutant:
 
     @property
     def identity(self) -> str:
-        """What tells the mutant from others, without its position in the file."""
+        """A text that identifies the mutant without its position in the file."""
         parts = (self.file, self.scope, self.kind, self.before, self.after, self.repeat)
         return "\n".join(map(str, parts))
 

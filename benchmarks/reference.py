@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def write_model(
     options: argparse.Namespace, folder: Path, *, dtype: str = "fp32"
 ) -> dict[str, str]:
-    """Writes the checkpoint that all sides start from; says what it is."""
+    """Write the checkpoint that all sides start from, and return a description of it."""
     import os
 
     import torch
@@ -69,7 +69,7 @@ def write_model(
 
 
 def spec_of(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, Any]:
-    """Settings of a child."""
+    """Return the settings of a child."""
     batch = min(options.batch, tokens)
     if tokens % batch:
         raise SystemExit(f"--tokens {tokens} is not a multiple of --batch {batch}")
@@ -103,9 +103,12 @@ def time_steps(
     begin: Callable[[], None] = lambda: None,
     end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Seconds of every step, from the end of one to the end of the next, and losses. With
-    `turns` it waits for each of them, which begins with steps that are not measured. `begin` and
-    `end`: around the measured steps of a turn; at its end nothing may be in flight."""
+    """Return the seconds of every step, from the end of one to the end of the next, and losses.
+
+    With `turns`, the process waits for each of its turns, which begins with warm-up steps.
+    `begin` and `end` are called around the measured steps of a turn; at its end nothing may be
+    in flight.
+    """
     losses, seconds, early, rows = [], [], [], iter(batches(spec))
     if "turns" in spec:
         end_turn()  # of getting ready
@@ -133,7 +136,7 @@ def time_steps(
 
 
 def turn_of(options: argparse.Namespace, tokens: int) -> argparse.Namespace:
-    """The options with the steps of a turn, which should take seconds."""
+    """Return the options with the number of steps of a turn, which should take seconds."""
     steps = options.steps or min(8, max(1, 1024 // tokens))
     return argparse.Namespace(**{**vars(options), "steps": steps})
 
@@ -146,15 +149,18 @@ def rounds_of(child: dict[str, Any]) -> list[float]:
 
 
 def speed(base: dict[str, Any], child: dict[str, Any]) -> tuple[float, str]:
-    """How much faster than another side, in the middle one of the rounds, and their range."""
+    """Return the speed relative to another side: the median over rounds, and the range."""
     pairs = zip(rounds_of(base), rounds_of(child), strict=True)
     ratios = [there / here for there, here in pairs]
     return median(ratios), f"{min(ratios):.2f} .. {max(ratios):.2f}"
 
 
 def first_steps(child: dict[str, Any]) -> dict[str, Any]:
-    """Of a side that plans again: seconds of the steps before, with the third the new plan, and of
-    the first one by it, where the warm-up has as many; and of planning and taking the plan up."""
+    """Return the times of the first steps of a side that replans.
+
+    The new plan is made after the third step. The time of the first step with it is included if
+    the warm-up is long enough, and so is the time for replanning.
+    """
     early, changes = child["early_s"], child.get("changes", [])
     return {
         "steps 1 .. 3 s": " ".join(f"{seconds:.2f}" for seconds in early[:3]),
@@ -199,7 +205,7 @@ def lohan_spec(
 def run_side(
     script: str, options: argparse.Namespace, spec: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """A child whose store is gone afterwards; its steps are shown."""
+    """Run a child, remove its store afterwards, and show its steps."""
     try:
         child = run_child(script, spec, threads=options.threads, deadline_s=options.deadline)
     finally:

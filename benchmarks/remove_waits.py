@@ -44,7 +44,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if "_editable" not in type(f).__mod
 
 @dataclass(frozen=True)
 class Wait:
-    """Where a wait is: the file, the text with it and the text without it."""
+    """A wait in the code: its file, the text with it and the text without it."""
 
     file: str
     what: str
@@ -178,7 +178,7 @@ WAITS = [
 
 
 def make_importable(place: Path, python: Path) -> None:
-    """The copy, with the native core, is what its tests import, and not the tree itself."""
+    """Make the tests import the copy of the package, with its native core."""
     code = "import lohan._core as c, lohan.engine.gradients as g; print(c.__file__, g.__file__)"
 
     def imported() -> list[str]:
@@ -204,7 +204,7 @@ def changed(source: str, old: str, new: str, *, file: str) -> str:
 
 
 def noticed(place: Path, changes: list[tuple[str, str, str]]) -> str:
-    """Runs the race tests on the copy with these changes; returns the first that fails, if any."""
+    """Run the race tests on the copy with these changes; return the first failing test, or ""."""
     before = {}
     for file, old, new in changes:
         path = place / "lohan" / file
@@ -219,7 +219,7 @@ def noticed(place: Path, changes: list[tuple[str, str, str]]) -> str:
 
 
 def _run(place: Path, tests: list[str]) -> str:
-    """In a child of this process, so that the large libraries are imported once."""
+    """Run tests in a forked child, so that large libraries are imported once."""
     import numpy  # noqa: F401
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # noqa: F401
@@ -251,7 +251,7 @@ def _run(place: Path, tests: list[str]) -> str:
 
 
 def _ended(child: int) -> int | None:
-    """Its exit code, or None if it had to be stopped."""
+    """Return the exit code of a child, or None if it had to be killed."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -264,7 +264,7 @@ def _ended(child: int) -> int | None:
 
 
 def noticed_on_cuda(place: Path, python: Path, wait: Wait) -> str:
-    """The first test on software CUDA that fails without it, if any."""
+    """Return the first test on software CUDA that fails without this wait, or ""."""
     path = place / "lohan" / wait.file
     before = path.read_text()
     path.write_text(changed(before, wait.text, wait.without, file=wait.file))

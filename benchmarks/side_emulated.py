@@ -1,5 +1,7 @@
-"""A child of emulated.py: steps on an emulated device, with drives and updates that are as slow as
-they are told to be. Without a mode it measures the machine through the same device instead."""
+"""A child of emulated.py: steps on an emulated device with slowed drives and updates.
+
+Without an update mode, it measures the machine through the same device instead.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ Rates = dict[str, float]
 
 
 class Pace:
-    """Something that does one thing after the other and takes its time."""
+    """A resource that serves one request after another, each for a given time."""
 
     def __init__(self) -> None:
         self._lock, self._free_s = threading.Lock(), 0.0
 
     def take(self, seconds: float) -> float:
-        """When work that is given now and takes so long will be done."""
+        """Return the time at which work that is submitted now will be done."""
         with self._lock:
             self._free_s = max(self._free_s, time.perf_counter()) + seconds
             return self._free_s
@@ -36,8 +38,11 @@ def sleep_until(done_s: float) -> None:
 
 
 class PacedEngine:
-    """An engine whose files lie on a drive of given rates: bytes are moved for real, and a ticket
-    is done when such a drive would have done what was submitted before it, and it."""
+    """An I/O engine whose files are on a drive of given rates.
+
+    Bytes are moved for real. A ticket is done when such a drive would have served it and
+    everything submitted before it.
+    """
 
     def __init__(self, inner: Any, rates: Rates, pace: Pace) -> None:
         self._inner, self._rates, self._pace = inner, rates, pace
@@ -81,7 +86,7 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 
 def slow_drives(rates: Rates) -> None:
-    """The state and the activations have a store each, on the same drive."""
+    """Give all stores, for state and for activations, one drive of these rates."""
     from lohan.store import io_engine
 
     real, pace = io_engine.open_engine, Pace()
@@ -89,7 +94,7 @@ def slow_drives(rates: Rates) -> None:
 
 
 def slow_updates(rate: float) -> None:
-    """Updates of so many parameters a second."""
+    """Limit updates to `rate` parameters per second."""
     from lohan.engine import actions
 
     update, pace = actions.update_chunk, Pace()

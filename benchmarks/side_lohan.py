@@ -1,6 +1,8 @@
-"""A child of the step benchmarks: LoHan's own steps through its API, as `lohan train` takes them:
-clipped ones are run again where their gradients would go to SSD, and where the settings leave the
-activations to the plan, it is made again after the first steps."""
+"""A child of the step benchmarks: steps of LoHan through its API, as in `lohan train`.
+
+A clipped step runs again if its gradients would go to SSD. If the settings leave activations to the
+planner, the plan is made again after the first steps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def main() -> None:
 
 
 class Measured:
-    """What the measured steps did, all turns together."""
+    """Totals over the measured steps of all turns."""
 
     def __init__(self) -> None:
         self.at_s = self._window_s = self._flush_s = 0.0
@@ -50,7 +52,7 @@ class Measured:
 
 
 def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What the steps took and did. `options` are further ones of `attach`."""
+    """Run the steps and return their times and counters; `options` are passed to `attach`."""
     import torch
 
     import lohan
@@ -90,8 +92,12 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             done.begin(session.counters)
 
         def end() -> None:
-            """What `balanced` and clipping leave to the next step is counted: every measured step
-            has the rest of the one before in it. Only that of the last is not."""
+            """End the measured steps of a turn.
+
+            Work that `balanced` and clipping leave to the next step is counted: every
+            measured step contains the rest of the previous one. Only the rest of the
+            last step is not counted.
+            """
             stop_s = time.perf_counter()
             after = session.counters
             session.flush()
@@ -115,7 +121,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
-    """The session of a spec."""
+    """Attach the model with the settings of a spec and return the session."""
     import torch
 
     import lohan
@@ -153,15 +159,15 @@ def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
 
 
 def forecasts(spec: dict[str, Any], context: Any, plan: Any) -> list[dict[str, Any]]:
-    """Of the plan, on the machines that the spec names or the one that it was made for."""
+    """Return forecasts of the plan on the machines of the spec, or on the one it was made for."""
     from lohan.model.machine import Profile
 
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
-    made = [
+    results = [
         context.forecast(one, plan, clipped=spec.get("clipped", False))
         for one in machines or [context.profile]
     ]
-    return [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
+    return [{"step_s": one.step_s, "busy_s": one.busy_s} for one in results]
 
 
 def described(plan: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""A child of the activation benchmark: plans and their forecasts, of policies or of ever more bytes
-kept. Nothing is trained."""
+"""A child of the activation benchmark: plans and their forecasts, without training.
+
+It plans with several policies, or with ever more bytes of activations kept.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ LEAST = 48  # cycles, however short the time: after a third of them caches have 
 
 @contextmanager
 def failing_fsync(at: int) -> Iterator[None]:
-    """The `at`-th fsync in Python, from 1, is an I/O error."""
+    """Make the `at`-th call of os.fsync, counted from 1, fail with an I/O error."""
     real, count = os.fsync, 0
 
     def fsync(fd: int) -> None:
@@ -113,7 +113,7 @@ def cycle(forge: Forge, inputs: Path, folder: Path, kind: str, draw: random.Rand
 
 
 def go_on(words: tuple[object, ...], out: Path) -> Ended:
-    """The same command again, then what its message says."""
+    """Run the same command again, then what its message advises."""
     ended = lohan(*words)
     if ended.code == 2 and f"lohan resume {out}" in ended.err:
         ended = lohan("resume", out)
@@ -128,7 +128,7 @@ def go_on(words: tuple[object, ...], out: Path) -> Ended:
 
 
 class MallInfo(ctypes.Structure):
-    """Of glibc, malloc.h."""
+    """The struct mallinfo2 of glibc (malloc.h)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

@@ -119,7 +119,7 @@ def lane_rows(found: dict[str, Child]) -> list[dict[str, Any]]:
 
 
 def lanes_of(child: Child) -> dict[str, Any]:
-    """What the lanes did in all measured steps together."""
+    """Return the activity of the lanes over all measured steps."""
     busy: dict[str, float] = child["busy_s"]
     binding = max(busy, key=lambda lane: busy[lane])
     read, written = child["ssd_read_bytes"], child["ssd_written_bytes"]

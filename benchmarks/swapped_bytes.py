@@ -1,12 +1,13 @@
-"""Step time over swapped activations, on an emulated device with the proportions of the paper's
-server: as in its figure 9b, it falls while compute binds and rises when the drives do.
+"""Measure step time over swapped activations on an emulated device.
 
     python benchmarks/swapped_bytes.py [--batch-there 20] [--points 7] [--plot curve.png]
 
-More and more activations are kept in order of benefit, within little main memory, so that ever more
-of them go to SSD. Compute, link, drives and updates have the server's rates times one factor
-(emulated.py); the bytes are real. The table has predicted and measured steps and the picture both,
-relative to the step that keeps the inputs of blocks alone.
+The device has the proportions of the paper's server. As in its figure 9b, step time falls while
+compute binds and rises when the drives do. More and more activations are kept in order of benefit,
+within little main memory, so that ever more of them go to SSD. Compute, link, drives and updates
+have the server's rates times one factor (emulated.py); the bytes are real. The table and the
+picture show predicted and measured steps, relative to the step that keeps only the inputs of
+blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def parse() -> argparse.Namespace:
 
 
 def levels(options: argparse.Namespace, work: Path) -> list[Child]:
-    """Every level of activations that may be kept, with its forecast."""
+    """Return every level of activations that may be kept, with its forecast."""
     spec = {
         **reference.spec_of(options, work / "model", options.tokens),
         **reference.WAY,
@@ -74,7 +75,7 @@ def levels(options: argparse.Namespace, work: Path) -> list[Child]:
 
 
 def chosen(points: list[Child], count: int) -> list[Child]:
-    """So many of a curve, evenly over its bytes, with both ends and the lowest."""
+    """Choose `count` points of a curve, evenly over its bytes, with both ends and the minimum."""
     low, high = points[0]["swapped_bytes"], points[-1]["swapped_bytes"]
     wanted = [low + (high - low) * i / max(1, count - 2) for i in range(count - 1)]
     near = [

@@ -41,7 +41,7 @@ Child = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """One of ours, and how many times the peer's speed it should reach, by tokens."""
+    """A setting of LoHan, and the speed relative to the peer that it should reach, by tokens."""
 
     host: str
     targets: dict[int, float]
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
 def sides_of(
     options: argparse.Namespace, work: Path, tokens: int
 ) -> dict[str, Callable[[], Child]]:
-    """The peer's two ways stand between ours, so that a slow minute meets both."""
+    """Return all sides, with the peer's two variants between ours to share slow phases."""
     spec = reference.spec_of(options, work / "model", tokens)
     peers = [
         (name, partial(zero_infinity, name, spec, options, work, pipeline))

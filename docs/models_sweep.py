@@ -1,12 +1,12 @@
-"""Trains a tiny random model of every class in transformers' auto mappings, in memory and through
-LoHan, and writes what came of it: docs/models.md and lohan/capture/tested.txt.
+"""Train a tiny random model of every class in transformers' auto mappings and record the results.
 
-python docs/models_sweep.py [causal image ...] [--only llama,bart] [--jobs 2]
+    python docs/models_sweep.py [causal image ...] [--only llama,bart] [--jobs 2]
 
-Each class has a process of its own and a time limit. Results go to docs/models_sweep.json as they
-come; the same command again goes on from there, --again KIND/TYPE,... or --again error,refused does
-some of them once more. The pages are written of all results that there are; classes without one
-are counted as not run. `--results FILE` tries without them: no page is written.
+Each model is trained in memory and through LoHan, in a process of its own and with a time limit.
+Results are appended to docs/models_sweep.json; docs/models.md and lohan/capture/tested.txt are
+generated from it. Running the command again continues where it stopped. `--again KIND/TYPE,...` or
+`--again error,refused` repeats some of the classes. Classes without a result are counted as not
+run. With `--results FILE` the results go to another file, and no page is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARED = ("transformers.loss.loss_utils", "transformers.quantizers.auto", "lohan
 
 
 def compute(kind: str, model_type: str, pipe: Connection) -> None:
-    """In a process of its own."""
+    """Compare one model class and send the result through the pipe; runs in a child process."""
     import torch
 
     from tests.support import every_model
@@ -238,7 +238,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _plain(reason: str) -> str:
-    """In one cell, without folders of the sweep."""
+    """Return a reason as the text of a table cell, without the temporary folders of the sweep."""
     short = re.sub(r"/\S*lohan-sweep-\S*", "the folder", reason).split("; ")[0]
     return short.replace("|", "/").replace("<", "(").replace(">", ")").replace("`", "'")[:160]
 
@@ -273,7 +273,7 @@ def main() -> None:
 
 
 def read_results(path: Path) -> dict[str, Row]:
-    """Of classes that transformers has today."""
+    """Read the results, leaving out classes that the installed transformers does not have."""
     from tests.support import every_model
 
     known = {kind: every_model.classes(kind) for kind in every_model.MAPPINGS}

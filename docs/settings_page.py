@@ -24,8 +24,8 @@ ABSENT = "Not given: "
 
 
 def filled(page: str) -> str:
-    """The page with every table as the classes have it."""
-    return BLOCK.sub(lambda found: found[1] + table(found[2]) + found[3], page)
+    """Return the page with all tables regenerated from the settings classes."""
+    return BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], page)
 
 
 def table(section: str) -> str:

@@ -1,6 +1,8 @@
-"""A vision transformer tells bright images from dark ones: python examples/classify_images.py
+"""Train a vision transformer to tell bright images from dark ones.
 
-A small ViT with random weights; `lohan.load(FOLDER)` takes yours.
+    python examples/classify_images.py
+
+The model is a small ViT with random weights; `lohan.load(FOLDER)` loads yours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""An encoder learns to tell two kinds of text apart: python examples/classify_text.py
+"""Train an encoder to tell two kinds of text apart.
 
-A small BERT with random weights; `lohan.load(FOLDER)` takes yours.
+    python examples/classify_text.py
+
+The model is a small BERT with random weights; `lohan.load(FOLDER)` loads yours.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ CODE_PROMPTS = "def __init__(self,\nimport os\n    if not isinstance(\n"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on what."""
+    """A model, its training data and the settings of the demo."""
 
     title: str
     model: Path
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the training process left behind: its log of steps, its peak memory, its time."""
+    """The result of the training process: its log of steps, its peak memory, its time."""
 
     rows: list[dict[str, Any]]
     peak_bytes: int
@@ -113,7 +113,7 @@ def demo(options: argparse.Namespace, console: Console) -> None:
 
 
 def choose(options: argparse.Namespace, console: Console) -> Job:
-    """The real model, or the random one with the reason why."""
+    """Choose the real model, or a random one if the real one cannot be downloaded."""
     cache = options.out / "models"
     if not options.random:
         try:
@@ -166,7 +166,7 @@ def random_model(cache: Path) -> tuple[Path, Path]:
 
 
 def make_way(run: Path) -> None:
-    """Removes the last demo's run, unless it is in use, and marks the folder for the next time."""
+    """Remove the run of the last demo unless it is in use, and mark the folder as a demo."""
     if run.is_dir() and any(run.iterdir()) and not (run / MARK).is_file():
         raise StoreError(f"{run} is there and is not a demo's; give another --out, or move it away")
     holder = lock_holder(run / "store")
@@ -188,7 +188,7 @@ def train_command(job: Job, run: Path) -> list[str]:
 
 
 def train(command: list[str], run: Path, console: Console, *, total: int) -> Trained:
-    """Runs the command and follows RUN/metrics.jsonl until it ends."""
+    """Run the command and follow RUN/metrics.jsonl until it ends."""
     start, rows = time.monotonic(), []
     log = run.parent / "train.log"
     columns = ("step {task.completed}/{task.total}", "{task.fields[detail]}")
@@ -238,7 +238,7 @@ def follow(process: subprocess.Popen[bytes], file: Path) -> Iterator[dict[str, A
 
 
 def reap(process: subprocess.Popen[bytes]) -> int:
-    """Ends the wait for a process; the most memory that it has had resident."""
+    """Wait for a process to end and return its peak resident memory in bytes."""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -321,7 +321,7 @@ def show_places(console: Console, out: Path, job: Job) -> None:
 
 
 def count_parameters(run: Path) -> int:
-    """From the header of the exported file: shapes of all tensors, no torch needed."""
+    """Count the parameters of the exported model from the headers of its files."""
     total = 0
     for file in (run / "model").glob("*.safetensors"):
         with file.open("rb") as stream:
@@ -354,7 +354,7 @@ def say(
     hang: int = 0,
     style: str | None = None,
 ) -> None:
-    """One paragraph, folded to the width; a heading gets a line under it."""
+    """Print a paragraph, wrapped to the width of the console, or a heading."""
     if head:
         console.rule(f"[bold]{text}[/bold]", align="left", characters="─")
         return

@@ -67,7 +67,7 @@ def _run(command: list[str], *, what: str, deadline_s: float) -> None:
 
 @contextmanager
 def _making(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is complete, so that a cached one always is."""
+    """Yield a temporary folder and rename it when it is complete."""
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
@@ -78,7 +78,7 @@ def _making(folder: Path) -> Iterator[Path]:
 
 
 def unpack_gguf(gguf: Path, folder: Path) -> None:
-    """A GGUF file as a plain folder: fp32 weights, config, tokenizer with its chat template."""
+    """Convert a GGUF file to a folder with fp32 weights, config, tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -95,7 +95,7 @@ def unpack_gguf(gguf: Path, folder: Path) -> None:
 def fallback_folder(
     cache_dir: str | os.PathLike[str], *, text_bytes: int = 2_000_000, vocab_size: int = 4096
 ) -> tuple[Path, Path]:
-    """A random Llama of about 7 M parameters with its own tokenizer, and a text to train it on."""
+    """Create a random Llama of about 7 M parameters with a tokenizer, and a training text."""
     folder = Path(cache_dir) / "random-llama"
     text = Path(cache_dir) / "stdlib.txt"
     if not folder.is_dir() or not text.is_file():

@@ -1,6 +1,8 @@
-"""A vision-language model learns captions: python examples/describe_images.py
+"""Train a vision-language model to write captions.
 
-A small LLaVA with random weights; `lohan.load(FOLDER)` takes yours.
+    python examples/describe_images.py
+
+The model is a small LLaVA with random weights; `lohan.load(FOLDER)` loads yours.
 """
 
 from __future__ import annotations

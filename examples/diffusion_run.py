@@ -17,7 +17,7 @@ from lohan.cli.main import app
 
 
 def make_inputs(folder: Path) -> None:
-    """A model as diffusers saves it, and a folder of latents for each class."""
+    """Write a model as diffusers saves it, and a folder of latents for each class."""
     torch.manual_seed(0)
     DiTTransformer2DModel(
         num_attention_heads=4,

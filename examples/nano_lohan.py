@@ -87,7 +87,7 @@ class Block:
         return sum(shape.numel() for shape in self.shapes.values())
 
     def tensors(self, flat: Array) -> dict[str, torch.Tensor]:
-        """The parameters as views of one flat array, in which they lie one after the other."""
+        """Return the parameters as views of one flat array, in which they are contiguous."""
         views, start = {}, 0
         for name, shape in self.shapes.items():
             views[name] = torch.from_numpy(flat[start : start + shape.numel()]).view(shape)
@@ -97,8 +97,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama as a list of blocks: `body` in the order of forward, then the head. A tied head owns
-    no weights: it uses those of the embedding."""
+    """A Llama as a list of blocks: `body` in the order of forward, then the head.
+
+    A tied head owns no weights: it uses those of the embedding.
+    """
 
     config: LlamaConfig
     body: list[Block]
@@ -110,8 +112,10 @@ class Model:
         return [*self.body, *([self.head] if self.head.size else [])]
 
     def run(self, block: Block, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> Any:
-        """A block's forward with these weights. A decoder layer also wants to know positions; a
-        causal mask is what it assumes without a mask."""
+        """Run the forward of a block with these weights.
+
+        A decoder layer also needs positions. Without a mask it assumes a causal one.
+        """
         around = {}
         if isinstance(block.module, LlamaDecoderLayer):
             positions = torch.arange(x.shape[1]).unsqueeze(0)
@@ -120,7 +124,7 @@ class Model:
 
 
 def cut(folder: Path) -> Model:
-    """The model that config.json describes. On the meta device it takes no memory."""
+    """Build the model that config.json describes, on the meta device, where it takes no memory."""
     config = LlamaConfig.from_pretrained(folder)
     if config.attention_dropout:
         raise SystemExit("a model with dropout needs LoHan itself: here random state is not kept")
@@ -141,7 +145,7 @@ def cut(folder: Path) -> Model:
 
 
 def read_checkpoint(folder: Path, blocks: Sequence[Block]) -> Iterator[tuple[Block, Array]]:
-    """The weights of each block, one block at a time, from the folder's safetensors files."""
+    """Yield the weights of each block, one at a time, from the folder's safetensors files."""
     where: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -161,7 +165,7 @@ def read_checkpoint(folder: Path, blocks: Sequence[Block]) -> Iterator[tuple[Blo
 
 
 def sync_folder(folder: Path) -> None:
-    """A new or renamed file is durable when its folder is."""
+    """Sync a folder, which makes new and renamed files in it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -206,7 +210,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> Store:
-        """The committed step. What a crash left of the step after it is never looked at."""
+        """Open the committed step; what a crash left of the next step is ignored."""
         store = cls(folder)
         checksum, _, content = (folder / "manifest").read_bytes().partition(b"\n")
         if checksum != b"%d" % zlib.crc32(content):
@@ -217,13 +221,17 @@ class Store:
 
     @staticmethod
     def exists(folder: Path) -> bool:
-        """Without a manifest, nothing was ever committed: creation died and starts again."""
+        """Return whether a step was ever committed.
+
+        Without a manifest, the creation of the store was interrupted and has to start
+        again.
+        """
         return (folder / "manifest").exists()
 
     # -- one step: read the committed generation, write the next, commit
 
     def read(self, block: Block, *, moments: bool = False) -> list[Array]:
-        """The committed weights, and m and v if they are asked for; checked as they are read."""
+        """Read the committed weights, and m and v if `moments`, and check their checksums."""
         arrays: list[Array] = []
         path = self._path(block, self.step)
         with open(path, "rb") as file:
@@ -238,11 +246,11 @@ class Store:
         return arrays
 
     def write(self, block: Block, arrays: Sequence[Array]) -> None:
-        """A block's weights, m and v of the next step. What is committed stays untouched."""
+        """Write weights, m and v of the next step; the committed step is not touched."""
         self._put(block, self.step + 1, arrays)
 
     def commit(self, step: int) -> None:
-        """All files of the new generation are durable; the rename makes them count."""
+        """Make the new files durable and commit them by renaming the manifest."""
         sync_folder(self.folder)
         content = json.dumps({"step": step, "arrays": self._written}).encode()
         fresh = self.folder / "manifest.tmp"
@@ -272,7 +280,10 @@ class Store:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the optimizer. `clip` is the largest global norm of the gradients, 0 for none."""
+    """The settings of the optimizer.
+
+    `clip` is the largest global norm of the gradients, or 0 for no limit.
+    """
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.999)
@@ -290,7 +301,10 @@ class AdamW:
         self._squares: list[float] = []
 
     def take(self, block: Block, grads: Mapping[str, torch.Tensor]) -> None:
-        """Called by backward, block after block. Without clipping this is the update itself."""
+        """Take the gradients of one block; backward calls this block by block.
+
+        Without clipping this updates the block. With clipping the gradients are stored.
+        """
         tensors = [grads[name].contiguous().view(-1).numpy() for name in block.shapes]
         if not self._settings.clip:
             self._update(block, np.concatenate(tensors), scale=1.0)
@@ -300,7 +314,7 @@ class AdamW:
         self._waiting.append(block)
 
     def finish(self) -> None:
-        """Called when backward is over: now the global norm is known, and what waits can go on."""
+        """Apply the stored gradients after backward, when the global norm is known."""
         norm = math.sqrt(math.fsum(self._squares))
         scale = min(1.0, self._settings.clip / (norm + 1e-6))
         for block in self._waiting:
@@ -338,9 +352,12 @@ def adamw(
     step: int,
     settings: Settings,
 ) -> None:
-    """One update in place, in fp32. Numbers that all elements share are made in double precision
-    and rounded once; then each operation rounds once, in this order (no fused multiply-add), so
-    that every machine gets the same bits. LoHan's native kernel does the same, many at a time."""
+    """Update one array in place, in fp32.
+
+    Numbers that all elements share are computed in double precision and rounded once. Then each
+    operation rounds once, in this order, without fused multiply-add, so that every machine gets
+    the same bits. LoHan's native kernel computes the same for many elements at a time.
+    """
     lr, (beta1, beta2), f = settings.lr, settings.betas, np.float32
     g = g * f(scale)
     p *= f(1.0 - lr * weight_decay)
@@ -351,9 +368,12 @@ def adamw(
 
 
 def sum_of_squares(x: Array, lanes: int = 8, rows: int = 4096) -> float:
-    """In double precision and in a fixed order, since the order of additions decides the last bits:
-    in sections of 32,768 numbers, each into eight sums that are added at the end. Eight, because a
-    processor adds as many at once; sections, because threads share them."""
+    """Return the sum of squares in double precision, added in a fixed order.
+
+    The order of additions decides the last bits. Each section of 32,768 numbers is added into
+    eight sums, which are added at the end: eight, because a processor adds as many at once;
+    sections, because threads share them.
+    """
     section, total = lanes * rows, 0.0
     for start in range(0, len(x), section):
         part = x[start : start + section].astype(np.float64)
@@ -372,7 +392,7 @@ def sum_of_squares(x: Array, lanes: int = 8, rows: int = 4096) -> float:
 def forward(
     model: Model, store: Store, ids: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The last hidden states, and the input of each block: all that backward will need."""
+    """Return the last hidden states and the input of each block, all that backward needs."""
     hidden, inputs = ids, []
     for block in model.body:
         inputs.append(hidden)
@@ -385,10 +405,11 @@ def forward(
 def head_and_loss(
     model: Model, store: Store, hidden: torch.Tensor, ids: torch.Tensor
 ) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean loss of the next tokens, its gradient for `hidden`, and those of the head's weights.
+    """Return the mean loss of the next tokens and its gradients.
 
-    Full logits, vocabulary times tokens, can be larger than anything else. So head and loss run
-    over slices of tokens, forward and backward at once, and only gradients are left of a slice.
+    These are the gradient of `hidden` and those of the head's weights. Full logits, vocabulary
+    times tokens, can be larger than anything else. Therefore head and loss run over slices of
+    tokens, forward and backward at once, and only gradients remain of a slice.
     """
     owner = model.head if model.head.size else model.body[0]
     weights = leaves(owner.tensors(store.read(owner)[0]))
@@ -456,8 +477,11 @@ def train(
     settings: Settings,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Trains until so many steps are committed, and exports. `batch_of` gives the tokens of a step:
-    a function of its number alone, so that a resumed run sees what an uninterrupted one would."""
+    """Train until `steps` steps are committed, and export the model.
+
+    `batch_of` returns the tokens of a step and depends on its number alone, so that a resumed
+    run sees the same batches as an uninterrupted one.
+    """
     model = cut(folder)
     if Store.exists(out / "state"):
         store = Store.open(out / "state")
@@ -478,7 +502,7 @@ def train(
 
 
 def export(model: Model, store: Store, source: Path, target: Path) -> None:
-    """A Hugging Face folder with a safetensors file per block: one block in memory at a time."""
+    """Write a Hugging Face folder, with one block in memory at a time and a file for each."""
     target.mkdir(exist_ok=True)
     for file in source.glob("*.json"):
         if not file.name.endswith(".index.json"):
@@ -496,7 +520,7 @@ def export(model: Model, store: Store, source: Path, target: Path) -> None:
 
 
 def rows_of(data: Path, folder: Path, seq: int) -> torch.Tensor:
-    """The text as rows of `seq` tokens."""
+    """Return the text as rows of `seq` tokens."""
     ids = AutoTokenizer.from_pretrained(folder)(data.read_text(encoding="utf-8"))["input_ids"]
     if len(ids) < seq:
         raise SystemExit(f"{data} has {len(ids)} tokens; a row takes {seq}: lower --seq")

@@ -1,6 +1,9 @@
-"""Your own training loop: python examples/own_loop.py MODEL SSD TUNED
+"""Use LoHan in your own training loop.
 
-MODEL is a Hugging Face folder, SSD a folder for the training state, TUNED where the result goes.
+    python examples/own_loop.py MODEL SSD TUNED
+
+MODEL is a Hugging Face folder, SSD a folder for the training state, TUNED the folder for the
+result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A plain nn.Module of repeated blocks, trained out of core: python examples/own_module.py"""
+"""Train a plain nn.Module of repeated blocks out of core.
+
+python examples/own_module.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A script for transformers' Trainer with one import changed: python examples/trainer.py MODEL OUT
+"""Use transformers' Trainer, with one import changed.
 
-Budgets come from a keyword here; LOHAN_HOST and LOHAN_SSD in the environment will do as well.
+    python examples/trainer.py MODEL OUT
+
+Budgets are given by a keyword here; the environment variables LOHAN_HOST and LOHAN_SSD work too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""An encoder-decoder learns to turn sentences round: python examples/translate.py
+"""Train an encoder-decoder model to reverse sentences.
 
-A small T5 with random weights; `lohan.load(FOLDER)` takes yours.
+    python examples/translate.py
+
+The model is a small T5 with random weights; `lohan.load(FOLDER)` loads yours.
 """
 
 from __future__ import annotations

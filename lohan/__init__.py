@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """torch is imported with the first call that needs it, not with the package."""
+    """Import torch with the first name that needs it, not with the package."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'lohan' has no attribute {name!r}")
     return getattr(import_module(f"lohan.{_MODULE_OF[name]}"), name)

@@ -49,14 +49,19 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _just_now() -> bool:
-    """Whether there was a Ctrl-C: libraries that are being imported may make an error of their own
-    of it, which no longer tells where it came from."""
+    """Return whether Ctrl-C was pressed a moment ago.
+
+    Libraries that are being imported may turn it into another error, which does not show its
+    cause.
+    """
     return time.monotonic() - _at_s[0] < JUST_NOW_S
 
 
 def _dropped(lost: sys.UnraisableHookArgs) -> None:
-    """Of an exception that cannot be raised where it came up, as in the end of an object. If it is
-    a Ctrl-C, it comes again in a moment, as an alarm."""
+    """Handle an exception that cannot be raised where it occurred, such as in a destructor.
+
+    If it is a Ctrl-C, an alarm raises it again a moment later.
+    """
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
     else:
@@ -64,7 +69,7 @@ def _dropped(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _interrupted(end: BaseException | None) -> bool:
-    """Whether it was a Ctrl-C at first: others may have made something else of it."""
+    """Return whether an exception was originally a Ctrl-C, also if it was caught and replaced."""
     while end is not None and not isinstance(end, KeyboardInterrupt):
         end = end.__cause__ or end.__context__
     return end is not None

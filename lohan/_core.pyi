@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 # Moments are float32, bfloat16 (or uint16), or int8 with float32 `scales`, one array for each and
-# an element for every 32 parameters; v is uint8 then. What is not float32 is rounded by chance: a
-# hash of `seed` and of the element's number, counted from `first`. With `checksums` an update
-# returns the CRC-32C of every array that it has written, in the order of its arguments, scales
-# last.
+# an element for every 32 parameters; v is uint8 then. Other types than float32 are rounded
+# stochastically, by a hash of `seed` and of the element's number, counted from `first`. With
+# `checksums` an update returns the CRC-32C of every array that it has written, in the order of its
+# arguments, scales last.
 
 def adamw_fp32(
     p: Any,
@@ -35,7 +35,7 @@ def adamw_fp32(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One AdamW step on float32 p and on its moments, in place; g float32."""
+    """Run one AdamW step on float32 p and its moments, in place; g is float32."""
 
 def adamw_bf16(
     w: Any,
@@ -56,8 +56,10 @@ def adamw_bf16(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One AdamW step on the float32 master with bits (w << 16) + r and on its moments, in place.
-    w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
+    """Run one AdamW step on the float32 master with bits (w << 16) + r and its moments, in place.
+
+    w is bfloat16 or uint16, r is int16, and g is bfloat16, uint16 or float32.
+    """
 
 def adamw_fp16(
     w: Any,
@@ -78,8 +80,10 @@ def adamw_fp16(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One AdamW step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
-    rounded. g float16, uint16 or float32."""
+    """Run one AdamW step on float32 p and its moments, in place, and set w to p rounded.
+
+    w is float16 or uint16, and g is float16, uint16 or float32.
+    """
 
 def sgd_fp32(
     p: Any,
@@ -96,7 +100,7 @@ def sgd_fp32(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One SGD step on float32 p and on its moments, in place; g float32."""
+    """Run one SGD step on float32 p and its moments, in place; g is float32."""
 
 def sgd_bf16(
     w: Any,
@@ -114,8 +118,10 @@ def sgd_bf16(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One SGD step on the float32 master with bits (w << 16) + r and on its moments, in place.
-    w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
+    """Run one SGD step on the float32 master with bits (w << 16) + r and its moments, in place.
+
+    w is bfloat16 or uint16, r is int16, and g is bfloat16, uint16 or float32.
+    """
 
 def sgd_fp16(
     w: Any,
@@ -133,8 +139,10 @@ def sgd_fp16(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One SGD step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
-    rounded. g float16, uint16 or float32."""
+    """Run one SGD step on float32 p and its moments, in place, and set w to p rounded.
+
+    w is float16 or uint16, and g is float16, uint16 or float32.
+    """
 
 def lion_fp32(
     p: Any,
@@ -151,7 +159,7 @@ def lion_fp32(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One Lion step on float32 p and on its moments, in place; g float32."""
+    """Run one Lion step on float32 p and its moments, in place; g is float32."""
 
 def lion_bf16(
     w: Any,
@@ -169,8 +177,10 @@ def lion_bf16(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One Lion step on the float32 master with bits (w << 16) + r and on its moments, in place.
-    w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
+    """Run one Lion step on the float32 master with bits (w << 16) + r and its moments, in place.
+
+    w is bfloat16 or uint16, r is int16, and g is bfloat16, uint16 or float32.
+    """
 
 def lion_fp16(
     w: Any,
@@ -188,43 +198,49 @@ def lion_fp16(
     first: int = 0,
     checksums: bool = False,
 ) -> list[int] | None:
-    """One Lion step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
-    rounded. g float16, uint16 or float32."""
+    """Run one Lion step on float32 p and its moments, in place, and set w to p rounded.
+
+    w is float16 or uint16, and g is float16, uint16 or float32.
+    """
 
 def sum_squares(x: Any) -> float:
-    """Sum of squares of float32, bfloat16 or float16 elements, in double precision."""
+    """Return the sum of squares of float32, bfloat16 or float16 elements, in double precision."""
 
 def split_bf16(p: Any, w: Any, r: Any) -> None:
-    """Writes w, the bfloat16 nearest to p, ties away from zero, and the remainder r, so that
-    (w << 16) + r are the bits of p. NaN becomes the quiet NaN."""
+    """Write w, the bfloat16 nearest to p, ties away from zero, and the remainder r.
+
+    (w << 16) + r are the bits of p. NaN becomes the quiet NaN.
+    """
 
 def join_bf16(w: Any, r: Any, p: Any) -> None:
-    """Writes the p whose bits are (w << 16) + r."""
+    """Write the p whose bits are (w << 16) + r."""
 
 def to_fp16(p: Any, w: Any) -> None:
-    """Writes w, p rounded to the nearest float16, ties to even."""
+    """Write w, p rounded to the nearest float16, ties to even."""
 
 def crc32c(buffer: Any, seed: int = 0) -> int:
-    """CRC-32C of a contiguous buffer; crc32c(b, crc32c(a)) is the checksum of a + b."""
+    """Return the CRC-32C of a buffer; crc32c(b, crc32c(a)) is the checksum of a + b."""
 
 def crc32c_around(buffer: Any, parts: Sequence[tuple[int, int, int]]) -> int:
-    """CRC-32C of an array of bytes. Of `parts`, (begin, end, CRC-32C) in order, the checksums are
-    known: their bytes are not read."""
+    """Return the CRC-32C of an array of bytes, some of whose parts have known checksums.
+
+    `parts` are (begin, end, CRC-32C) in order; their bytes are not read.
+    """
 
 def isa() -> str:
-    """Instruction set of the kernels: plain, avx2 or avx512. All give the same bits."""
+    """Return the instruction set of the kernels: plain, avx2 or avx512. All give the same bits."""
 
 def set_isa(name: str) -> None:
-    """Forces an instruction set; ValueError if this processor lacks it."""
+    """Force an instruction set, or raise ValueError if this processor lacks it."""
 
 def supported_isas() -> list[str]:
-    """Instruction sets that work here, the fastest last."""
+    """Return the instruction sets that work here, the fastest last."""
 
 def threads() -> int:
-    """Threads that one kernel call may use."""
+    """Return the number of threads that one kernel call may use."""
 
 def set_threads(count: int) -> None:
-    """Sets how many threads one kernel call may use; the result does not depend on it."""
+    """Set the number of threads of one kernel call; the result does not depend on it."""
 
 class _NativeEngine:
     @property

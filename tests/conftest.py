@@ -48,15 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What importing torch, transformers and all tests has made stays to the end: collections of
-    garbage need not look at it again and again."""
+    """Freeze the objects that imports and test collection have created.
+
+    They live until the end, so garbage collections need not examine them again.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Makes processes quickly (support/forked_commands.py)."""
+    """Start processes quickly (support/forked_commands.py)."""
     from tests.support.forked_commands import Forge
 
     made = Forge(tmp_path_factory.mktemp("forge"))
@@ -90,7 +92,7 @@ def right_checksums() -> Iterator[None]:
 
 @pytest.fixture
 def native_settings() -> Iterator[None]:
-    """The core's instruction set and threads are afterwards as they were."""
+    """Restore the instruction set and the thread count of the native core afterwards."""
     from lohan import _core
 
     isa, threads = _core.isa(), _core.threads()

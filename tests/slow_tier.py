@@ -68,7 +68,7 @@ def arguments_of(name: str) -> list[str]:
 
 
 def run(name: str) -> dict[str, str]:
-    """The row of a slice. What it prints is shown as it comes."""
+    """Run a slice, showing its output, and return its row."""
     command = [
         sys.executable,
         "-m",

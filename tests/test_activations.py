@@ -33,7 +33,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of five thin blocks, on disk."""
+    """Save a Llama of five thin blocks."""
     path = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         hidden_size=64,
@@ -168,7 +168,7 @@ def smaller(
     policy: str = "all",
     seq: int = SEQ,
 ) -> str:
-    """A budget that holds a part of what a policy keeps."""
+    """Return a budget that holds a part of what a policy keeps."""
     model = lohan.load(folder).train()
     blocks = cut(model)
     workload = workload_of(model, blocks, {"input_ids": batch_of(model, seq).to("meta")})
@@ -197,7 +197,7 @@ RIVALS = ("static", "capuchin", "checkmate", "g10", "holistic")
 
 
 def same_by(policy: str, tier: str, micro_batch: int, seed: int, folder: Path, place: Path) -> None:
-    """A policy with lanes late at random against everything one after the other."""
+    """Compare a policy whose lanes are randomly late with one action after the other."""
     if policy == "checkmate":
         pytest.importorskip("scipy")
     # Policies that know no SSD send block inputs there, and only if memory cannot hold them.

@@ -41,8 +41,11 @@ def of(kind: str, steps: int) -> tuple[torch.nn.Module, list[dict[str, torch.Ten
     ("kind", "micro_batch"), [*((kind, 1) for kind in KINDS), ("dit", None), ("t5", None)]
 )
 def test_equals_in_memory_adamw(kind, micro_batch, tmp_path):
-    """Micro-batches are on wherever a block's inputs have samples in their first dimension; the
-    patches of all images of Qwen-VL have not."""
+    """Models of many architectures equal AdamW in memory.
+
+    Micro-batches are used wherever the inputs of a block have samples in their first dimension.
+    The patches of all images of Qwen-VL do not.
+    """
     model, data = of(kind, STEPS)
     torch.manual_seed(7)  # DiT drops classes at random
     expected_losses, expected = plain_run(model, data)

@@ -1,5 +1,8 @@
-"""The accelerator's path on a torch backend that is not part of torch, with streams, events and
-memory of its own (backend/). A process has one such backend for good, so it is another process."""
+"""Test the accelerator path on a torch backend outside torch's tree (backend/).
+
+The backend has streams, events and memory of its own. A process keeps such a backend until it ends,
+so the tests run in another process.
+"""
 
 from __future__ import annotations
 

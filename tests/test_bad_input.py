@@ -1,5 +1,4 @@
-"""Mistakes that people make, each with the message it gets: one line, exit code 2, no stack trace,
-and nothing left behind."""
+"""Common mistakes get one line and exit code 2, no stack trace, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Desk:
         return self.model(rewrite)
 
     def index(self, weight_map: object) -> list[object]:
-        """A folder whose weights are found through an index."""
+        """Make a model folder whose weights are found through an index."""
 
         def edit(folder: Path) -> None:
             (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")

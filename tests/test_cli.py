@@ -1,5 +1,7 @@
-"""Wrong input gets one message that names the thing and the next move, exit code 2, no stack trace,
-and leaves nothing behind."""
+"""Wrong input gets one message that names the thing and the next move.
+
+The exit code is 2, there is no stack trace, and nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def refused(ended: Ended, *patterns: str) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path):
-    """A folder in which a refused command must leave nothing but what the test put there."""
+    """Create a folder in which a refused command must leave nothing new."""
     folder = tmp_path / "place"
     folder.mkdir()
     return folder
@@ -170,7 +172,7 @@ def test_wrong_options(lohan, model, data, place, option, value, pattern):
 
 
 def edited(model: Path, place: Path, edit) -> Path:
-    """A copy of the model folder with other tensors."""
+    """Copy the model folder with other tensors."""
     shutil.copytree(model, place / "model")
     tensors = load_file(model / "model.safetensors")
     edit(tensors)
@@ -255,7 +257,7 @@ def test_folders_of_others_are_left_alone(lohan, model, data, place):
 
 @pytest.fixture(scope="module")
 def finished(model: Path, data: Path) -> Path:
-    """A run of two steps, to be copied: tests break it."""
+    """Run two steps; tests break copies of this run."""
     out = model.parent / "finished"
     argv = ["lohan", *map(str, arguments(model, data, out))]
     before, sys.argv = sys.argv, argv

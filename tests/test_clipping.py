@@ -53,8 +53,11 @@ def clipped_run(
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_the_plan_knows_the_room_for_held_gradients(clip, tmp_path):
-    """What the store has, which was decided when it was made: also where no gradient ever goes to
-    SSD, or none is held any more."""
+    """The plan counts the room for held gradients that the store has.
+
+    It was decided when the store was created, and stays also where no gradient goes to SSD or
+    none is held any more.
+    """
     reserved = set()
     for now, resume in ((clip, False), (1.0, True), (0.0, True)):
         with attached(net(), tmp_path, clip=now, resume=resume) as session:
@@ -68,7 +71,11 @@ def test_the_plan_knows_the_room_for_held_gradients(clip, tmp_path):
 
 
 def run(model, made, place, *, limit):
-    """The large eps keeps Adam from dividing the gradient's size away: a wrong factor shows."""
+    """Train with clipping and return losses, norms and weights.
+
+    The large eps keeps Adam from dividing by the size of the gradient, so that a wrong factor
+    is detected.
+    """
     adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     losses, norms = [], []
     with attached(model, place, optimizer=adamw, clip=limit, engine=memory_engine()) as session:

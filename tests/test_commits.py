@@ -1,5 +1,7 @@
-"""Commits by interval: steps between two of them change no bit, and what is committed stays as it
-is until the next one."""
+"""Commits by interval change no bit.
+
+The committed generation stays as it is until the next commit.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,10 @@ def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatc
 
 
 def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
-    """Of steps between two commits nothing is written that stays in memory, and of the committed
-    generation not a byte changes, whatever else they write."""
+    """Steps between two commits do not change a byte of the committed generation.
+
+    What stays in memory is not written in these steps.
+    """
     tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
     model, engine = net(), memory_engine()
     seen: list[tuple[int, bytes]] = []
@@ -108,7 +112,7 @@ def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
 
 
 def committed_bytes(session: lohan.Session) -> bytes:
-    """What a crash would leave, of one group that is read and written and one that stays."""
+    """Return what a crash would leave of a streamed group and of a cached one."""
     store = session.store
     made = []
     for region in store.regions:
@@ -143,8 +147,11 @@ def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path,
     ("clip", "back_to", "again"), [(1e9, 7, 0.0), (1e9, 7, 1.0), (0.0, 5, 0.0)]
 )
 def test_an_error_in_backward(clip, back_to, again, plain, tmp_path, monkeypatch):
-    """Steps before it are committed, unless its own updates have run in place of theirs: then the
-    last commit is what remains. Training goes on from there to the same bits."""
+    """After an error in backward, training continues to the same bits.
+
+    Earlier steps are committed, unless the updates of the failed step have overwritten theirs:
+    then the last commit remains.
+    """
     tuned(monkeypatch, Tuning(cached=0.0 if again else 0.5, twice=again, spilled=0.0))
     model = net()
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:

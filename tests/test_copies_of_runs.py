@@ -1,5 +1,7 @@
-"""Copies, overlapping places and folders that appear late: what belongs to another run, or to the
-user, stays."""
+"""Copies, overlapping folders and folders that appear late are handled.
+
+What belongs to another run, or to the user, stays.
+"""
 
 from __future__ import annotations
 

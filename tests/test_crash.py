@@ -26,7 +26,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def uninterrupted(forge: Forge, inputs: Path, folder: Path, *more: object):
-    """The result of a run and the names of its boundaries."""
+    """Return the result of a run and the names of its boundaries."""
     ended = forge.run("train", *arguments(inputs, folder / "run", *more), trace=folder / "trace")
     assert ended.code == 0, ended.err
     names = json.loads((folder / "trace").read_text())
@@ -41,7 +41,7 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 def go_on(forge: Forge, inputs: Path, out: Path, *more: object, **how: str) -> Ended:
-    """What a person does after a crash: the same command again, then what its message says."""
+    """Act as a person does after a crash: repeat the command, then do what its message says."""
     ended = forge.run("train", *arguments(inputs, out, *more), **how)
     if ended.code == 2 and f"lohan resume {out}" in ended.err:
         return forge.run("resume", out, **how)
@@ -60,8 +60,10 @@ def kill_and_go_on(forge, inputs, whole, out, kill_at, *more) -> None:
 
 
 def instants(names: list[str], count: int, *, seed: int) -> list[Boundary]:
-    """Boundaries at random: half of them anywhere, half at the operations that a commit is made of;
-    one in each part of the run."""
+    """Draw random boundaries, one in each part of the run.
+
+    Half of them are anywhere, half at the operations of a commit.
+    """
     draw = random.Random(seed)
     anywhere = range(len(names))
     commit = [i for i in anywhere if names[i] in COMMIT]
@@ -74,16 +76,21 @@ def instants(names: list[str], count: int, *, seed: int) -> list[Boundary]:
 
 
 def from_last_commit(names: list[str], at: int) -> Boundary:
-    """A boundary by how many come after an operation of a commit. Those have their number; how
-    often a run writes and waits can depend on the clock, so that a boundary near its end, counted
-    from the start, may never come."""
+    """Return a boundary as its distance from the last operation of a commit.
+
+    The operations of commits are numbered. How often a run writes and waits can depend on the
+    clock, so a boundary near the end, counted from the start, may never be reached.
+    """
     begin = next((i for i in range(at, -1, -1) if names[i] in COMMIT), None)
     return at if begin is None else (names[begin], names[:begin].count(names[begin]), at - begin)
 
 
 def test_instants_are_there_in_runs_that_write_less() -> None:
-    """As with steps that did not wait for the norm and are updated again: their last boundaries are
-    those of the export."""
+    """Boundaries relative to commits exist also in runs that write less.
+
+    Runs with speculative steps that are updated again write less; their last boundaries are
+    those of the export.
+    """
     commit, write = ["fsync", "fsync done", "replace", "replace done"], ["write", "write done"]
     longer = [*4 * write, *commit, *6 * write, *4 * commit]
     shorter = [*4 * write, *commit, *3 * write, *4 * commit]
@@ -149,8 +156,10 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tmp_path):
-    """Steps that did not wait for the norm are run again or, with room for all gradients, updated
-    once more; the result is that of one action after the other."""
+    """A run killed around clipped steps resumes to the result without overlap.
+
+    Speculative steps run again or, if there is room for all gradients, are updated again.
+    """
     more = ("--clip", 3, "--steps", 12, "--schedule", "constant", "--host", host)
     plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
     assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
@@ -186,8 +195,11 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
 @pytest.mark.parametrize("every", ["step", 3])
 @pytest.mark.parametrize("number", [5, *(pytest.param(number, marks=SLOW) for number in range(12))])
 def test_kill_while_updates_are_made_twice(number, every, forge, inputs, tmp_path):
-    """Every step is clipped, and its updates are written when they are made a second time, in
-    steps between two commits too."""
+    """A run killed while updates are made twice resumes to the same result.
+
+    Every step is clipped, and its updates are written when they are made a second time, also in
+    steps between two commits.
+    """
     more = ("--clip", 0.001, "--host", "2MiB", "--commit-every", every)
     plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
     how = {"before": "updated_twice:everywhere"}
@@ -235,8 +247,11 @@ LINKED = ("--device", "emulated", "--device-memory", "2MiB", "--host", "2MiB", "
 
 @pytest.mark.parametrize("mode", ["balanced", pytest.param("optimized", marks=SLOW)])
 def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
-    """There a step is committed while the next one runs, and its row is logged after that: the
-    manifest brings the rows that the log has not."""
+    """Rows that the log lacks after a kill are restored from the manifest.
+
+    With a device, a step is committed while the next one runs, and its row is logged after
+    that.
+    """
     more = (*LINKED, "--update-mode", mode)
     expected, _ = uninterrupted(forge, inputs, tmp_path, *more)
     late = 0
@@ -394,7 +409,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def ways(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
-    """The same run, without clipping, in both ways; they differ only in when updates happen."""
+    """Run both update modes without clipping; they differ only in when updates happen."""
     found = {}
     for way, more in WAYS.items():
         folder = tmp_path_factory.mktemp(way)
@@ -449,8 +464,10 @@ RARELY = {
     ],
 )
 def test_kill_between_commits(way, number, forge, inputs, tmp_path):
-    """The run goes back to its last commit, at most three steps, and does them again: rows that the
-    log had of them are dropped, and all bits are those of the run that nothing interrupted."""
+    """A run killed between commits returns to its last commit and repeats at most three steps.
+
+    Their rows are dropped from the log, and all bits are those of the uninterrupted run.
+    """
     more, run, out = RARELY[way], tmp_path / "run", tmp_path / "killed"
     assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
     expected, names = result(run), json.loads((tmp_path / "trace").read_text())
@@ -495,7 +512,7 @@ ANEW = ("--activations", "holistic", "--host", "450KiB")
 
 @pytest.fixture(scope="module")
 def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
-    """The same run, which goes on by another plan after its third step."""
+    """Run a training that changes its plan after the third step."""
     folder = tmp_path_factory.mktemp("replanned")
     given = [*arguments(inputs, folder / "run"), *ANEW]
     ended = forge.run("train", *given, trace=folder / "trace", before="replan_at_once:always")
@@ -546,8 +563,10 @@ def test_kill_around_a_plan_for_clipped_steps(share, forge, inputs, tmp_path):
 
 
 def test_kill_between_evaluations(forge, tmp_path_factory, tmp_path):
-    """Best so far, early-stop count and samples survive, also a death between an evaluation and its
-    row of the log."""
+    """Best evaluation, early-stop count and samples survive a kill.
+
+    This includes a kill between an evaluation and its row in the log.
+    """
     inputs = evaluation.write_inputs(tmp_path_factory.mktemp("held"))
     whole = evaluation.climbing(inputs, tmp_path / "whole")
     ended = forge.run("train", *evaluation.options(whole), trace=tmp_path / "trace")

@@ -83,7 +83,7 @@ def save_tokenizer(
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a tokenizer with the given traits, made once."""
+    """Return a function that saves a tokenizer with the given traits, once for each."""
     made: dict[str, Path] = {}
 
     def get(**traits: Any) -> Path:
@@ -101,7 +101,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def spelled(encoder: Encoder, ids: list[int], labels: list[int]) -> tuple[str, str]:
-    """The text of the tokens, and the same with a tilde for each that has no loss."""
+    """Return the text of the tokens, and the same with a tilde for each token without loss."""
     decode = encoder.tokenizer("test").decode
     assert len(ids) == len(labels)
     assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
@@ -467,7 +467,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def tokenized(folder: Path, lengths: list[int], *, seq: int = 64, seed: int = 0) -> Dataset:
-    """A dataset whose example i is made of tokens i + 1."""
+    """Return a dataset whose example i consists of tokens i + 1."""
     source = write(folder / "d.jsonl", *({"input_ids": [i + 1] * n} for i, n in enumerate(lengths)))
     return prepare(source, model_dir=folder, cache_dir=folder / "c", seq=seq, seed=seed)
 

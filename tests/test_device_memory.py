@@ -28,7 +28,7 @@ CASES = [
 
 
 def late(lane: str) -> None:
-    """What leaves the device stays there for as long as it may."""
+    """Delay copies from the device, so that memory stays in use as long as possible."""
     if lane == "d2h":
         time.sleep(0.03)
 

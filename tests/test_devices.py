@@ -1,5 +1,7 @@
-"""A device with a memory of its own changes no bit, however late its lanes are and however small it
-is. Every run here goes through the code of accelerators, on the emulated one."""
+"""A device with a memory of its own changes no bit, however late its lanes and however small it is.
+
+Every run here uses the code for accelerators, on the emulated device.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def emulated() -> EmulatedDevice:
 
 @pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
 def test_every_mode(kind, mode, clip, tmp_path):
-    """One weight slot more than a block needs, gradients of one block: everything is used again
-    and again."""
+    """Every mode works with one spare weight slot and the gradients of one block.
+
+    With so little, every buffer is used again and again.
+    """
     check(Case(kind=kind, clip=clip), tmp_path, TINY, mode=mode, seed=1, device=emulated())
 
 

@@ -32,7 +32,7 @@ def terminal(width: int = 80) -> Console:
 
 
 def screen(console: Console) -> list[str]:
-    """What stands on the terminal in the end: rich moves up and erases line by line."""
+    """Return the final lines of the terminal: rich moves up and erases line by line."""
     lines, row = [""], 0
     text = console.file.getvalue().replace("\x1b[?25l", "").replace("\x1b[?25h", "")  # type: ignore[attr-defined]
     while text:

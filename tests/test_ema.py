@@ -1,5 +1,7 @@
-"""The moving average of the weights: moved once per step, kept on SSD, the same however a run is
-cut, stopped or overlapped."""
+"""The moving average of the weights is updated once per step and kept on SSD.
+
+It is the same however a run is cut, stopped or overlapped.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def average(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 
 def run(net, steps, place: Path, *, optimizer=None, resume=False, host="64MiB", **options):
-    """The average after the steps, and the one that the weights of every step give."""
+    """Return the average after the steps, and the one computed from the weights of every step."""
     budget = lohan.Budget(host=host, ssd=[place])
     expected: dict[str, torch.Tensor] = {}
     with lohan.attach(

@@ -46,7 +46,10 @@ def test_fp32_equals_in_memory_adamw(kind, batch, micro_batch, tmp_path):
 
 
 def gentle(step: int) -> float:
-    """Steps far below the spacing of 16-bit weights: a run without its master copy goes nowhere."""
+    """Return a rate far below the spacing of 16-bit weights.
+
+    Without its master copy, a run with this rate would not change its weights.
+    """
     return 2e-5 * (1 + step / 10)
 
 
@@ -61,13 +64,16 @@ def gentle(step: int) -> float:
     ],
 )
 def test_16_bit_modes_equal_fp32_masters_in_memory(dtype, kind, micro_batch, tmp_path):
-    """Within rounding. Both runs round weights, activations and gradients to the same dtype, with
-    unit roundoff u = 2^-9 (bf16) or 2^-12 (fp16), but sum in different orders: ignored tokens are
-    left out before the head, micro-batches and tied uses are summed in fp32. So losses may differ
-    by a few u. Adam divides a gradient by its own size, so a matrix's way from start to end differs
-    by a few u of its length, except where cancellation makes the gradient mostly rounding noise
-    (query and key of a random model). How much noise that is, the reference says itself: it is
-    as far from the same run in fp32. A lost remainder or a 16-bit master is off by about 1.
+    """The 16-bit modes equal fp32 masters in memory, within rounding.
+
+    Both runs round weights, activations and gradients to the same dtype, with unit roundoff u =
+    2^-9 (bf16) or 2^-12 (fp16), but sum in different orders: ignored tokens are left out before
+    the head, and micro-batches and tied uses are summed in fp32. So losses may differ by a few
+    u. Adam divides a gradient by its own size, so the update of a matrix from start to end
+    differs by a few u of its length, except where cancellation makes the gradient mostly
+    rounding noise (query and key of a random model). The reference shows how much noise that
+    is: it is as far from the same run in fp32. A lost remainder or a 16-bit master is off by
+    about 1.
     """
     u = {"bf16": 2**-9, "fp16": 2**-12}[dtype]
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]

@@ -32,7 +32,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_inputs(folder: Path) -> Path:
-    """A tiny Llama with dropout, data to train on, and other data to evaluate on."""
+    """Write a tiny Llama with dropout, training data, and other data for evaluation."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -230,7 +230,7 @@ def test_history() -> None:
 
 
 def climbing(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
-    """A run whose evaluation gets worse: it learns to answer otherwise than is asked."""
+    """Return a run whose evaluation gets worse, since it learns other answers than expected."""
     return given(
         inputs,
         out,
@@ -270,7 +270,7 @@ def test_early_stop_and_best_export(inputs, tmp_path):
 
 
 def everything(out: Path) -> dict[str, Any]:
-    """What must not depend on interruptions."""
+    """Return everything that must not depend on interruptions."""
     folder = RunFolder(out)
     samples = out / "samples.jsonl"
     return {

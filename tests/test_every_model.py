@@ -45,10 +45,14 @@ ROOT = Path(__file__).parent.parent
     ),
 )
 def test_a_few_classes_are_exact(key, tmp_path):
-    """Keys and values shared by layers, convolutions and experts, state spaces; buffers made like
-    parameters and blocks that decide by values in training; positions that no checkpoint has;
-    images of which Python reads the lengths, and a tower that is reached; a tower of which the last
-    hidden states but one are taken; images that are looked at before they are used."""
+    """A few unusual classes are exact.
+
+    They have keys and values shared by layers, convolutions and experts, or state spaces;
+    buffers created like parameters, and blocks that decide by values in training; positions
+    that no checkpoint has; images whose lengths Python reads, and a tower that is reached; a
+    tower whose second-to-last hidden states are used; images that are inspected before they are
+    used.
+    """
     row = row_of(*key.split("/"), tmp_path)
     assert (row.status, row.reason, row.idle) == ("exact", "", "")
 

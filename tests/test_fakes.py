@@ -30,8 +30,12 @@ def test_without_numbers_nothing_is_known():
 
 
 def test_all_inputs_keep_their_values_where_a_model_looks_at_them():
-    """Which images are padding (Idefics), or where a mask in floats lets all tokens see each other
-    (Longformer). What is made of weights has none, nor has a constant that is large."""
+    """All inputs keep their values where a model inspects them.
+
+    Idefics looks for images that are padding, and Longformer for a float mask that lets all
+    tokens see each other. Results computed from weights have no values, nor have large
+    constants.
+    """
     images = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
     with faking(Known.INPUTS):
         known, weights = fake_like(images, Known.INPUTS), torch.empty(2, 2**40)
@@ -62,8 +66,11 @@ class _Dropping(nn.Module):
 
 
 def test_layers_that_are_dropped_at_random_run_in_a_trial():
-    """What the first real step would refuse is seen (Audio Flamingo 3), and every part of the model
-    is in the mode that it was in."""
+    """Layers that are dropped at random run in a trial.
+
+    What the first real step would refuse is detected (Audio Flamingo 3), and every part of the
+    model returns to its mode.
+    """
     model = _Dropping()
     found = used_outside(model, ["layers.0", "layers.1", "positions"], {"x": torch.ones(2, 3, 4)})
     assert found == Outside(parameters=("positions.weight",))
@@ -71,7 +78,7 @@ def test_layers_that_are_dropped_at_random_run_in_a_trial():
 
 
 def test_products_by_groups_have_shapes_in_every_type():
-    """torch's own rule is for bf16 alone."""
+    """Grouped products have shapes in every dtype; the rule in torch is for bf16 only."""
     with faking():
         rows, experts = torch.empty(12, 8, requires_grad=True), torch.empty(3, 8, 5)
         experts.requires_grad_()
@@ -84,8 +91,11 @@ def test_products_by_groups_have_shapes_in_every_type():
 
 
 def test_a_trial_leaves_no_hooks_and_no_list_longer():
-    """transformers notes in an attribute that a tower has its hooks: without the note they would be
-    added again by every trial, and hidden states collected several times."""
+    """A trial leaves no hooks and no longer lists.
+
+    transformers records in an attribute that a tower has its hooks. Without this record every
+    trial would add them again, and hidden states would be collected several times.
+    """
     module = torch.nn.Linear(2, 2)
     module.seen, module.named, module.kinds = [1], {"a": 1}, {1}
     module.register_buffer("mean", torch.zeros(2))

@@ -132,8 +132,10 @@ def test_prompts_go_through_the_chat_template(tmp_path):
 
 
 def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
-    """The cache works: after the prompt every pass has one token; the budget holds, and what does
-    not fit in memory is read in every pass."""
+    """The prompt is processed once, and then every pass has one token.
+
+    The budget holds, and what does not fit in memory is read in every pass.
+    """
     folder = write_model(tmp_path / "model", "llama")
     pools, widths = [], []
 

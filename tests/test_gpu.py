@@ -1,5 +1,8 @@
-"""Equality, budgets and races on a real accelerator: `pytest -m gpu`. Elsewhere it is skipped; the
-same code runs there on the emulated device (test_devices.py, runtime/test_races.py)."""
+"""Equality, budgets and races on a real accelerator: `pytest -m gpu`.
+
+The tests are skipped without one; the same code is tested on the emulated device (test_devices.py,
+engine/test_races.py).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,11 @@ TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 
 @pytest.fixture(autouse=True)
 def same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that sum in any order would hide a race among roundings. cuBLAS wants a workspace of
-    its own for it, and of the attentions only the plain one has a backward with an order."""
+    """Use deterministic kernels, since kernels that sum in any order would hide a race.
+
+    cuBLAS needs a workspace setting for this, and only the plain attention has a deterministic
+    backward.
+    """
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     with sdpa_kernel(SDPBackend.MATH):

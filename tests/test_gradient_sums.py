@@ -1,5 +1,7 @@
-"""Gradients of one parameter from several slices or uses add up in fp32, whatever type they have;
-none is made of what is frozen."""
+"""Gradients of one parameter from several slices or uses are added in fp32, whatever their dtype.
+
+Frozen parameters get none.
+"""
 
 from __future__ import annotations
 

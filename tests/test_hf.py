@@ -66,7 +66,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def script(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
-    """The standard causal-LM script; only the Trainer it imports differs."""
+    """Run the standard causal-LM script; only the imported Trainer differs."""
     options = {
         key: changes.pop(key)
         for key in ("callbacks", "compute_metrics", "resume")
@@ -145,8 +145,11 @@ def test_the_same_losses_with_another_import(changes, tmp_path):
 
 @pytest.mark.parametrize("how", ["always", "by_norm"])
 def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog):
-    """After its third step, which has an evaluation before it, or when its last steps were clipped.
-    Bits are those of no overlap and no new plan."""
+    """A Trainer replans as `lohan train` does, with the bits of a run without overlap.
+
+    It replans after its third step, which follows an evaluation, or when its last steps were
+    clipped.
+    """
     limit = {"max_grad_norm": 0.01 if how == "by_norm" else 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
     plain = script(plainly, tmp_path / "plain", **limit)
@@ -214,8 +217,11 @@ class WithOwnLoss(Counting):
 
 
 def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
-    """Held gradients would go to SSD: updates do not wait for the norm, and the bits are those of
-    waiting. A loss of one's own may have other effects, so it runs once."""
+    """A clipped step runs again and has the bits of a step that waits for the norm.
+
+    Held gradients would go to SSD, so updates do not wait. A user-defined loss may have other
+    effects, so it runs once.
+    """
     tuned(monkeypatch, Tuning(cached=0.4))
     monkeypatch.setenv("LOHAN_COMMIT_EVERY", "step")
 

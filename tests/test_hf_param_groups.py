@@ -36,7 +36,7 @@ def layer_wise(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def with_optimizer(base: type, *, by: str) -> type:
-    """A Trainer whose optimizer is the script's own."""
+    """Return a Trainer class that uses the script's optimizer."""
 
     class OwnOptimizer(base):
         if by == "create_optimizer":
@@ -100,7 +100,7 @@ def test_groups_of_an_overridden_method(by, tmp_path):
 
 
 def own_optimizers(kind: type, out: Path, **changes: Any) -> Any:
-    """A script that passes optimizer and scheduler; some parameters are in no group."""
+    """Run a script that passes optimizer and scheduler; some parameters are in no group."""
     model = small_model("llama")
     parts = dict(model.model.layers[2].named_parameters())
     optimizer = torch.optim.SGD(

@@ -1,5 +1,7 @@
-"""TRL scripts of preferences and reward models with another import: the same losses, weights and
-metrics, and no second model."""
+"""TRL scripts for preferences and reward models work with another import.
+
+Losses, weights and metrics are the same, and there is no second model.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def script(
     stream: bool = False,
     **changes: Any,
 ) -> Any:
-    """The standard script; only the trainer that it imports differs."""
+    """Run the standard script; only the imported trainer differs."""
     own, theirs, arguments, rows = kind_of(name)
     settings = {
         "per_device_train_batch_size": 4,

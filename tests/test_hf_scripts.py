@@ -31,7 +31,7 @@ BOTH = (transformers.Trainer, lohan.hf.Trainer)
 
 
 def made(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
-    """A Trainer that has not trained."""
+    """Return a Trainer that has not trained."""
     names = ("eval_dataset", "compute_metrics", "compute_loss_func", "model_init", "lohan")
     options = {name: changes.pop(name) for name in names if name in changes}
     options.setdefault("eval_dataset", examples(10, seed=2))
@@ -395,7 +395,7 @@ def labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def classified(place: Path, **settings: Any) -> list[Any]:
-    """The library's own run, and ours, of a model with three classes."""
+    """Run a classifier of three classes with the library's Trainer and with ours."""
     runs = []
     for kind in BOTH:
         torch.manual_seed(0)
@@ -503,8 +503,11 @@ class _Address(torch.autograd.Function):
 
 
 def test_liger_kernels_replace_modules_and_leave_the_head(tmp_path, monkeypatch):
-    """A package of its name with two kernels that torch does not dispatch: planning takes the plain
-    forward of the norm and the plain rotary embedding, and training runs the kernels."""
+    """Liger kernels replace modules but not the head.
+
+    A stand-in package has two kernels that torch does not dispatch. Planning uses the plain
+    forward of the norm and the plain rotary embedding, and training runs the kernels.
+    """
     from transformers.models.llama import modeling_llama
 
     calls: list[str] = []

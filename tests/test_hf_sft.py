@@ -94,7 +94,7 @@ def script(
     resume: Any = None,
     **changes: Any,
 ) -> Any:
-    """The standard supervised fine-tuning script; only the trainer it imports differs."""
+    """Run the standard supervised fine-tuning script; only the imported trainer differs."""
     settings = {
         "per_device_train_batch_size": 4,
         "learning_rate": 3e-3,

@@ -1,5 +1,8 @@
-"""Code of the user's around a Trainer: its own training_step, callbacks that read, freeze and
-change, hooks, and what is done with the model after training."""
+"""User code around a Trainer works as in transformers.
+
+It has its own training_step, callbacks that read, freeze and change parameters, and hooks, and it
+uses the model after training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
 def with_own_step(kind: type) -> type:
-    """A training_step as transformers' documentation has it, with accelerator.backward."""
+    """Return a Trainer class with the training_step of transformers' documentation."""
 
     class OwnStep(kind):  # type: ignore[misc, valid-type]
         def training_step(self, model, inputs, num_items_in_batch=None):

@@ -69,7 +69,7 @@ class Broken(Exception):
 
 
 def fail_once(session: lohan.Session, *, where: str) -> None:
-    """An error in the user's own code, in forward or in the middle of backward."""
+    """Raise an error in the user's code, in forward or in the middle of backward."""
     block = session.model.blocks[1]
 
     def forward(module, args, out):

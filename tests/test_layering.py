@@ -1,5 +1,4 @@
-"""Imports go from later packages to earlier ones only, and what must start fast does not import
-torch."""
+"""Packages import only earlier packages, and what must start fast does not import torch."""
 
 from __future__ import annotations
 
@@ -67,8 +66,10 @@ def file_of(name: str) -> Path:
 
 
 def imports(tree: ast.AST, *, lazy: bool = True) -> Iterator[str]:
-    """Modules of ours that are imported, but under `if TYPE_CHECKING`; inside functions too if
-    `lazy`."""
+    """Yield the modules of this package that are imported, except under `if TYPE_CHECKING`.
+
+    Imports inside functions count if `lazy`.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             continue

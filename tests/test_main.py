@@ -78,8 +78,11 @@ def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):  # n
 
 @pytest.mark.parametrize(("count", "steps"), [(1, 3), (2, 2)])
 def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):  # noqa: F811
-    """The first finishes the step, the second gives it up. On an accelerator, where the thread of
-    the device runs backward: tests/softcuda/check_commands.py."""
+    """The first Ctrl-C finishes the step, the second discards it.
+
+    tests/softcuda/check_commands.py tests this on an accelerator, where a device thread runs
+    backward.
+    """
     out, more = tmp_path / "run", ["--device", "emulated", "--device-memory", "64MiB"]
     given = arguments(model, data, out, *more, "--steps", 5, "--commit-every", "step")
     run = forge.start(*given, before="interrupts:hold_backward", env={"HOLD": str(tmp_path)})
@@ -97,7 +100,7 @@ def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_
 
 @pytest.fixture
 def unread():
-    """A pipe that nobody reads from any more."""
+    """Yield the write end of a pipe that nobody reads."""
     end, ours = os.pipe()
     os.close(end)
     yield ours

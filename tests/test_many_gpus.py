@@ -29,7 +29,7 @@ EVEN = ("--clip", 0, "--schedule", "constant", "--update-mode", "balanced")
 
 @pytest.fixture(scope="module")
 def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """A run of two ranks, each with a drive of its own, started by one command."""
+    """Run two ranks, each with a drive of its own, started by one command."""
     place = tmp_path_factory.mktemp("launched")
     words = arguments(
         inputs, place / "run", *EVEN, "--gpus", 2, "--ssd", place / "nvme{rank}", "--trace", steps=5

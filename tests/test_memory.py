@@ -141,8 +141,10 @@ def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("host", ["6MiB", "12MiB"])
 def test_preferences_stay_within_the_budget(host, tmp_path, monkeypatch):
-    """Both in the pass that makes the reference's log-probabilities and in training, and with
-    neither do full logits exist."""
+    """Preference training and the reference pass stay within the budget.
+
+    Full logits never exist in either of them.
+    """
     monkeypatch.setattr("lohan.engine.executor.HostPool", SeenPool)
     folder = save_tokenizer(model_folder(tmp_path / "model", hidden=64, layers=3, vocabulary=4096))
     rows = [

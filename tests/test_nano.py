@@ -1,5 +1,7 @@
-"""examples/nano_lohan.py is what the package must be equal to: the same bits, with everything after
-one another and the state in plain files."""
+"""The package has the same bits as examples/nano_lohan.py.
+
+The example runs one action after another, with the state in plain files.
+"""
 
 from __future__ import annotations
 
@@ -149,8 +151,10 @@ def test_clipping_is_felt(nano, folder, tmp_path) -> None:
 
 
 def test_a_power_cut_anywhere_leaves_a_whole_step(nano, folder, tmp_path) -> None:
-    """At every boundary of a step: what is there is the step before or the new one, and a resumed
-    run ends with the bits of one that was left alone."""
+    """A power cut at any boundary of a step leaves the previous step or the new one, complete.
+
+    A resumed run ends with the bits of an uninterrupted one.
+    """
     begun, run = tmp_path / "begun", {"clip": 1.0, "steps": 2, "batch": 1}
     run_nano(nano, folder, begun, clip=1.0, steps=1, batch=1)
     expected = run_nano(nano, folder, shutil.copytree(begun, tmp_path / "whole"), **run)[1]
@@ -210,7 +214,7 @@ def test_command_trains_and_exports(nano, tmp_path, capsys) -> None:
 
 @pytest.mark.slow
 def test_killed_process_resumes(tmp_path) -> None:
-    """kill -9 while it works, whatever it does just then."""
+    """A process killed by SIGKILL at any time resumes."""
     model, text = tmp_path / "my-model", tmp_path / "text.txt"
     save_model(model, LlamaConfig(**{**GROUPED, "vocab_size": 264}))
     save_tokenizer(model)

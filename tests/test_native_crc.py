@@ -25,7 +25,7 @@ def slow_crc32c(data: bytes, seed: int = 0) -> int:
 
 @pytest.fixture(params=["plain", "best"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The checksum has two variants; a forced plain instruction set selects the plain one."""
+    """Select a variant of the checksum; the plain instruction set selects the plain one."""
     before = _core.isa()
     _core.set_isa("plain" if request.param == "plain" else _core.supported_isas()[-1])
     yield request.param

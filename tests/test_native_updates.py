@@ -197,8 +197,11 @@ def test_every_size_and_tail(rule: str, moments: str) -> None:
 
 
 def test_rounding_by_chance_is_right_on_average() -> None:
-    """A second moment that loses a thousandth in every step does lose it: to the nearest bf16 or
-    code it would stay for good."""
+    """Stochastic rounding is right on average.
+
+    A second moment that should lose a thousandth in every step does lose it; rounded to the
+    nearest bf16 or code it would never change.
+    """
     count, steps = 4096, 200
     for moments, tolerance in (("bf16", 0.01), ("int8", 0.02)):
         kind = {"bf16": "u2", "int8": "u1"}[moments]

@@ -1,5 +1,7 @@
-"""No command removes or changes a file that it did not create, however folders lie in each other,
-whether it succeeds, is refused or is interrupted."""
+"""No command removes or changes a file that it did not create.
+
+This holds however folders are nested, whether a command succeeds, is refused or is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def assert_kept(before: dict[str, str], folder: Path, what: Any) -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """A command in this process: its exit code, and what it said."""
+    """Return a function that runs a command in this process; it returns exit code and output."""
 
     def run(*args: object) -> tuple[int, str]:
         capsys.readouterr()
@@ -588,7 +590,7 @@ def test_commands_that_keep_nothing_leave_all_as_it_was(
 
 
 def outputs(kind: str) -> tuple[list[object], str]:
-    """A command that ends with the name of a file, and the ending of that name."""
+    """Return a command that ends with a file name, and the suffix of that name."""
     if kind == "profile":
         return ["profile", "-o"], ".toml"
     if kind == "plot":

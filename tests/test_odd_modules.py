@@ -47,8 +47,10 @@ def site_names(session) -> set[str]:
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"micro_batch": 3}])
 def test_streams_conditions_and_nested_lists(options, tmp_path):
-    """Gradients of shared inputs add up; only what has samples is sliced, though the table has as
-    many rows as there are samples."""
+    """Gradients of shared inputs add up, and only inputs with samples are sliced.
+
+    The table is not sliced although it has as many rows as there are samples.
+    """
     model, data = made(Streams), Streams.data(6)
     expected_losses, expected = plain_run(model, data)
     with warnings.catch_warnings():
@@ -208,8 +210,10 @@ def test_buffers_change_once_per_step_and_come_back_with_resume(block, tmp_path)
 
 @pytest.mark.parametrize("options", [{}, {"planned": True}, {"micro_batch": 2}])
 def test_counters_advance_once_per_step(options, tmp_path):
-    """In place or not, in a buffer or an attribute: neither planning nor recomputation counts, and
-    a block that counts is not run in slices."""
+    """Counters in buffers or attributes, changed in place or not, advance once per step.
+
+    Neither planning nor recomputation counts, and a block that counts is not run in slices.
+    """
     model, data = made(Plain, Counting), Plain.data(3)
     reference = copy.deepcopy(model)
     expected_losses, expected = plain_run(model, data)
@@ -230,8 +234,10 @@ def test_counters_advance_once_per_step(options, tmp_path):
 @pytest.mark.parametrize("kind", [dict, UserDict])
 @pytest.mark.parametrize("options", [{}, {"planned": True}, {"micro_batch": 2}])
 def test_mappings_that_blocks_write_into(kind, options, tmp_path):
-    """What one block writes and another reads has its gradient. The plan needs the values of whole
-    numbers here, so that buffers change for real while it is made."""
+    """A value that one block writes and another reads has its gradient.
+
+    The plan needs the values of integers here, so buffers really change while it is made.
+    """
     model, data = made(Sharing, kind), Sharing.data(3)
     expected_losses, expected = plain_run(model, data)
     if options.pop("planned", False):

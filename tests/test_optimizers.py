@@ -85,8 +85,10 @@ def start_of(kind: str) -> dict[str, torch.Tensor]:
 
 
 def test_lion_equals_the_plain_form(tmp_path):
-    """A step goes one way or the other: where a momentum is nearly zero, rounding decides which.
-    There are few such weights; all others are the same."""
+    """Lion equals its plain form, except for a few weights.
+
+    A step goes one way or the other; where a momentum is nearly zero, rounding decides which.
+    """
     model, rows = small_model("gpt2"), batches(10, batch=3, seq=16)
     optimizer = made("lion")
     expected_losses, expected = plain_run(model, rows, optimizer)

@@ -86,7 +86,7 @@ class Case:
 
 @functools.cache
 def plain(case: Case) -> Result:
-    """The specification: no overlap, everything on SSD, one buffer of each kind."""
+    """Run the specification: no overlap, everything on SSD, one buffer of each kind."""
     with TemporaryDirectory() as place:
         return case.run(Path(place), PLAIN, overlap=False, update_mode="serial")
 
@@ -98,8 +98,10 @@ def check_norm_of_device(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host reads no gradient for it, unless the device has no double precision: then its bits
-    are those of the CPU."""
+    """Check that the host reads no gradient to compute the norm.
+
+    If the device has no double precision, the host computes it, with the bits of the CPU.
+    """
     case = Case(kind="tied", clip=CLIP)
     wanted = plain(case)
     assert device._has_fp64
@@ -227,8 +229,11 @@ def test_backward_that_takes_another_way(way, own_thread, tmp_path):
 
 
 class Fork(Net):
-    """Blocks side by side. Autograd goes through them from the latest to the earliest, as counted
-    by the thread that ran them; so one that ran on a thread of its own comes last."""
+    """A network whose blocks run side by side.
+
+    Autograd visits them from the latest to the earliest, as counted by the thread that ran
+    them, so a block that ran on a thread of its own comes last.
+    """
 
     def forward(
         self, x: torch.Tensor, target: torch.Tensor, still: torch.Tensor | None = None
@@ -286,8 +291,10 @@ def test_fp16_overflow(overflow, spilled, tmp_path):
 
 
 def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
-    """The commit of the step before is so late that backward overflows first. All weights stay in
-    their slots: a read would wait behind it."""
+    """An fp16 overflow is handled while the commit of the previous step is late.
+
+    All weights stay in their slots, since a read would wait for the commit.
+    """
     case = Case(kind="gpt2", dtype=torch.float16, overflow=2)
     late: list[str] = []
 
@@ -378,7 +385,7 @@ FAULTS = [
 
 
 def go_on(session: lohan.Session, until: int = STEPS) -> list[float]:
-    """The batches that the session has not counted yet; losses of their steps."""
+    """Run the batches that the session has not counted yet; return the losses of their steps."""
     batches, losses = data(STEPS), []
     while session.step < until:
         loss = session.model(**batches[session.step])
@@ -391,8 +398,11 @@ def go_on(session: lohan.Session, until: int = STEPS) -> list[float]:
 @pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", CLIP)])
 @pytest.mark.parametrize(("fault", "cause"), FAULTS)
 def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_path, monkeypatch):
-    """One error that says what failed; then the same session goes on from the last committed step
-    to the result of a run that nothing befell."""
+    """A failed transfer is one error that names what failed.
+
+    The same session then continues from the last committed step to the result of an undisturbed
+    run.
+    """
     tuned(monkeypatch, Tuning(cached=0.3))
     wanted = plain(Case(kind="several", clip=clip))
     engine = FaultyEngine(memory_engine())
@@ -414,8 +424,11 @@ def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_pa
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, monkeypatch):
-    """Weights of a block are several reads. When one fails, or is not even taken, the others still
-    fill a slot that the next step will use."""
+    """If one read of an action fails, its other reads are completed.
+
+    The weights of a block are several reads. When one fails or is refused, the others still
+    fill a slot that the next step will use.
+    """
     tuned(monkeypatch, Tuning(slots=0, window=0))
     engine = FaultyEngine(memory_engine())
     with attached(net("plain"), tmp_path, engine=engine) as session:
@@ -449,8 +462,10 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     ("fault", "cause"), [FAULTS[1], FAULTS[4], (Fault("eio", "sync", 2), "EIO")]
 )
 def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
-    """After a failed sync nobody knows what the drive has: that session ends, with a word on how
-    to go on."""
+    """After a failed sync the session ends, and its message says how to resume.
+
+    Nobody knows what the drive has stored.
+    """
     tuned(monkeypatch, Tuning())
     wanted = plain(Case(kind="tied"))
     engine = FaultyEngine(open_engine("threads"))
@@ -474,7 +489,7 @@ def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
 
 
 def stress(seed: int, place: Path) -> None:
-    """A random case on a random plan, every lane and the drive late at random."""
+    """Run a random case with a random plan, with every lane and the drive randomly late."""
     draw = random.Random(seed)
     kind = draw.choice((*KINDS, "llama", "gpt2"))
     narrow = torch.bfloat16 if kind in KINDS else torch.float16

@@ -33,7 +33,7 @@ NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28
 
 
 def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
-    """A matrix as it is after packing, told in another way than the package does it."""
+    """Return a matrix as it is after packing, computed in another way than by the package."""
     out = torch.empty_like(weight)
     if packing == "nf4":
         codes = torch.tensor([float(x) for x in NF4.split()])
@@ -55,7 +55,7 @@ def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
 
 
 def dequantised(model: nn.Module, packing: str) -> nn.Module:
-    """A PEFT model with the linear layers of its blocks as they are after packing."""
+    """Return a PEFT model with the linear layers of its blocks as they are after packing."""
     made = copy.deepcopy(model)
     for name, parameter in made.named_parameters():
         if name.endswith("_proj.base_layer.weight") or (
@@ -123,8 +123,10 @@ def test_on_a_device_with_a_memory_of_its_own(tmp_path):
 
 
 def test_biases_follow_their_slot_on_a_device(tmp_path):
-    """Unpacked tensors of a packed group are read from the slot in which the group is now, also
-    after a flush, a commit or a `state_dict` that lets the group move to another slot."""
+    """Unpacked tensors of a packed group are read from the current slot of the group.
+
+    A flush, a commit or a `state_dict` lets the group move to another slot.
+    """
     data, runs = batches(3, batch=2, seq=16), []
     for device, memory in (("cpu", None), ("emulated", "680KiB")):
         model = adapted(small_model("gpt2"), target_modules=["c_attn"])

@@ -1,5 +1,7 @@
-"""Parameter groups: equal to torch's, with the same bits however a run is scheduled, and refused
-where they cannot be what the user means."""
+"""Parameter groups equal those of torch, with the same bits however a run is scheduled.
+
+Groups that cannot be what the user means are refused.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def torch_run(
     *,
     clip: float = 0.0,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same run in memory, with one of torch's groups for each parameter."""
+    """Run the same steps in memory, with one of torch's groups for each parameter."""
     model = copy.deepcopy(model)
     made = []
     for name, parameter in model.named_parameters():

@@ -52,8 +52,10 @@ class Mixer(nn.Module):
 
 
 class Net(nn.Module):
-    """A ModuleList, a Sequential of equal children, loose parameters on the root, a frozen layer;
-    `skip` leaves one block out, so that it gets no gradient."""
+    """A model with a ModuleList, a Sequential, parameters on the root and a frozen layer.
+
+    `skip` leaves one block out, so that it gets no gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,8 +53,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def answered(text: str) -> list[tuple[str, str]]:
-    """The first command of every shell block, and the text block that has its answer, or lines
-    of it."""
+    """Return the first command of every shell block with an output block, and that output."""
     return [
         (body.splitlines()[0], answer)
         for (kind, body), (other, answer) in pairwise(fenced(text))

@@ -168,7 +168,7 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     made = replan.plan_for_budget
 
     def other(*args, **kwargs):
-        """What a machine with slow compute would keep."""
+        """Plan as for a machine with slow compute, which would keep activations."""
         return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
 
     monkeypatch.setattr(replan, "plan_for_budget", other)
@@ -180,8 +180,11 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
-    """With `Session.replan` after each step, also where a step is several calls, and with
-    evaluations between them, which do not count."""
+    """A user loop replans by calling `Session.replan` after each step.
+
+    This works also if a step is several calls, with evaluations between them, which do not
+    count.
+    """
     data, losses, said = batches(5, batch=2, seq=16), {}, []
     seen: list[Any] = []  # spans of each look
     measured = PlanContext.measured

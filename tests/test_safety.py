@@ -70,7 +70,7 @@ def test_shards_stay_inside_the_folder(name, lohan, copy, data, place):  # noqa:
 
 
 def others(path: Path) -> list[str]:
-    """What group or others may do anything with."""
+    """Return the paths that group or others may access."""
     found = [path, *path.rglob("*")]
     return [str(p) for p in found if stat.S_IMODE(p.lstat().st_mode) & 0o077]
 

@@ -1,5 +1,8 @@
-"""`make test-cuda` as CI runs it: what cannot be had in time is skipped with a line, and a test
-that fails is a failure. The tests themselves are in softcuda/check_*.py."""
+"""`make test-cuda` as CI runs it: a failing test is a failure.
+
+What cannot be downloaded in time is skipped with one line. The tests themselves are in
+softcuda/check_*.py.
+"""
 
 from __future__ import annotations
 

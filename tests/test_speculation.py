@@ -97,8 +97,11 @@ def check(
     ways: list[tuple[int, int]] = EXPECTED,
     **options,
 ):
-    """`rerun`: held gradients would go to SSD, and clipped steps are run again. `share`: of recent
-    steps, that may be clipped."""
+    """Check a case against a run that waits for every norm.
+
+    With `rerun`, held gradients would go to SSD, and clipped steps run again. `share` is the
+    share of recent steps that may be clipped.
+    """
     limit, expected = case.waiting
     losses, norms, counts = [], [], []
     options.setdefault("engine", memory_engine())

@@ -181,7 +181,7 @@ def dropout_model():
 
 
 def sliced(forward, micro_batch):
-    """A block that takes its batch in slices, so that it draws its random numbers in that order."""
+    """Return a forward that takes its batch in slices and draws random numbers in that order."""
 
     def run(x, *args, **kwargs):
         return torch.cat([forward(part, *args, **kwargs) for part in x.split(micro_batch)])
@@ -191,8 +191,10 @@ def sliced(forward, micro_batch):
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_dropout(micro_batch, tmp_path):
-    """Forward draws the numbers that an in-memory run draws, and recomputation draws them again:
-    masks that differed between the two would give other gradients than the in-memory run's."""
+    """Forward draws the random numbers of an in-memory run, and recomputation draws them again.
+
+    Different masks would give other gradients than the in-memory run has.
+    """
     model = dropout_model()
     data = batches(4, batch=4, seq=16)
     expected = copy.deepcopy(model)

@@ -39,7 +39,7 @@ def long_model() -> LlamaForCausalLM:
 
 
 def one_step(device: EmulatedDevice, place: Path, **options: Any):
-    """The plan, and what a step of plain gradient descent makes of the weights."""
+    """Return the plan, and the weights after one step of plain gradient descent."""
     place.mkdir()
     model = long_model()
     ids = torch.randint(0, 32, (1, LONG), generator=torch.Generator().manual_seed(2))

@@ -74,7 +74,7 @@ ANSWERS = [
 def reference(
     model: Path, run: Path, steps: int, batch: int, *, pack: bool = False
 ) -> torch.nn.Module:
-    """The same batches through in-memory PyTorch AdamW, with the run's own settings."""
+    """Train on the same batches with PyTorch's AdamW in memory, with the settings of the run."""
     train = load_config(run / "run.toml").train
     dataset = open_dataset(run / "data", seed=0)
     dataset = dataset.pack() if pack else dataset

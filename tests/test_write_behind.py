@@ -1,6 +1,9 @@
-"""Where every step is clipped, state that stays in memory is written beside the next backward, and
-committed there: also where gradients are spilled and other state is streamed. So is state whose
-updates are made twice, for weights in forward and to be written in backward. Bits as ever."""
+"""If every step is clipped, state in memory is written during the next backward.
+
+It is committed there, also if gradients are spilled and other state is streamed. The same holds for
+state whose updates are made twice: for the weights in forward, and to be written in backward. The
+bits do not change.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ NOT_PUBLISHED = "-"
 
 @dataclass(frozen=True)
 class Point:
-    """One published value next to ours. None: out of memory."""
+    """One published value next to ours; None means out of memory."""
 
     figure: str
     unit: str
@@ -47,12 +47,12 @@ class Point:
 
     @property
     def is_memory(self) -> bool:
-        """What fits is the question, not how fast it is."""
+        """Whether the point is about what fits in memory, not about speed."""
         return self.unit == "largest model" or self.published is None or self.ours is None
 
     @property
     def right(self) -> bool:
-        """Of a memory point: the same answer."""
+        """Whether a memory point has the same answer as the paper."""
         if self.unit == "largest model":
             return self.ours == self.published
         return (self.ours is None) == (self.published is None)
@@ -158,8 +158,11 @@ def largest_model(options: Mapping[str, Any]) -> str | None:
 
 
 def tflops(model: ModelShape, tokens_per_s: float) -> float:
-    """As the paper reports it: forward work four times, whether or not it was recomputed; for GPT
-    by the size in the model's name."""
+    """Return TFLOP/s as the paper reports them.
+
+    Forward work counts four times, whether or not it was recomputed. For GPT the size is that
+    in the name of the model.
+    """
     if model.vocabulary:
         size = float(model.name.removeprefix("gpt-").removesuffix("b")) * 1e9
         return 8 * size * tokens_per_s / 1e12

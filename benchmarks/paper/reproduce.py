@@ -120,7 +120,7 @@ NAMES = {
 
 
 def with_tables(text: str, points: Sequence[Point]) -> str:
-    """A document with its summary and its tables of points as they are now."""
+    """Return a document with its summary and its tables of points brought up to date."""
     for name, lines in (("summary", near_table(points)), ("points", point_tables(points))):
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         if start not in text or end not in text:
@@ -150,7 +150,7 @@ def near_table(points: Sequence[Point]) -> list[str]:
 
 
 def point_tables(points: Sequence[Point]) -> list[str]:
-    """Every figure: published, ours and the error."""
+    """Return a table for each figure: published, ours and the error."""
     lines: list[str] = []
     for figure in dict.fromkeys(point.figure for point in points):
         part = [point for point in points if point.figure == figure]
@@ -174,10 +174,10 @@ def _document_cell(point: Point) -> str:
 # -- pictures -------------------------------------------------------------------------------------
 
 
-def draw_all(folder: Path, found: dict[str, list[Point]]) -> list[Path]:
-    """A picture of each figure, and one of all of them."""
-    made = []
-    drawn = {name: points for name, points in found.items() if len({p.at for p in points}) > 1}
+def draw_all(folder: Path, figures: dict[str, list[Point]]) -> list[Path]:
+    """Draw each figure, and one overview of all figures."""
+    files = []
+    drawn = {name: points for name, points in figures.items() if len({p.at for p in points}) > 1}
     rows = -(-len(drawn) // PER_ROW)
     overview, axes = new_figure(rows, PER_ROW, (6.2 * PER_ROW, 4.4 * rows))
     for number, (name, points) in enumerate(drawn.items()):
@@ -185,13 +185,13 @@ def draw_all(folder: Path, found: dict[str, list[Point]]) -> list[Path]:
         for axis in (own[0][0], axes[number // PER_ROW][number % PER_ROW]):
             _chart(axis, name, points)
         words = re.findall(r"[a-z0-9]+", name.lower())
-        made.append(folder / f"{number + 1:02}-{'-'.join(words)}.png")
-        save(single, made[-1])
+        files.append(folder / f"{number + 1:02}-{'-'.join(words)}.png")
+        save(single, files[-1])
     for number in range(len(drawn), rows * PER_ROW):
         axes[number // PER_ROW][number % PER_ROW].set_visible(False)
-    made.append(folder / "overview.png")
-    save(overview, made[-1])
-    return made
+    files.append(folder / "overview.png")
+    save(overview, files[-1])
+    return files
 
 
 def _chart(axis: object, name: str, points: Sequence[Point]) -> None:

@@ -227,8 +227,10 @@ class ResidentParameter(AttachedParameter):
 
 
 class ParameterView(torch.Tensor):
-    """A view of the values of an attached parameter, such as `weight[0]`, `weight.T` or
-    `weight.cpu()`. It can be read; writing to it is refused, since the values are in the store."""
+    """A view of the values of an attached parameter, such as `weight[0]` or `weight.cpu()`.
+
+    It can be read; writing to it is refused, since the values are in the store.
+    """
 
     parameter_name = ""
 
@@ -257,11 +259,11 @@ class ParameterView(torch.Tensor):
 
 
 def _read_only(out: Any, sources: Mapping[str, torch.Tensor]) -> Any:
-    """Return the result of an operation over the values of parameters, given by name, with views
-    of these values made read-only.
+    """Return the result of an operation on parameters, with views of their values made read-only.
 
-    Where autograd records the operation, PyTorch itself refuses writes to views of parameters, so
-    that the forward of a training step gets ordinary tensors.
+    `sources` are the values of the parameters by name. Where autograd records the operation,
+    PyTorch itself refuses writes to views of parameters, so that the forward of a training step
+    gets ordinary tensors.
     """
     if isinstance(out, np.ndarray):
         out.flags.writeable = False

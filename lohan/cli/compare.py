@@ -26,7 +26,7 @@ from lohan.util.files import OutputFile
 from lohan.util.trace import LANES, trace_output
 from lohan.util.units import format_bytes
 
-# -- One question for every policy by name, `auto` included: what does it do on this machine? ------
+# -- Outcome of a system on a machine -------------------------------------------------------------
 
 
 def outcome_of(
@@ -40,7 +40,11 @@ def outcome_of(
     activations: str | None = None,
     clip: float | None = None,
 ) -> PolicyResult:
-    """`clip` is for `auto`, by default as in training; the others do not clip."""
+    """Plan or simulate one step of the system `name` on a machine.
+
+    `clip` applies to `auto` only and defaults to the limit of training; other systems never
+    clip.
+    """
     _check("--update-mode", update_mode, UPDATE_MODES)
     _check("--activations", activations, CHOOSERS)
     if name == AUTO:
@@ -57,9 +61,9 @@ def outcome_of(
     return run(chosen, model, machine, batch=batch, seq=seq)
 
 
-def _check(option: str, value: str | None, known: Collection[str]) -> None:
-    if value is not None and value not in known:
-        raise ConfigError(f"{option}: {value!r}; choose {', '.join(known)}")
+def _check(option: str, value: str | None, allowed: Collection[str]) -> None:
+    if value is not None and value not in allowed:
+        raise ConfigError(f"{option}: {value!r}; choose {', '.join(allowed)}")
 
 
 def _auto(
@@ -72,7 +76,7 @@ def _auto(
     activations: str | None,
     clip: float,
 ) -> PolicyResult:
-    """LoHan as it is built here: the planner's choice, forecast."""
+    """Return the forecast of the plan that LoHan chooses for this machine."""
     if activations is not None:
         raise ConfigError(
             f"auto chooses activations itself, not {activations}; leave --activations out or use "
@@ -92,16 +96,16 @@ def _auto(
         planned = plan_for_machine(request)
     except BudgetError as refused:
         return PolicyResult(feasible=False, reason=str(refused))
-    made = planned.forecast
-    assert made is not None
+    forecast = planned.forecast
+    assert forecast is not None
     return PolicyResult(
         feasible=True,
-        step_s=made.step_s,
-        tokens_per_s=made.tokens_per_s,
-        lane_busy_s=made.busy_s,
-        timeline=made.timeline,
+        step_s=forecast.step_s,
+        tokens_per_s=forecast.tokens_per_s,
+        lane_busy_s=forecast.busy_s,
+        timeline=forecast.timeline,
         peak_bytes=planned.peak_bytes,
-        kept_bytes=sum(site.kept_bytes for site in made.work.sites),
+        kept_bytes=sum(site.kept_bytes for site in forecast.work.sites),
     )
 
 
@@ -123,7 +127,10 @@ def simulate_command(
     clip: float | None = None,
     trace: Path | None = None,
 ) -> dict[str, Any]:
-    """What `--json` prints. `trace`: file for a Chrome trace of the simulated steps."""
+    """Simulate one system and return what `--json` prints.
+
+    If `trace` is given, a Chrome trace of the simulated steps is written to this file.
+    """
     target = None if trace is None else trace_output(trace, "choose another --trace")
     if target is not None:
         target.check()
@@ -153,28 +160,28 @@ def simulate_command(
     }
 
 
-def describe_simulation(made: dict[str, Any]) -> list[str]:
-    gpus = "1 GPU" if made["gpus"] == 1 else f"{made['gpus']} GPUs"
-    ssds = "1 SSD" if made["ssds"] == 1 else f"{made['ssds']} SSDs"
+def describe_simulation(result: dict[str, Any]) -> list[str]:
+    gpus = "1 GPU" if result["gpus"] == 1 else f"{result['gpus']} GPUs"
+    ssds = "1 SSD" if result["ssds"] == 1 else f"{result['ssds']} SSDs"
     lines = [
-        f"{made['policy']}: {about(made['policy'])}",
-        f"{made['model']} ({made['parameters'] / 1e9:.3g}B parameters) on {made['machine']}, "
-        f"{gpus}, {ssds}, {format_bytes(made['host_bytes'])} of main memory; "
-        f"batch {made['batch']} x {made['seq']} tokens",
+        f"{result['policy']}: {about(result['policy'])}",
+        f"{result['model']} ({result['parameters'] / 1e9:.3g}B parameters) on {result['machine']}, "
+        f"{gpus}, {ssds}, {format_bytes(result['host_bytes'])} of main memory; "
+        f"batch {result['batch']} x {result['seq']} tokens",
         "",
     ]
-    if not made["feasible"]:
-        return [*lines, "does not fit", made["reason"]]
-    lines += [f"step      {made['step_s']:.2f} s", f"tokens/s  {made['tokens_per_s']:,.1f}", ""]
+    if not result["feasible"]:
+        return [*lines, "does not fit", result["reason"]]
+    lines += [f"step      {result['step_s']:.2f} s", f"tokens/s  {result['tokens_per_s']:,.1f}", ""]
     for lane in LANES:
-        share = made["lane_busy_s"].get(lane, 0.0) / made["step_s"]
+        share = result["lane_busy_s"].get(lane, 0.0) / result["step_s"]
         if lane == "net" and not share:
             continue
         lines.append(
             f"{lane:9} {100 * share:5.0f} %  {'#' * round(BAR * min(1.0, share))}".rstrip()
         )
     lines.append("")
-    lines += [f"{tier:6} {format_bytes(size):>11}" for tier, size in made["peak_bytes"].items()]
+    lines += [f"{tier:6} {format_bytes(size):>11}" for tier, size in result["peak_bytes"].items()]
     return lines
 
 
@@ -188,7 +195,7 @@ def about(policy: str) -> str:
 DEFAULT = ("auto", "lohan", "zero-infinity", "zero-offload", "colossal-ai")
 OPTIONS = {"batch": "--batch", "host": "--host", "ssds": "--ssds"}
 UNIT = "tokens/s"
-MOST_CASES = 64  # combinations of values; each takes a plan for every policy
+MOST_CASES = 64  # limit of combinations, each of which is planned for every policy
 
 
 def compare_command(
@@ -263,41 +270,41 @@ def _axes(choices: dict[str, Sequence[int]]) -> tuple[list[str], list[tuple[int,
     return over, combinations
 
 
-def title(made: dict[str, Any]) -> str:
-    gpus = f", {made['gpus']} GPUs" if made["gpus"] > 1 else ""
-    fixed = "".join(f", {_value(name, x)}" for name, x in made["fixed"].items())
-    return f"{made['model']} on {made['machine']}{gpus}{fixed}"
+def title(comparison: dict[str, Any]) -> str:
+    gpus = f", {comparison['gpus']} GPUs" if comparison["gpus"] > 1 else ""
+    fixed = "".join(f", {_value(name, x)}" for name, x in comparison["fixed"].items())
+    return f"{comparison['model']} on {comparison['machine']}{gpus}{fixed}"
 
 
-def describe_comparison(made: dict[str, Any]) -> list[str]:
-    """Return a table; what does not fit is a dash, and the last lines say why.
+def describe_comparison(comparison: dict[str, Any]) -> list[str]:
+    """Return a table in which a dash marks what does not fit; the last lines give the reasons.
 
-    Over one option it has a column for each value, over several a row for each combination. The
-    price of the machine is part of it where it is known.
+    Over one option it has a column for each value, over several a row for each combination.
+    Prices of machines are included if they are given.
     """
-    heads = _heads(made)
-    rows = {name: [_cell(x) for x in values] for name, values in made["policies"].items()}
-    if any(made["usd"]):
-        rows["USD"] = [_cell(x) for x in made["usd"]]
-    if isinstance(made["over"], list):
+    heads = _heads(comparison)
+    rows = {name: [_cell(x) for x in values] for name, values in comparison["policies"].items()}
+    if any(comparison["usd"]):
+        rows["USD"] = [_cell(x) for x in comparison["usd"]]
+    if isinstance(comparison["over"], list):
         columns = list(zip(*rows.values(), strict=True))
         heads, rows = list(rows), dict(zip(heads, map(list, columns), strict=True))
     width = max(10, *(len(head) + 2 for head in heads))
     first = max(map(len, rows)) + 2
-    lines = [f"{title(made)}: {made['unit']}", ""]
+    lines = [f"{title(comparison)}: {comparison['unit']}", ""]
     lines.append(" " * first + "".join(f"{head:>{width}}" for head in heads))
     lines += [
         f"{name:{first}}" + "".join(f"{x:>{width}}" for x in row) for name, row in rows.items()
     ]
-    why = [next((text for text in row if text), "") for row in made["reasons"].values()]
+    why = [next((text for text in row if text), "") for row in comparison["reasons"].values()]
     return lines + ([""] if any(why) else []) + [f"- {text}" for text in why if text]
 
 
-def _heads(made: dict[str, Any]) -> list[str]:
-    over = made["over"]
+def _heads(comparison: dict[str, Any]) -> list[str]:
+    over = comparison["over"]
     if isinstance(over, str):
-        return [_value(over, x) for x in made["at"]]
-    return [", ".join(map(_value, over, values)) for values in made["at"]]
+        return [_value(over, x) for x in comparison["at"]]
+    return [", ".join(map(_value, over, values)) for values in comparison["at"]]
 
 
 def _cell(value: float | None) -> str:
@@ -314,18 +321,18 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def plot(made: dict[str, Any], path: Path) -> None:
-    """The table as a picture; needs matplotlib."""
-    lines = [Line(name, values) for name, values in made["policies"].items()]
-    heads = _heads(made)
-    draw(path, title(made), heads, lines, unit=made["unit"])
+def plot(comparison: dict[str, Any], path: Path) -> None:
+    """Draw the table as a line chart, which needs matplotlib."""
+    lines = [Line(name, values) for name, values in comparison["policies"].items()]
+    heads = _heads(comparison)
+    draw(path, title(comparison), heads, lines, unit=comparison["unit"])
 
 
 # -- Line charts as PNG or SVG, through matplotlib where it is installed ---------------------------
 
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_DRAWN_BY = "lohan compare --plot"  # in the picture, by which it is known
+_DRAWN_BY = "lohan compare --plot"  # metadata that identifies pictures of this command
 COLOURS = ("#0b6e99", "#d1495b", "#e09f3e", "#5b8e7d", "#7d5ba6", "#6c757d", "#3d405b", "#bc4b51")
 INK, GRID = "#22262b", "#d9dde1"
 OUR_OWN = {"auto": "#111111", "lohan": COLOURS[0]}
@@ -333,8 +340,12 @@ OUR_OWN = {"auto": "#111111", "lohan": COLOURS[0]}
 
 @dataclass(frozen=True)
 class Line:
-    """Values by position; None: it does not run there. `published`: dashed, hollow, behind the
-    line of the same label."""
+    """One line of a chart.
+
+    `values` are ordered by position; None means that the system does not run there. A
+    `published` line is dashed, with hollow markers, and is drawn behind the measured line of
+    the same label.
+    """
 
     label: str
     values: Sequence[float | None]
@@ -360,7 +371,7 @@ def draw(path: Path, title: str, at: Sequence[str], lines: Sequence[Line], *, un
 
 
 def chart(axes: Any, title: str, at: Sequence[str], lines: Sequence[Line], *, unit: str) -> None:
-    """Into axes of a figure that may hold several."""
+    """Draw a line chart into the given axes."""
     rest = iter([c for c in COLOURS if c not in OUR_OWN.values()] * len(lines))
     names = dict.fromkeys(line.label for line in lines)
     colours = {name: OUR_OWN.get(name) or next(rest) for name in names}
@@ -401,13 +412,13 @@ def save(figure: Any, path: Path) -> None:
 
 
 def _picture(figure: Any, kind: str) -> bytes:
-    made, key = io.BytesIO(), "Software" if kind == "png" else "Creator"
-    figure.savefig(made, format=kind, dpi=160, facecolor="white", metadata={key: _DRAWN_BY})
-    return made.getvalue()
+    buffer, key = io.BytesIO(), "Software" if kind == "png" else "Creator"
+    figure.savefig(buffer, format=kind, dpi=160, facecolor="white", metadata={key: _DRAWN_BY})
+    return buffer.getvalue()
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure and its axes, as matplotlib gives them."""
+    """Return a new matplotlib figure and its array of axes."""
     figure, axes = _pyplot().subplots(
         rows, columns, figsize=size, constrained_layout=True, squeeze=False
     )
@@ -467,7 +478,7 @@ def simulate(
     from lohan.planner import presets
 
     profile = machine_of(machine or "", ssds=ssds, gpus=gpus, host=host)
-    made = simulate_command(
+    result = simulate_command(
         presets.model(model),
         profile,
         policy,
@@ -478,7 +489,7 @@ def simulate(
         clip=clip,
         trace=trace,
     )
-    echo(json.dumps(made, indent=1) if as_json else "\n".join(describe_simulation(made)))
+    echo(json.dumps(result, indent=1) if as_json else "\n".join(describe_simulation(result)))
 
 
 def compare(
@@ -500,14 +511,14 @@ def compare(
     plot: Annotated[Path | None, typer.Option("--plot", help="Picture, .png or .svg.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Systems side by side over batch sizes, main memory and drives, simulated, with prices."""
+    """Compare systems over batch sizes, main memory and drives, simulated, with prices."""
     from lohan.cli import compare as command
     from lohan.planner import presets
     from lohan.util.units import parse_bytes
 
     if plot is not None:
         command.check_plot(plot)
-    made = command.compare_command(
+    comparison = command.compare_command(
         presets.model(model),
         machine_of(machine or "", ssds=None, gpus=gpus),
         batches=_numbers("--batch", batch),
@@ -517,9 +528,13 @@ def compare(
         seq=seq,
         clip=clip,
     )
-    echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe_comparison(made)))
+    echo(
+        json.dumps(comparison, indent=1)
+        if as_json
+        else "\n".join(command.describe_comparison(comparison))
+    )
     if plot is not None:
-        command.plot(made, plot)
+        command.plot(comparison, plot)
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -533,26 +548,26 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def presets(as_json: Json = False) -> None:
-    """Names that --machine, --model and --policy know; machines with memory, drives and price."""
-    from lohan.planner import presets as known
+    """List the names for --machine, --model and --policy; machines with memory and price."""
+    from lohan.planner import presets as catalogue
     from lohan.planner.systems import policy_names
 
     if as_json:
-        machines = [asdict(known.machine(name)) for name in known.machine_names()]
-        lists = {"models": list(known.model_names()), "policies": list(policy_names())}
+        machines = [asdict(catalogue.machine(name)) for name in catalogue.machine_names()]
+        lists = {"models": list(catalogue.model_names()), "policies": list(policy_names())}
         echo(json.dumps({"machines": machines, **lists}, indent=1, default=str))
         return
     echo("machines:")
-    for line in _machines([known.machine(name) for name in known.machine_names()]):
+    for line in _machines([catalogue.machine(name) for name in catalogue.machine_names()]):
         echo(f"  {line}")
-    for what, names in (("models", known.model_names()), ("policies", policy_names())):
+    for what, names in (("models", catalogue.model_names()), ("policies", policy_names())):
         echo(f"{what}:")
         for name in names:
             echo(f"  {name}")
 
 
 def _machines(machines: list[Profile]) -> Iterator[str]:
-    """A row of a table for each."""
+    """Yield the rows of a table of machines."""
     from lohan.util.units import format_bytes
 
     rows = [("name", "GPU", "its memory", "host memory", "drives", "rated writes", "USD")]

@@ -92,7 +92,7 @@ def evaluate(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Loss and perplexity on a file of examples, or the results of --tasks."""
+    """Compute loss and perplexity on a file of examples, or the results of --tasks."""
     check_dtype(dtype)
     _check_asked(data, tasks, {"--tasks-dir": tasks_dir, "--limit": limit, "--fewshot": fewshot})
     if tasks is not None and pack:
@@ -107,28 +107,28 @@ def evaluate(
         "batch": batch,
         "seq": seq,
     }
-    found: dict[str, Any]
+    result: dict[str, Any]
     with display(stderr=as_json) as shown:
         if tasks is not None:
             from lohan.train.forward_only import run_tasks
 
             names = [name.strip() for name in tasks.split(",")]
             how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
-            found = run_tasks(folder, names, shown=shown, **how)
+            result = run_tasks(folder, names, shown=shown, **how)
             lines = [
                 f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-                for task, metrics in found.items()
+                for task, metrics in result.items()
             ]
         else:
             assert data is not None
-            found = evaluate_file(folder, data, pack=pack, shown=shown, **how)
+            result = evaluate_file(folder, data, pack=pack, shown=shown, **how)
             lines = [
-                f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.4g}  on "
-                f"{counted(found['tokens'], 'token')} of {counted(found['examples'], 'example')}, "
-                f"{found['tokens_per_s']:,.0f} tok/s"
+                f"loss {result['loss']:.4f}  perplexity {result['perplexity']:.4g}  on "
+                f"{counted(result['tokens'], 'token')} of "
+                f"{counted(result['examples'], 'example')}, {result['tokens_per_s']:,.0f} tok/s"
             ]
         if as_json:
-            echo(json.dumps(found, indent=1))
+            echo(json.dumps(result, indent=1))
         else:
             for line in lines:
                 shown.note(line)
@@ -172,7 +172,7 @@ def generate(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Answers to prompts, by weights that stream from SSD."""
+    """Answer prompts with weights that are streamed from SSD."""
     check_dtype(dtype)
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
@@ -204,7 +204,7 @@ def generate(
 
 @contextmanager
 def tidy_end() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does: what was made meanwhile is removed."""
+    """Treat SIGTERM like Ctrl-C, so that temporary files are removed."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -228,7 +228,7 @@ def evaluate_file(
     pack: bool,
     shown: Display,
 ) -> dict[str, Any]:
-    """Loss of the model on every example of a file."""
+    """Return the loss of the model over all examples of a file."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import prepare
     from lohan.train import forward_only
@@ -257,21 +257,21 @@ def evaluate_file(
             dtype=dtype,
             progress=lambda done, total: shown.advance("loading", done, total),
         ) as session:
-            found = forward_only.evaluate(
+            result = forward_only.evaluate(
                 session.model,
                 dataset,
                 batch=batch,
                 task=CausalLM(),
                 progress=lambda done, total: shown.advance("evaluating", done, total),
             )
-    assert found is not None
+    assert result is not None
     return {
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "tokens": found.tokens,
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "tokens": result.tokens,
         "examples": examples,
-        "seconds": found.seconds,
-        "tokens_per_s": found.tokens / found.seconds,
+        "seconds": result.seconds,
+        "tokens_per_s": result.tokens / result.seconds,
     }
 
 
@@ -286,7 +286,7 @@ def answer(
     shown: Display,
     live: bool,
 ) -> list[dict[str, str]]:
-    """Each prompt with what the model makes of it; a single one is printed as it comes."""
+    """Return each prompt with its answer; print a single answer while it is generated."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import Encoder
     from lohan.train import forward_only
@@ -315,7 +315,7 @@ def answer(
 
 
 def _live(encoder: Encoder) -> Any:
-    """Prints words when they are whole."""
+    """Return a streamer that prints words as soon as they are complete."""
     from transformers import TextStreamer
 
     class Printed(TextStreamer):

@@ -16,7 +16,7 @@ from lohan.device.launch import says_first
 from lohan.errors import ConfigError, LohanError, RankError, StorageIOError
 from lohan.util.display import echo, printable
 
-MODULES = {  # of this package -> its commands
+MODULES = {  # module of this package -> its commands
     "train": ("train", "resume", "export"),
     "forward": ("eval", "generate"),
     "plan": ("plan",),
@@ -30,9 +30,11 @@ EXIT_ERROR = 2
 
 
 def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
-    """A LohanError is one message and exit code 2, never a stack trace; so is a call of the system
-    that fails on a file, wherever it was. `stopped`: whether a Ctrl-C has just come, which explains
-    it."""
+    """Run the command line; an expected failure prints one message and exits with code 2.
+
+    Expected failures are LohanError and an OSError that names a file. `stopped` returns whether
+    Ctrl-C was pressed, in which case the failure is reported as an interruption.
+    """
     if sys.argv[1:] == ["--version"]:
         echo(f"lohan {__version__}")
         return
@@ -44,7 +46,7 @@ def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
         if stopped():
             raise KeyboardInterrupt from error
         if isinstance(error, OSError):
-            if error.filename is None:  # nobody reads the output any more, say
+            if error.filename is None:  # such as a broken pipe
                 raise
             why = f"{error.filename}: {error.strerror}"
             error = StorageIOError(f"{why}; check it and your permissions, then repeat the command")
@@ -52,8 +54,10 @@ def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
 
 
 def command_line(words: Sequence[str] = ()) -> typer.Typer:
-    """All commands or, if the first word names one, that one alone: to import and make all of them
-    takes longer than `lohan plan` has to think."""
+    """Return an app with all commands, or only with the command that the first word names.
+
+    Importing all commands would take longer than `lohan plan` needs to compute.
+    """
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
@@ -61,10 +65,10 @@ def command_line(words: Sequence[str] = ()) -> typer.Typer:
         help="Fine-tune every parameter of a model far larger than memory, exactly.",
     )
     app.add_typer(store_app, name="store")
-    found = [module for module, commands in MODULES.items() if words and words[0] in commands]
-    for module in found or (() if words[:1] == ["store"] else MODULES):
+    selected = [module for module, commands in MODULES.items() if words and words[0] in commands]
+    for module in selected or (() if words[:1] == ["store"] else MODULES):
         import_module(f"lohan.cli.{module}").register(app)
-    if found:
+    if selected:
         app.registered_commands = [
             info
             for info in app.registered_commands
@@ -80,11 +84,15 @@ def __getattr__(name: str) -> Any:
 
 
 def fail(error: LohanError) -> None:
-    """Of several ranks each prints what it has found itself and no other has printed yet, and exits
-    at once: others wait."""
+    """Print an error and exit.
+
+    With several ranks, a rank prints only an error that it detected itself and that no other
+    rank has printed. It exits immediately, because the other ranks wait for it.
+    """
     ranked = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
-    reported, message = isinstance(error, RankError) and error.reported, printable(str(error))
+    reported = isinstance(error, RankError) and error.reported
+    message = printable(str(error))
     if not reported and says_first(message):
         from rich.console import Console
 
@@ -200,7 +208,10 @@ def _sure(question: str) -> bool:
 
 
 def named_stores(folders: Sequence[Path]) -> list[Dirs]:
-    """The stores that paths mean, each by its first directory, or one by all of its directories."""
+    """Return the stores that the given folders name.
+
+    A store is given by its first directory, or by all of its directories if it was moved.
+    """
     from lohan.store.files import IDENTITY
     from lohan.store.manifest import read_identity
 
@@ -216,7 +227,7 @@ def first_of(dirs: Dirs) -> Path:
 
 
 def stores_at(path: Path) -> list[Path]:
-    """Primary store directories that a path means: of a run, or in and below a folder."""
+    """Return the primary directories of the stores of a run, or in and below a folder."""
     from lohan.store.admin import list_stores
     from lohan.train.run_folder import RunFolder, sets_of
 

@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 
 
 def option(dotted: str) -> Any:
-    """A setting as an option; what is wrong with a path is found when it is opened."""
+    """Return the command-line option of a setting.
+
+    Paths are not checked here, but when they are opened.
+    """
     info = field_of(dotted)
     names = f"{info.option}/--no-{info.option[2:]}" if info.kind.typed is bool else info.option
     return typer.Option(names, help=info.help, show_default=False, readable=False)
 
 
 def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds an option for each of these settings to a command, which gets what was given as
-    `overrides`, by setting."""
+    """Add an option for each of these settings to a command.
+
+    The command gets the given values as `overrides`, a dict by setting; values that were not
+    given are None.
+    """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         names = {name: name.replace(".", "_") for name in dotted}
-        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
         options = [
             inspect.Parameter(
                 names[name],
@@ -39,7 +45,9 @@ def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[.
             )
             for name in dotted
         ]
-        options += [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "overrides"]
+        options += [
+            one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name != "overrides"
+        ]
 
         def run(**given: Any) -> None:
             command(overrides={name: given.pop(names[name], None) for name in dotted}, **given)
@@ -85,13 +93,13 @@ def machine_of(
     if not name:
         from lohan.engine.profile import latest_profile
 
-        found = latest_profile()
-        if found is None:
+        latest = latest_profile()
+        if latest is None:
             raise ConfigError(
                 "--machine: not given, and this machine was not measured yet; run `lohan profile`, "
                 f"or choose one of {', '.join(presets.machine_names())}"
             )
-        profile = found
+        profile = latest
     else:
         profile = presets.machine(name)
     if device_memory is not None:

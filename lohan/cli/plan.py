@@ -43,57 +43,58 @@ WIDTH = 100
 
 
 def describe(
-    made: MachinePlan, *, steps: int | None, schedule: bool = False, classes: bool = False
+    planned: MachinePlan, *, steps: int | None, schedule: bool = False, classes: bool = False
 ) -> list[str]:
-    plan, ranks = made.plan, made.plan.world
-    machine = made.machine.name if made.machine is not None else "this machine"
+    plan, ranks = planned.plan, planned.plan.world
+    machine = planned.machine.name if planned.machine is not None else "this machine"
     machine += f" with {ranks} GPUs" if ranks > 1 else ""
-    size, host = made.parameters, format_bytes(ranks * made.host_bytes)
+    size, host = planned.parameters, format_bytes(ranks * planned.host_bytes)
     count = f"{size / 1e9:.3g}B" if size >= 1e8 else f"{size:,}"
     lines = [
-        f"{made.model} on {machine}: {count} parameters, batch {made.batch} x "
-        f"{made.workload.seq} tokens, {plan.dtype}, {host} of memory",
+        f"{planned.model} on {machine}: {count} parameters, batch {planned.batch} x "
+        f"{planned.workload.seq} tokens, {plan.dtype}, {host} of memory",
         "",
-        _verdict(made),
+        _verdict(planned),
         "",
         *([f"of each of {ranks} ranks:"] if ranks > 1 else []),
-        *plan.describe(host_bytes=made.host_bytes, device_bytes=made.device_bytes),
+        *plan.describe(host_bytes=planned.host_bytes, device_bytes=planned.device_bytes),
         "",
-        *_speed(made, steps),
+        *_speed(planned, steps),
         "",
-        *(f"{name:16} {text}" for name, text in _choices(made).items()),
+        *(f"{name:16} {text}" for name, text in _choices(planned).items()),
     ]
     if classes:
-        lines += activation_lines(made.workload.in_tiles(plan.tiles), plan)
-    return lines + schedule_lines(made) if schedule else lines
+        lines += activation_lines(planned.workload.in_tiles(plan.tiles), plan)
+    return lines + schedule_lines(planned) if schedule else lines
 
 
-def _verdict(made: MachinePlan) -> str:
+def _verdict(planned: MachinePlan) -> str:
     """Return "fits", with a warning if the drives have no room for the exported model."""
-    if made.has_room_for_export:
+    if planned.has_room_for_export:
         return "fits"
-    left = max(0, made.drive_bytes - made.peak_bytes["ssd"])
+    left = max(0, planned.drive_bytes - planned.peak_bytes["ssd"])
     return (
-        f"fits without the export: it takes {format_bytes(made.export_bytes)}, and "
+        f"fits without the export: it takes {format_bytes(planned.export_bytes)}, and "
         f"{format_bytes(left)} are left on the drives; put --out on another drive, or add one"
     )
 
 
-def _speed(made: MachinePlan, steps: int | None) -> list[str]:
-    """How fast a step is, what limits it, and what it writes."""
-    foreseen, machine = made.forecast, made.machine
+def _speed(planned: MachinePlan, steps: int | None) -> list[str]:
+    """Describe how long a step takes, what limits it, and what it writes."""
+    foreseen, machine = planned.forecast, planned.machine
     if foreseen is None or machine is None:
         return ["how fast: not known; `lohan profile` measures this machine"]
-    step_s, faster_s = foreseen.step_s, made.without_binding_s
+    step_s, faster_s = foreseen.step_s, planned.without_binding_s
     lines = [f"step          {format_seconds(step_s)}"]
     lines.append(f"tokens/s      {foreseen.tokens_per_s:,.1f}")
-    if made.clipped is not None:
-        clipped = (
-            f"{format_seconds(made.clipped.step_s)}, {made.clipped.tokens_per_s:,.1f} tokens/s"
+    if planned.clipped is not None:
+        clipped, speed = planned.clipped.step_s, planned.clipped.tokens_per_s
+        then = ", by a plan for such steps" if planned.changes_plan else ""
+        lines.append(
+            f"if clipped    {format_seconds(clipped)}, {speed:,.1f} tokens/s, with every norm "
+            f"above the limit{then}"
         )
-        then = ", by a plan for such steps" if made.changes_plan else ""
-        lines.append(f"if clipped    {clipped}, with every norm above the limit{then}")
-    elif made.plan.clip and made.plan.always_waits():
+    elif planned.plan.clip and planned.plan.always_waits():
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -109,11 +110,11 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         f"{format_seconds(faster_s)} ({step_s / faster_s:.2f}x)"
     )
     written = foreseen.written_bytes
-    return [*lines, "", *wear_lines(machine.drives, written, steps=steps, instead=made.instead)]
+    return [*lines, "", *wear_lines(machine.drives, written, steps=steps, instead=planned.instead)]
 
 
 def _price(machine: Profile) -> str:
-    """Of what is planned with: such as "GPU 1,600 USD, 2 drives 320 USD, the rest 1,500 USD"."""
+    """Return the price by part, such as "GPU 1,600 USD, 2 drives 320 USD, the rest 1,500 USD"."""
     parts = {
         counted(machine.gpus, "GPU").removeprefix("1 "): machine.gpus * machine.gpu_usd,
         counted(len(machine.drives), "drive"): sum(drive.usd for drive in machine.drives),
@@ -122,31 +123,31 @@ def _price(machine: Profile) -> str:
     return ", ".join(f"{name} {usd:,.0f} USD" for name, usd in parts.items() if usd)
 
 
-def lane_lines(made: Forecast) -> list[str]:
+def lane_lines(forecast: Forecast) -> list[str]:
     lines = []
-    busy_s, names = {**made.busy_s, BUS: made.bus_s}, {**LANE_NAMES, BUS: "main memory"}
+    busy_s, names = {**forecast.busy_s, BUS: forecast.bus_s}, {**LANE_NAMES, BUS: "main memory"}
     for lane in (*LANES, BUS):
         if busy := busy_s[lane]:
-            bar = "#" * round(30 * min(1.0, busy / made.step_s))
-            share = f"{100 * busy / made.step_s:5.0f} %"
+            bar = "#" * round(30 * min(1.0, busy / forecast.step_s))
+            share = f"{100 * busy / forecast.step_s:5.0f} %"
             what = names[lane] if names[lane] != lane else ""
             lines.append(f"{lane:9} {share}  {bar:30}  {what}".rstrip())
     return lines
 
 
-def _choices(made: MachinePlan) -> dict[str, str]:
-    """What the planner decided, by name."""
-    plan, rows = made.plan, made.workload.batch
-    trained = len(made.blocks.trained)
+def _choices(planned: MachinePlan) -> dict[str, str]:
+    """Return the decisions of the planner by name."""
+    plan, rows = planned.plan, planned.workload.batch
+    trained = len(planned.blocks.trained)
     held = trained if plan.needs_all_gradients else len(plan.deferred)
-    moving = [group for group in made.blocks.groups if not group.resident]
+    moving = [group for group in planned.blocks.groups if not group.resident]
     width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
     whole = width * sum(group.numel for group in moving)
-    scarce = "; the drives have no room for more" if made.scarce else ""
+    scarce = "; the drives have no room for more" if planned.scarce else ""
     return {
-        **_optimizer(made),
-        **_frozen(made.blocks),
+        **_optimizer(planned),
+        **_frozen(planned.blocks),
         "micro-batch": f"{plan.micro_batch or rows} of {counted(rows, 'example')}",
         **_tiles(plan),
         "chunk": f"{plan.chunk_params:,} parameters",
@@ -157,12 +158,12 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained),
         **_updated_twice(plan),
-        "commits": _commits(made),
+        "commits": _commits(planned),
         "held gradients": f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
         f"{len(plan.spilled_gradients)} on SSD",
         "cached weights": f"{len(plan.host_cached_weights)} of {len(moving)} groups, "
         f"{format_bytes(cached)} of {format_bytes(whole)}",
-        "cached state": f"{len(plan.host_cached_state)} of {sum(made.spec.chunks)} chunks",
+        "cached state": f"{len(plan.host_cached_state)} of {sum(planned.spec.chunks)} chunks",
     }
 
 
@@ -180,7 +181,7 @@ def _tiles(plan: Plan) -> dict[str, str]:
 
 
 def _frozen(blocks: Blocks) -> dict[str, str]:
-    """What is trained, if that is not all, and how the rest is kept."""
+    """Describe what is trained and how frozen weights are stored, if any are frozen."""
     if not any(group.frozen for group in blocks.groups):
         return {}
     trained = counted(sum(group.numel for group in blocks.trained), "parameter")
@@ -189,9 +190,9 @@ def _frozen(blocks: Blocks) -> dict[str, str]:
     return {"trained": f"{trained}; the rest is only read{packed}"}
 
 
-def _optimizer(made: MachinePlan) -> dict[str, str]:
-    """What is kept on SSD and, if it is not the usual optimizer, what that would cost."""
-    plan, usual = made.plan, made.usual
+def _optimizer(planned: MachinePlan) -> dict[str, str]:
+    """Describe the bytes on SSD and, for another optimizer, the cost of the default one."""
+    plan, usual = planned.plan, planned.usual
     rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
     if plan.kind == DEFAULT_KIND:
         return rows
@@ -205,7 +206,7 @@ def _optimizer(made: MachinePlan) -> dict[str, str]:
 
 
 def bytes_of(plan: Plan) -> float:
-    """Weights and state of a parameter."""
+    """Return the bytes of weights and optimizer state per parameter."""
     state_format = state_format_of(plan.dtype, plan.kind)
     return state_format.weight_bytes + state_format.state_bytes
 
@@ -237,9 +238,9 @@ def _updates(plan: Plan, groups: int) -> str:
     return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"
 
 
-def _commits(made: MachinePlan) -> str:
-    """How often, what a crash can cost, and what that saves."""
-    plan, foreseen = made.plan, made.forecast
+def _commits(planned: MachinePlan) -> str:
+    """Describe how often a step is committed, what a crash can cost, and what this saves."""
+    plan, foreseen = planned.plan, planned.forecast
     if not plan.commits_by_interval:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
@@ -253,7 +254,7 @@ def _commits(made: MachinePlan) -> str:
 
 
 def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
-    """What one block could keep of the batch, in the planner's order."""
+    """Return a table of the activations that a block could keep, in the order of the planner."""
     if not workload.shapes:
         return []
     width, kept, tokens = STATE_FORMATS[plan.dtype].weight_bytes, plan.kept_counts, workload.tokens
@@ -275,9 +276,9 @@ def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
     return lines
 
 
-def schedule_lines(made: MachinePlan) -> list[str]:
-    """Tokens in their order; a new line with every action of the compute lane."""
-    blocks, spec = made.blocks, made.spec
+def schedule_lines(planned: MachinePlan) -> list[str]:
+    """Return the tokens of the schedule; each action of the compute lane starts a line."""
+    blocks, spec = planned.blocks, planned.spec
     lines = ["", "group  chunks  key"]
     lines += [f"{n:5}  {spec.chunks[n]:6}  {group.key}" for n, group in enumerate(blocks.groups)]
     lines += ["", "site  groups  module"]
@@ -285,7 +286,7 @@ def schedule_lines(made: MachinePlan) -> list[str]:
         f"{number:4}  {','.join(map(str, spec.sites[number])):6}  {site.name}"
         for number, site in enumerate(blocks.sites)
     ]
-    for name, phase in made.phases.items():
+    for name, phase in planned.phases.items():
         lines += ["", f"{name}, {len(phase)} actions"]
         for row in _rows(phase):
             lines += textwrap.wrap(
@@ -311,23 +312,28 @@ def _rows(phase: Schedule) -> list[list[Action]]:
 # -- for programs ---------------------------------------------------------------------------------
 
 
-def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str, Any]:
-    plan, foreseen, clipped, machine = made.plan, made.forecast, made.clipped, made.machine
-    told: dict[str, Any] = {
-        "model": made.model,
+def to_json(planned: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str, Any]:
+    plan, foreseen, clipped, machine = (
+        planned.plan,
+        planned.forecast,
+        planned.clipped,
+        planned.machine,
+    )
+    facts: dict[str, Any] = {
+        "model": planned.model,
         "machine": machine.name if machine is not None else None,
         "gpus": plan.world,
-        "parameters": made.parameters,
-        "batch": made.batch,
-        "seq": made.workload.seq,
+        "parameters": planned.parameters,
+        "batch": planned.batch,
+        "seq": planned.workload.seq,
         "fits": True,
     }
-    if not made.has_room_for_export:
-        told |= {"fits_export": False, "export_bytes": made.export_bytes}
+    if not planned.has_room_for_export:
+        facts |= {"fits_export": False, "export_bytes": planned.export_bytes}
     if foreseen is not None and machine is not None:
         written, drives, usd = foreseen.written_bytes, machine.drives, machine.usd
         wear = wear_of(drives, written)
-        told |= {
+        facts |= {
             "step_s": foreseen.step_s,
             "tokens_per_s": foreseen.tokens_per_s,
             "steps": steps,
@@ -336,7 +342,7 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "total_s": None if steps is None else steps * foreseen.step_s,
             "lane_busy_s": foreseen.busy_s,
             "binding_lane": foreseen.binding,
-            "step_s_without_binding_lane": made.without_binding_s,
+            "step_s_without_binding_lane": planned.without_binding_s,
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,
             "commit": None if foreseen.commit is None else asdict(foreseen.commit),
@@ -351,36 +357,36 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
                     "written_bytes_per_step": other.written_bytes,
                     "drive_usd_per_step": wear_of(drives, other.written_bytes).usd or None,
                 }
-                for other in made.instead
+                for other in planned.instead
             ],
         }
-    told |= {"peak_bytes": made.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
+    facts |= {"peak_bytes": planned.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
     if plan.kind != DEFAULT_KIND:
-        told["usual"] = None if made.usual is None else _costs(made.usual)
-    told["plan"] = plan.to_json()
-    phases = {name: to_text(phase) for name, phase in made.phases.items()} if schedule else {}
-    if made.traced:
-        told["host_budget_bytes"] = made.host_bytes
-    if made.traced and schedule:
+        facts["usual"] = None if planned.usual is None else _costs(planned.usual)
+    facts["plan"] = plan.to_json()
+    phases = {name: to_text(phase) for name, phase in planned.phases.items()} if schedule else {}
+    if planned.traced:
+        facts["host_budget_bytes"] = planned.host_bytes
+    if planned.traced and schedule:
         spec = {
             name: sorted(value) if isinstance(value, frozenset) else value
-            for name, value in asdict(made.spec).items()
+            for name, value in asdict(planned.spec).items()
         }
-        told["schedule"] = {
-            "groups": [group.key for group in made.blocks.groups],
-            "sites": [site.name for site in made.blocks.sites],
+        facts["schedule"] = {
+            "groups": [group.key for group in planned.blocks.groups],
+            "sites": [site.name for site in planned.blocks.sites],
             "shape": spec,
             "phases": phases,
         }
     elif schedule:
-        told["schedule"] = phases
-    return told
+        facts["schedule"] = phases
+    return facts
 
 
-def _costs(made: MachinePlan) -> dict[str, Any]:
-    foreseen = made.forecast
+def _costs(planned: MachinePlan) -> dict[str, Any]:
+    foreseen = planned.forecast
     return {
-        "ssd_bytes": made.peak_bytes["ssd"],
+        "ssd_bytes": planned.peak_bytes["ssd"],
         "step_s": None if foreseen is None else foreseen.step_s,
         "written_bytes": None if foreseen is None else foreseen.written_bytes,
     }
@@ -470,10 +476,10 @@ def plan(
     classes: ShowClasses = False,
     as_json: Json = False,
 ) -> None:
-    """Does it fit, how fast will it be, what limits it? Nothing is written, no weights are read.
+    """Plan a run: does it fit, how fast is it, what limits it? Nothing is written.
 
-    With --machine, or for a preset, the answer comes from shapes alone. For a model folder on this
-    machine the model's own blocks are traced, as a run does it.
+    With --machine, or for a preset, the plan is computed from shapes alone. For a model folder
+    on this machine, the blocks of the model are traced, as in a run. No weights are read.
     """
     # A plan needs neither data nor a run folder.
     overrides |= {"model": model, "data": ".", "out": ".", "budget.gpus": gpus}
@@ -518,7 +524,7 @@ def plan(
 
 
 def _steps_of_epochs(settings: Config, examples: int | None, data: Path | None) -> int:
-    """Return the number of steps of a run over so many examples, or over those of a file."""
+    """Return the number of steps for --epochs over --examples, or over the rows of --data."""
     from lohan.data.cache import check_source
     from lohan.data.dataset import steps_for
     from lohan.data.reading import count_rows
@@ -545,17 +551,17 @@ def _plan_here(
 
     profile = latest_profile()
     _check_prices(profile, minimise)
-    made = plan_traced(settings, profile, minimise=minimise)
-    _show(made, settings.train.steps, schedule=schedule, classes=classes, as_json=as_json)
+    planned = plan_traced(settings, profile, minimise=minimise)
+    _show(planned, settings.train.steps, schedule=schedule, classes=classes, as_json=as_json)
 
 
 def _show(
-    made: MachinePlan, steps: int | None, *, schedule: bool, classes: bool, as_json: bool
+    planned: MachinePlan, steps: int | None, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     if as_json:
-        echo(json.dumps(to_json(made, steps=steps, schedule=schedule), indent=1))
+        echo(json.dumps(to_json(planned, steps=steps, schedule=schedule), indent=1))
     else:
-        echo("\n".join(describe(made, steps=steps, schedule=schedule, classes=classes)))
+        echo("\n".join(describe(planned, steps=steps, schedule=schedule, classes=classes)))
 
 
 def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> PlanRequest:
@@ -574,8 +580,8 @@ def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> P
 
 
 def _check_prices(profile: Profile | None, minimise: str) -> None:
-    known = profile is not None and profile.usd_per_s and profile.usd_per_written_byte
-    if minimise == "cost" and not known:
+    priced = profile is not None and profile.usd_per_s and profile.usd_per_written_byte
+    if minimise == "cost" and not priced:
         name = profile.name if profile is not None else "this machine, which was not measured,"
         raise ConfigError(
             f"--minimise cost: {name} has no prices; give server_usd, and usd and endurance_bytes "
@@ -588,9 +594,9 @@ def _plan_from_shapes(
 ) -> None:
     from lohan.planner.machine_plan import plan_for_machine, with_alternatives
 
-    gc.disable()  # it makes many values, and nearly all of them live as long as the answer
+    gc.disable()  # planning creates many objects, and nearly all of them are kept to the end
     try:
-        made = with_alternatives(plan_for_machine(request))
+        planned = with_alternatives(plan_for_machine(request))
     except BudgetError as refused:
         if not as_json:
             raise
@@ -598,27 +604,27 @@ def _plan_from_shapes(
         return
     finally:
         gc.enable()
-    _show(made, steps, schedule=schedule, classes=classes, as_json=as_json)
+    _show(planned, steps, schedule=schedule, classes=classes, as_json=as_json)
 
 
 def _search(request: PlanRequest, named: str, *, model_too: bool, as_json: bool) -> None:
     from lohan.planner import presets
     from lohan.planner.machine_plan import largest_batch, largest_model
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if model_too:
         family = named.split("-")[0]
         names = [n for n in presets.model_names() if n.split("-")[0] == family]
         lora, base = request.model.lora, request.model.base
         models = [replace(presets.model(n), lora=lora, base=base) for n in names]
         best = largest_model(request, models or [request.model])
-        found = {"largest_model": best.name if best else None, "batch": request.batch}
+        result = {"largest_model": best.name if best else None, "batch": request.batch}
     else:
-        found = {"model": request.model.name, "largest_batch": largest_batch(request)}
+        result = {"model": request.model.name, "largest_batch": largest_batch(request)}
     if as_json:
-        echo(json.dumps({"machine": request.machine.name, **found}, indent=1))
+        echo(json.dumps({"machine": request.machine.name, **result}, indent=1))
     else:
-        what, value = next((k, v) for k, v in found.items() if k.startswith("largest"))
+        what, value = next((k, v) for k, v in result.items() if k.startswith("largest"))
         with_what = f"batch {request.batch}" if model_too else request.model.name
         seq = request.model.sample_tokens or request.seq
         echo(

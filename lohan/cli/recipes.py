@@ -1,5 +1,7 @@
-"""`lohan init`: a commented settings file for a model, data and a machine, as the planner would
-choose; and what settings of other trainers are called here."""
+"""`lohan init`, which writes a commented settings file, and the setting names of other trainers.
+
+The file contains what the planner would choose for a model, data and a machine.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from lohan.planner.machine_plan import MachinePlan, PlanRequest
 
 BATCHES = tuple(2**n for n in range(9))
-ENOUGH = 0.9  # of the best speed: larger batches cost steps, and memory
-USUAL_BATCH = 8  # rows of a step that training is usually stable with; fewer only where they must
-SAMPLED, SEQ, LONGEST = 500, 1024, 8192  # examples looked at; tokens where that cannot be done
-STEPS_PER_PASS, MANY = 10, 2**30  # at least so many steps; examples where they are not counted
+ENOUGH = 0.9  # share of the best speed; larger batches mean fewer steps and more memory
+USUAL_BATCH = 8  # rows; training is usually stable with them, and fewer are a last resort
+SAMPLED = 500  # examples that are tokenised to choose the sequence length
+SEQ, LONGEST = 1024, 8192  # default and largest sequence length, in tokens
+STEPS_PER_PASS = 10  # fewest steps of an epoch
+MANY = 2**30  # number of examples if they were not counted
 
 
 def init(
@@ -46,9 +50,12 @@ def init(
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
-    """Write a commented settings file: what the planner would choose, and why. Without --machine it
-    is for this one, which is measured once; that takes less than a minute."""
-    if os.path.lexists(file):  # a link that leads nowhere is somebody's too
+    """Write a commented settings file: what the planner would choose, and why.
+
+    Without --machine it is for this machine, which is measured once; that takes less than a
+    minute.
+    """
+    if os.path.lexists(file):  # a dangling link is not overwritten either
         raise ConfigError(f"--file {file}: the file is there already; give another name")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--file {file}: no such folder; create it, or give another name")
@@ -79,7 +86,7 @@ def init(
             "--dry-run` plans it"
         )
         return
-    answers = 2 if task == "preference" else 1  # of each row
+    answers = 2 if task == "preference" else 1  # per row
     seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
     dtype = "bf16" if profile.has_gpu else "fp32"
     request = PlanRequest(
@@ -90,9 +97,9 @@ def init(
         host=host,
         options=PlanOptions(dtype=dtype, clip=1.0, can_rerun=True, commit=None),
     )
-    speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
-    batch = made.batch // answers
-    _write(file, _recipe(model, data, file, run, task, made, batch, speeds, budget, why_seq))
+    speeds, planned = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
+    batch = planned.batch // answers
+    _write(file, _recipe(model, data, file, run, task, planned, batch, speeds, budget, why_seq))
     if as_json:
         facts = {"file": str(file), "task": task, "batch": batch, "seq": seq, "host_bytes": host}
         echo(json.dumps(facts, indent=1))
@@ -113,8 +120,11 @@ def _write(file: Path, text: str) -> None:
 def _this_machine(
     ssd: list[Path], file: Path, *, ssds: int | None, gpus: int | None
 ) -> tuple[Profile, list[str]]:
-    """Measured, with its drives: the folders that were named, else those of the last `lohan
-    profile`, else where the file goes."""
+    """Measure this machine and return its profile and the folders on its drives.
+
+    The folders are those of --ssd, otherwise those of the last `lohan profile`, otherwise the
+    folder of the settings file.
+    """
     if ssds is not None:
         raise ConfigError(
             f"--ssds {ssds}: this machine's drives are named, not counted; give --ssd DIR once for "
@@ -146,7 +156,7 @@ def _this_machine(
 
 
 def _host(free: int) -> int:
-    """What a run may take of free memory; Python and torch come on top of it."""
+    """Return the memory budget for a run; Python and torch need memory beyond it."""
     most = max(free // 2, min(int(0.95 * free), free - GiB))
     return most // GiB * GiB or most
 
@@ -156,19 +166,19 @@ def _size(host: int) -> str:
 
 
 def _task(model: Path, data: Path) -> str:
-    """What a model folder is made for, and what the data is; presets are language models."""
-    found = "language"
+    """Return the task that fits the model folder and the data; presets are language models."""
+    task = "language"
     if model.is_dir():
         from lohan.train.inputs import made_for
         from lohan.util.system import set_up_libraries
 
         set_up_libraries()
-        found = made_for(model)
-    return "preference" if found == "language" and _loss(data) else found
+        task = made_for(model)
+    return "preference" if task == "language" and _loss(data) else task
 
 
 def _loss(data: Path) -> str:
-    """Of preferences, by the first row; "": it is other data."""
+    """Return the preference loss that fits the first row of the data, or "" for other data."""
     from lohan.data.reading import files_of, read_rows, suffix_of
 
     if suffix_of(data) == ".txt" or not files_of(data):
@@ -188,7 +198,7 @@ def _plain_recipe(
     machine: Profile,
     budget: list[str],
 ) -> str:
-    """Without a forecast, which is made from shapes of language models."""
+    """Return a settings file without a forecast, which exists for language models only."""
     lines = [
         f"# {task} on {machine.name}: lohan train --config {file.name}; --dry-run plans it",
         "",
@@ -219,8 +229,10 @@ def _plain_recipe(
 
 
 def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, int]:
-    """Room for the longest of the first examples, how that was found, and how many there are at
-    least."""
+    """Return the sequence length, the reason for it, and a lower bound on the number of examples.
+
+    The length has room for the longest of the first examples.
+    """
     if not model.is_dir():
         return SEQ, "the default: there is no tokenizer to look at the data with", MANY
     from lohan.data.reading import read_examples, suffix_of
@@ -242,29 +254,29 @@ def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, 
 def _batches(
     request: PlanRequest, *, most: int, answers: int
 ) -> tuple[dict[int, float], MachinePlan]:
-    """Return tokens a second by batch, and the plan for the proposed batch.
+    """Return tokens per second by batch, and the plan for the proposed batch.
 
     That is the smallest batch of at least USUAL_BATCH rows that is nearly the fastest. If such
-    batches do not fit, or are more than `most`, it is the largest. `answers` are those of a row.
+    batches do not fit, or exceed `most`, it is the largest one. Each row has `answers` answers.
     """
     from dataclasses import replace
 
     from lohan.planner.machine_plan import plan_for_machine
 
-    made: dict[int, MachinePlan] = {}
+    plans: dict[int, MachinePlan] = {}
     for batch in (batch for batch in BATCHES if batch <= most):
         try:
-            made[batch] = plan_for_machine(replace(request, batch=batch * answers))
+            plans[batch] = plan_for_machine(replace(request, batch=batch * answers))
         except BudgetError:
-            if not made:
+            if not plans:
                 raise
             break
-    speeds = {b: plan.forecast.tokens_per_s for b, plan in made.items() if plan.forecast}
+    speeds = {b: plan.forecast.tokens_per_s for b, plan in plans.items() if plan.forecast}
     usual = {batch: speed for batch, speed in speeds.items() if batch >= USUAL_BATCH}
     usual = usual or {max(speeds): speeds[max(speeds)]}
     best = max(usual.values())
     chosen = next(batch for batch, speed in usual.items() if speed >= ENOUGH * best)
-    return speeds, made[chosen]
+    return speeds, plans[chosen]
 
 
 def _why_batch(batch: int) -> str:
@@ -279,13 +291,13 @@ def _recipe(
     file: Path,
     run: Path,
     task: str,
-    made: MachinePlan,
+    planned: MachinePlan,
     batch: int,
     speeds: dict[int, float],
     budget: list[str],
     why_seq: str,
 ) -> str:
-    machine = made.machine
+    machine = planned.machine
     assert machine is not None
     table = ", ".join(f"{batch}: {speed:,.0f}" for batch, speed in speeds.items())
     folder = Path(model).resolve() if Path(model).is_dir() else Path("MODEL-FOLDER")
@@ -293,11 +305,11 @@ def _recipe(
     pairs = task == "preference"
     kind = ['task = "preference"  # by the first row; docs/preference.md'] if pairs else []
     loss = ["[preference]", f"loss = {quoted(_loss(data))}", "beta = 0.1", ""] if pairs else []
-    busiest = made.forecast.binding if made.forecast else ""
+    busiest = planned.forecast.binding if planned.forecast else ""
     lines = [
-        f"# {made.model} on {machine.name}: lohan train --config {file.name}",
-        f"# Forecast: a step takes {format_seconds(made.step_s)}, 1,000 steps "
-        f"{format_seconds(1000 * made.step_s)}; {busiest} is busiest.",
+        f"# {planned.model} on {machine.name}: lohan train --config {file.name}",
+        f"# Forecast: a step takes {format_seconds(planned.step_s)}, 1,000 steps "
+        f"{format_seconds(1000 * planned.step_s)}; {busiest} is busiest.",
         "",
         f"model = {quoted(str(folder))}",
         f"data = {quoted(str(data.resolve()))}",
@@ -307,8 +319,8 @@ def _recipe(
         "[train]",
         f"# Tokens a second by batch: {table}.",
         f"batch = {batch}  # {_why_batch(batch)}",
-        f"seq = {made.workload.seq}  # {why_seq}",
-        f"dtype = {quoted(made.options.dtype)}",
+        f"seq = {planned.workload.seq}  # {why_seq}",
+        f"dtype = {quoted(planned.options.dtype)}",
         "epochs = 1.0",
         *(
             ["lr = 1e-6  # usual for preferences; 1e-5 with lora"]
@@ -321,7 +333,7 @@ def _recipe(
         "",
         *loss,
         "[budget]",
-        f"# The state takes {format_bytes(made.peak_bytes['ssd'])} of the drives.",
+        f"# The state takes {format_bytes(planned.peak_bytes['ssd'])} of the drives.",
         *budget,
         "",
         "[eval]",
@@ -384,37 +396,37 @@ NAMES = {
 
 
 def refuse_foreign_options(words: Sequence[str]) -> None:
-    """Raise ConfigError for an option that another trainer calls by another name."""
+    """Raise ConfigError for an option that has another name in another trainer."""
     for word in words:
         given = word.partition("=")[0]
-        known = NAMES.get(given.removeprefix("--").replace("-", "_"))
-        if known is not None and given.startswith("--") and given != field_of(known).option:
+        setting = NAMES.get(given.removeprefix("--").replace("-", "_"))
+        if setting is not None and given.startswith("--") and given != field_of(setting).option:
             raise ConfigError(
-                f"{given}: no such option; it is called {field_of(known).option} here"
+                f"{given}: no such option; it is called {field_of(setting).option} here"
             )
 
 
 def refuse_yaml(file: Path) -> None:
-    """Settings of Axolotl and LLaMA-Factory are YAML: says what their keys are called here."""
+    """Refuse a YAML file of Axolotl or LLaMA-Factory, and name LoHan's settings for its keys."""
     if file.suffix.lower() not in (".yaml", ".yml"):
         return
     import yaml
 
-    try:  # texts only: a date or a number that is none does not matter for its key
-        found: Any = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
+    try:  # BaseLoader reads every value as text: only the keys matter
+        settings: Any = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
     except RecursionError:
         raise ConfigError(f"{file}: cannot be read: nested too deep; give a TOML file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{file}: cannot be read: {reason}; give a TOML file") from None
-    keys = [str(key) for key in found] if isinstance(found, dict) else []
-    known = [f"{key} is {NAMES[key]}" for key in keys if key in NAMES]
-    if not known:
+    keys = [str(key) for key in settings] if isinstance(settings, dict) else []
+    renamed = [f"{key} is {NAMES[key]}" for key in keys if key in NAMES]
+    if not renamed:
         raise ConfigError(f"{file}: settings are TOML; `lohan init` writes such a file")
     other = [key for key in keys if key not in NAMES]
     rest = f"; without a counterpart: {', '.join(other)}" if other else ""
     raise ConfigError(
-        f"{file}: settings of another trainer, and ours are TOML; {', '.join(known)} (a batch is "
+        f"{file}: settings of another trainer, and ours are TOML; {', '.join(renamed)} (a batch is "
         f"the rows of a whole step, accumulation included){rest}; `lohan init` writes a file to "
         "fill in"
     )

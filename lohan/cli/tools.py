@@ -104,7 +104,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Look at this machine: what a run will find, what is missing, what to do. Takes seconds.
+    """Check this machine: what a run will find, what is missing, what to do. Takes seconds.
 
     The exit code is 1 if something keeps a run from working.
     """
@@ -120,13 +120,13 @@ def doctor(
             )
     from lohan.tools.doctor import check_drives, check_machine, describe, passed
 
-    found = [*check_machine(), *check_drives(ssd or [Path.cwd()])]
+    findings = [*check_machine(), *check_drives(ssd or [Path.cwd()])]
     if as_json:
-        made = {"ok": passed(found), "findings": [asdict(finding) for finding in found]}
-        echo(json.dumps(made, indent=1))
+        result = {"ok": passed(findings), "findings": [asdict(finding) for finding in findings]}
+        echo(json.dumps(result, indent=1))
     else:
-        echo("\n".join(describe(found)))
-    if not passed(found):
+        echo("\n".join(describe(findings)))
+    if not passed(findings):
         raise typer.Exit(EXIT_PROBLEM)
 
 
@@ -149,21 +149,21 @@ def _self_test(
     repeat = f"lohan doctor --gpu --ssd {ssd}" + (
         "" if device == "accelerator" else f" --device {device}"
     )
-    found = []
+    results = []
     for each in kit.self_test(device, ssd, names):
-        found.append(each)
+        results.append(each)
         if not as_json:
             echo("\n".join(kit.describe(each, repeat)))
-    text = kit.report(found, device)
+    text = kit.report(results, device)
     if target is not None:
         target.write(text.encode())
     if as_json:
         echo(text)
     else:
-        echo("\n" + kit.summary(found))
+        echo("\n" + kit.summary(results))
         where = f"report: {out}" if out else "-o FILE writes the report"
         echo(f"{where}; docs/first-gpu-run.md says what each line means and where to send it")
-    if not kit.passed(found):
+    if not kit.passed(results):
         raise typer.Exit(EXIT_PROBLEM)
 
 
@@ -171,7 +171,7 @@ def _self_test(
 
 
 MERGED = "trace-all.json"
-GENERATOR = b'content="lohan report"'  # by which a report is known
+GENERATOR = b'content="lohan report"'  # identifies a file of this command
 
 
 def report(
@@ -213,7 +213,7 @@ def report(
 
 
 def advice_for(story: RunRecord) -> Advice:
-    """From the planner; a run without what that needs gets the reason instead."""
+    """Return advice from the planner, or the reason why there is none."""
     from lohan.tools.report import Advice
 
     start, plan, measured = (story.last(event) for event in ("start", "plan", "measured"))
@@ -298,31 +298,31 @@ def verify(
 
     first = ranks_of(os.environ).first
     with closing(open_display(Console(stderr=True)) if first else Display()) as shown:
-        made = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
-    if made is None:  # the first rank has the answer
+        result = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
+    if result is None:  # only the first rank has the result
         return
-    echo(json.dumps(finite(to_json(made)), indent=1) if as_json else "\n".join(describe(made)))
-    if not made.passed:
+    echo(json.dumps(finite(to_json(result)), indent=1) if as_json else "\n".join(describe(result)))
+    if not result.passed:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def describe(made: Verification) -> list[str]:
-    train, copy = made.config.train, made.copy
+def describe(result: Verification) -> list[str]:
+    train, copy = result.config.train, result.copy
     layers = f"{copy.layers} of {counted(copy.all_layers, 'layer')}, " if copy.shrunk else ""
     lines = [
-        f"{made.config.model}: {layers}{made.parameters:,} parameters, {train.dtype or 'fp32'}; "
-        f"batch {train.batch}; the first {counted(len(made.reference_losses), 'step')} of "
-        f"{made.total:,}",
-        *made.notes,
+        f"{result.config.model}: {layers}{result.parameters:,} parameters, "
+        f"{train.dtype or 'fp32'}; batch {train.batch}; the first "
+        f"{counted(len(result.reference_losses), 'step')} of {result.total:,}",
+        *result.notes,
     ]
-    for each in made.compared:
-        lines += ["", *_mode_lines(made, each)]
-    failed = [str(each.mode) for each in made.compared if not each.passed]
-    lines += ["", f"FAIL: {'; '.join(failed)}" if failed else _passed(made)]
+    for each in result.compared:
+        lines += ["", *_mode_lines(result, each)]
+    failed = [str(each.mode) for each in result.compared if not each.passed]
+    lines += ["", f"FAIL: {'; '.join(failed)}" if failed else _passed(result)]
     return lines
 
 
-def _mode_lines(made: Verification, each: Compared) -> list[str]:
+def _mode_lines(result: Verification, each: Compared) -> list[str]:
     from lohan.tools.verify import worst
 
     lines = [
@@ -336,40 +336,40 @@ def _mode_lines(made: Verification, each: Compared) -> list[str]:
         mark = f"  FAIL: {len(wrong)} of {len(step)} tensors" if wrong else ""
         mark += "" if loss.passed else "  FAIL: loss"
         lines.append(
-            f"{number + 1:5} {made.reference_losses[number]:12.6f} {each.free.losses[number]:12.6f}"
-            f" {loss.difference:9.2e} {loss.limit:9.2e}   {tensor.difference:9.2e} "
-            f"{tensor.limit:9.2e}  {tensor.what}{mark}"
+            f"{number + 1:5} {result.reference_losses[number]:12.6f} "
+            f"{each.free.losses[number]:12.6f} {loss.difference:9.2e} {loss.limit:9.2e}   "
+            f"{tensor.difference:9.2e} {tensor.limit:9.2e}  {tensor.what}{mark}"
         )
     if each.other_bits:
         lines.append(f"FAIL: other bits than {each.other_bits}")
     return lines
 
 
-def _passed(made: Verification) -> str:
-    tensors = len(made.compared[0].weights[0])
-    noise = ", rounding noise measured" if made.noise is not None else ""
+def _passed(result: Verification) -> str:
+    tensors = len(result.compared[0].weights[0])
+    noise = ", rounding noise measured" if result.noise is not None else ""
     return (
         f"pass: {counted(tensors, 'tensor')} and the loss of every step within the tolerance"
-        f"{noise}; {counted(len(made.compared), 'mode')}"
+        f"{noise}; {counted(len(result.compared), 'mode')}"
     )
 
 
-def to_json(made: Verification) -> dict[str, Any]:
+def to_json(result: Verification) -> dict[str, Any]:
     return {
-        "pass": made.passed,
-        "model": str(made.config.model),
-        "parameters": made.parameters,
-        "layers": made.copy.layers,
-        "all_layers": made.copy.all_layers,
-        "dtype": made.config.train.dtype or "fp32",
-        "notes": made.notes,
-        "tolerance": {"loss": made.tolerance.loss, "way": made.tolerance.update},
-        "noise_measured": made.noise is not None,
-        "modes": [_mode_json(made, each) for each in made.compared],
+        "pass": result.passed,
+        "model": str(result.config.model),
+        "parameters": result.parameters,
+        "layers": result.copy.layers,
+        "all_layers": result.copy.all_layers,
+        "dtype": result.config.train.dtype or "fp32",
+        "notes": result.notes,
+        "tolerance": {"loss": result.tolerance.loss, "way": result.tolerance.update},
+        "noise_measured": result.noise is not None,
+        "modes": [_mode_json(result, each) for each in result.compared],
     }
 
 
-def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
+def _mode_json(result: Verification, each: Compared) -> dict[str, Any]:
     mode = each.mode
     return {
         "update_mode": mode.update_mode,
@@ -381,7 +381,7 @@ def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
         "steps": [
             {
                 "step": number + 1,
-                "reference_loss": made.reference_losses[number],
+                "reference_loss": result.reference_losses[number],
                 "loss": each.free.losses[number],
                 "loss_difference": each.losses[number].difference,
                 "loss_limit": each.losses[number].limit,
@@ -403,7 +403,7 @@ def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has neither infinity nor NaN: null stands for them."""
+    """Replace infinity and NaN, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

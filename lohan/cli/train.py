@@ -78,15 +78,15 @@ def train(
             from lohan.cli.plan import describe, to_json
             from lohan.tools.plan_run import dry_run as plan_only
 
-            count, made = plan_only(resolved, shown)
+            count, planned = plan_only(resolved, shown)
             if as_json:
                 echo(
                     json.dumps(
-                        {"steps": count, **to_json(made, steps=count, schedule=False)}, indent=1
+                        {"steps": count, **to_json(planned, steps=count, schedule=False)}, indent=1
                     )
                 )
                 return
-            for line in (counted(count, "step"), *describe(made, steps=count)):
+            for line in (counted(count, "step"), *describe(planned, steps=count)):
                 shown.note(line)
             return
         from lohan.train.trainer import train as run_train
@@ -113,8 +113,11 @@ def resume(
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a run from its last committed step. Settings given here replace those of the run
-    from here on; --ssd says where a store that was moved is now."""
+    """Continue a run from its last committed step.
+
+    Settings given here replace those of the run from this step on. --ssd names the folders of a
+    store that was moved.
+    """
     if keep_schedule and steps is None:
         raise ConfigError("--keep-schedule goes with --steps; give both, or leave it out")
     from lohan.train.run_folder import RunFolder, lost_with_snapshot, stores_of
@@ -178,9 +181,11 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of the last committed step as a Hugging Face folder, or the adapter of a
-    LoRA run as a PEFT folder; with --merge the model with the adapter in it, with --as-lora an
-    adapter that approximates a full fine-tune."""
+    """Write the weights of the last committed step as a Hugging Face folder.
+
+    A LoRA run is written as a PEFT adapter; --merge adds the adapter to the weights of its base
+    instead. --as-lora writes an adapter that approximates a full fine-tune.
+    """
     check_dtype(dtype)
     set_up_libraries()
     if as_lora is not None:
@@ -225,8 +230,8 @@ def export_run(
     check_export_to(folder, config, out)
     with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
-        own = stored_state_format(meta).name
-        trained = task_of(config).load(config, dtype=own)
+        stored_dtype = stored_state_format(meta).name
+        trained = task_of(config).load(config, dtype=stored_dtype)
         restore_buffers(trained, meta)
         how: dict[str, Any] = {
             "source_folder": config.model,
@@ -236,7 +241,7 @@ def export_run(
         }
         if merge:
             read = store_reader(*stores, ema=ema)
-            export_merged(trained, read, out, dtype=dtype or own, **how)
+            export_merged(trained, read, out, dtype=dtype or stored_dtype, **how)
         else:
             export_store(stores, out, dtype=dtype, model=trained, ema=ema, **how)
         step = TrainState.of(meta).step
@@ -272,15 +277,15 @@ def export_as_lora(
         raise ConfigError(f"--as-lora: {run} has trained an adapter already; leave it out")
     check_export_to(folder, config, out)
     with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
-        own = stored_state_format(stores[0].meta).name
-        model = task_of(config).load(config, dtype=own)
+        stored_dtype = stored_state_format(stores[0].meta).name
+        model = task_of(config).load(config, dtype=stored_dtype)
         held = export_low_rank(
             model,
             store_reader(*stores, ema=ema),
             source_of(model),
             out,
             rank=rank,
-            dtype=dtype_of(STATE_FORMATS[dtype or own]),
+            dtype=dtype_of(STATE_FORMATS[dtype or stored_dtype]),
             overwrite=overwrite,
             progress=lambda done, all_: shown.advance("exporting", done, all_),
         )
@@ -317,7 +322,7 @@ def merge_adapter(
     overwrite: bool,
     as_json: bool = False,
 ) -> None:
-    """Of an adapter's folder, onto the base that it names or that is given."""
+    """Merge the adapter of a folder into the given base model, or the one that it names."""
     from lohan.checkpoint.adapters import named_base
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
@@ -328,14 +333,14 @@ def merge_adapter(
     for what, path in (("the adapter", adapter), ("--model", base)):
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
-    own = own_dtype(base)
+    base_dtype = own_dtype(base)
     with display(stderr=as_json) as shown:
-        adapted = load(base, dtype=own, adapter=adapter)
+        adapted = load(base, dtype=base_dtype, adapter=adapter)
         export_merged(
             adapted,
             source_of(adapted),
             out,
-            dtype=dtype or own,
+            dtype=dtype or base_dtype,
             source_folder=base,
             overwrite=overwrite,
             progress=lambda done, all_: shown.advance("exporting", done, all_),
@@ -346,7 +351,7 @@ def merge_adapter(
 
 
 def fetch_model(config: Path | None, overrides: dict[str, Any]) -> None:
-    """A model that is named as one of the hub, and is no folder here, is fetched into its cache."""
+    """Download the model into the Hugging Face cache unless it is a local folder."""
     given, base = overrides.get("model"), Path.cwd()
     if given is None and config is not None:
         given, base = load_toml(config).get("model"), config.parent

@@ -36,7 +36,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each is imported when it is asked for: TRL is an extra, and transformers takes its time."""
+    """Import a trainer on first use: TRL is optional, and importing transformers is slow."""
     if name not in _PLACES and name.endswith("Trainer"):  # the import says why
         raise ImportError(
             f"lohan.hf has no {name}; it has {', '.join(_PLACES)}. Trainers whose steps generate "

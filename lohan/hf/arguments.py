@@ -1,4 +1,4 @@
-"""What a Trainer is told: LoHan's own arguments, the optimizer, and what cannot be had."""
+"""LoHan's arguments for a Trainer, the mapping of `optim`, and the arguments that are refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from lohan.engine.attach import Budget
 from lohan.errors import ConfigError
 from lohan.util.units import AUTO
 
-# -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
+# -- LoHan's arguments -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class LohanArguments:
-    """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
-    not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
-    LOHAN_COMMIT_EVERY. Without `ssd` the state is in the output folder."""
+    """The settings of LoHan that `TrainingArguments` does not have.
+
+    They are passed as `Trainer(..., lohan=LohanArguments(host="8GiB"))`. Settings that are left
+    out are read from the environment variables LOHAN_HOST, LOHAN_SSD (folders separated as in
+    PATH) and LOHAN_COMMIT_EVERY. Without `ssd`, the training state is stored in the output
+    folder.
+    """
 
     host: str | int | None = None
     ssd: tuple[str | os.PathLike[str], ...] = ()
@@ -27,11 +31,11 @@ class LohanArguments:
     device_memory: str | int | None = None
     micro_batch: int | None = None
     tiles: int | str = "auto"
-    max_length: int | None = None  # of a batch in tokens; not given: what the first batch has
+    max_length: int | None = None  # longest row in tokens; None: the length of the first batch
     update_mode: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
-    moments: str | None = None  # how they are stored; not given: as `optim` says
+    moments: str | None = None  # their stored format; None: the one that `optim` implies
 
     def budget(self, output_dir: str) -> Budget:
         named = os.environ.get("LOHAN_SSD", "")
@@ -44,7 +48,7 @@ class LohanArguments:
         )
 
 
-# -- From what TrainingArguments says of the optimizer to one of LoHan's ---------------------------
+# -- The optimizer that TrainingArguments names ----------------------------------------------------
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
@@ -64,11 +68,13 @@ def optimizer_name(args: Any) -> str:
 
 
 def optimizer_kwargs(args: Any, name: str) -> dict[str, Any]:
-    """Return what TrainingArguments say of this optimizer besides learning rate and weight decay.
-    Lion takes its betas from adam_beta1 and adam_beta2, as in transformers; momentum and nesterov
-    of SGD come from optim_args."""
+    """Return the optimizer arguments other than learning rate and weight decay.
+
+    Lion takes its betas from adam_beta1 and adam_beta2, as in transformers. SGD takes momentum
+    and nesterov from optim_args.
+    """
     if name == "sgd":
-        return _given(args)
+        return _sgd_kwargs(args)
     betas = {"betas": (args.adam_beta1, args.adam_beta2)}
     return betas if name == "lion" else {**betas, "eps": args.adam_epsilon}
 
@@ -85,25 +91,25 @@ _SGD: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _given(args: Any) -> dict[str, Any]:
-    """What SGD is told: nothing, or momentum=0.9,nesterov=True."""
-    found: dict[str, Any] = {"momentum": 0.0}
+def _sgd_kwargs(args: Any) -> dict[str, Any]:
+    """Parse `optim_args` for SGD, which may be empty or such as "momentum=0.9,nesterov=True"."""
+    values: dict[str, Any] = {"momentum": 0.0}
     for part in filter(None, str(args.optim_args or "").replace(" ", "").split(",")):
         key, _, value = part.partition("=")
         try:
-            found[key] = _SGD[key](value)
+            values[key] = _SGD[key](value)
         except (KeyError, ValueError):
             raise ConfigError(
                 f"optim_args={args.optim_args!r}: {part!r} cannot be used with lohan.hf; sgd takes "
                 "momentum=NUMBER and nesterov=True"
             ) from None
-    return found
+    return values
 
 
-# -- What a Trainer can be asked for and LoHan does not do: each with its reason -------------------
+# -- Arguments that LoHan refuses ------------------------------------------------------------------
 
 
-# An argument of TrainingArguments, and why it cannot be set.
+# Arguments of TrainingArguments that cannot be set, each with the reason.
 REFUSED = {
     "fsdp": "the state lies on SSD and is shared by all processes already; leave it out",
     "deepspeed": "LoHan takes the place of ZeRO and its offloading; leave it out",
@@ -112,22 +118,22 @@ REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Before Trainer acts on them."""
+    """Refuse arguments that LoHan cannot follow, and switch off those that it replaces."""
     for name, reason in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name} cannot be used with lohan.hf: {reason}")
     args._n_gpu = min(1, args.n_gpu)  # no DataParallel
-    args.gradient_checkpointing = False  # blocks are recomputed as memory asks for it
-    args.bf16_full_eval = args.fp16_full_eval = False  # they save memory, which is planned
+    args.gradient_checkpointing = False  # the planner decides what is recomputed
+    args.bf16_full_eval = args.fp16_full_eval = False  # the planner manages memory
     if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False  # what blocks keep, and where, is planned
+        args.activation_offloading = False  # the planner places activations
     if args.use_liger_kernel:  # head and loss run in slices already; the rest replaces modules
-        own = {"fused_linear_cross_entropy": False, "cross_entropy": False}
-        args.liger_kernel_config = {**(args.liger_kernel_config or {}), **own}
+        disabled = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        args.liger_kernel_config = {**(args.liger_kernel_config or {}), **disabled}
 
 
 def check_push(args: Any, ssd: Sequence[Any]) -> None:
-    """Trainer uploads the whole output folder: the store must not be in it."""
+    """Refuse to push a folder to the hub that contains the training state."""
     out = Path(args.output_dir).resolve()
     folders = [Path(folder).resolve() for folder in ssd]
     if any(out in (folder, *folder.parents) for folder in folders):

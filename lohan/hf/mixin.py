@@ -59,15 +59,18 @@ from lohan.train.run_folder import write_file
 from lohan.util.files import load_json
 
 logger = logging.get_logger(__name__)
-GROUPS_FILE = "optimizer_groups.json"  # of a checkpoint: hyper-parameters of each group
+GROUPS_FILE = "optimizer_groups.json"  # in a checkpoint: hyper-parameters of each group
 
 
 class TooLarge(RuntimeError):
-    """A batch that the budget has no room for, in words that auto_find_batch_size looks for."""
+    """Raised for a batch that exceeds the budget, in words that auto_find_batch_size detects."""
 
 
 def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Logits that are made when they are asked for stay so."""
+    """Convert the outputs of the model to fp32.
+
+    Logits that are computed on access are also converted on access.
+    """
     make = getattr(outputs, "make_logits", None)
     if make is None:
         return convert_to_fp32(outputs)
@@ -76,7 +79,10 @@ def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 class _LossesInFp32(TorchFunctionMode):
-    """Losses get their inputs in fp32, inside the model's forward: not where blocks run again."""
+    """Compute loss functions in fp32 while the forward of the model runs.
+
+    The mode is not active while blocks are recomputed.
+    """
 
     KINDS = frozenset(
         getattr(nn.functional, name)
@@ -106,9 +112,12 @@ class _LossesInFp32(TorchFunctionMode):
 
 
 class LohanMixin(OutputStore):
-    """What makes a Trainer train out of core. `session` is there from the first training step."""
+    """The part of a Trainer that trains out of core.
 
-    over_tokens = False  # its loss is over log-probabilities of tokens, from the head in slices
+    `session` is None until the first training step attaches the model.
+    """
+
+    over_tokens = False  # the loss is computed from log-probabilities of the sliced head
     args: Any
     model: Any
     accelerator: Any
@@ -126,12 +135,12 @@ class LohanMixin(OutputStore):
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the current step
         self._resumes = False
-        self._beginning: Path | None = None  # stands for the checkpoint of a training that has none
-        self._rewind: Path | None = None  # the state to go back to, when the store is opened
-        self._lasts = True  # the session, beyond one evaluation
+        self._beginning: Path | None = None  # checkpoint of step 0, if none was saved
+        self._rewind: Path | None = None  # state to restore when the store is opened
+        self._lasts = True  # the session is kept after an evaluation
         self._too_large: BudgetError | None = None
-        self._ranks: ProcessGroup | None = None  # those that torchrun has started
-        self._groups: TorchGroups | None = None  # of the optimizer, once they are needed
+        self._ranks: ProcessGroup | None = None  # the processes of torchrun
+        self._groups: TorchGroups | None = None  # created on first use
         self._user_steps = UserSteps(self)
         args = given[1] if len(given) > 1 else named.get("args")
         if args is not None:
@@ -143,7 +152,7 @@ class LohanMixin(OutputStore):
     # -- set-up -----------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        check_arguments(self.args)  # once more: without any, the library has made its own
+        check_arguments(self.args)  # again: Trainer creates default arguments if there are none
         super()._validate_args()  # type: ignore[misc]
         self._check_optimizer()
 
@@ -161,17 +170,23 @@ class LohanMixin(OutputStore):
             optimizer_name(self.args)
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
-        """bf16 and fp16 are types of the weights here, with an fp32 master, not autocast."""
-        made: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
-        return {**made, "mixed_precision": "no"}
+        """Switch autocast off.
+
+        Here bf16 and fp16 are the types of the weights, which have an fp32 master copy.
+        """
+        arguments: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
+        return {**arguments, "mixed_precision": "no"}
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Batches go to the device as ever; the model is neither moved nor wrapped."""
+        """Create an accelerator that neither moves nor wraps the model.
+
+        Batches are moved to the device as usual.
+        """
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator
 
         def prepare_model(model: Any, *_: Any, **__: Any) -> Any:
-            if not any(known is model for known in accelerator._models):
+            if not any(prepared is model for prepared in accelerator._models):
                 accelerator._models.append(model)
             return model
 
@@ -183,7 +198,7 @@ class LohanMixin(OutputStore):
         return super().push_to_hub(*given, **named)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Weights go from the store to the device, block by block."""
+        """Do nothing: weights are streamed from the store to the device, block by block."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer as transformers does; only its parameter groups are used."""
@@ -217,8 +232,11 @@ class LohanMixin(OutputStore):
         return self._groups
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
-        """The session; made for a batch like this one if it is not there yet. One that is not
-        `lasting` has a store of its own, which goes after the evaluation that it is for."""
+        """Return the session, and attach the model for a batch like this one if there is none.
+
+        A session that is not `lasting` serves one evaluation. It has a store of its own,
+        which is removed afterwards.
+        """
         if self.session is not None and not self.session.closed:
             if self.optimizer is not None:
                 self._param_groups()
@@ -227,15 +245,15 @@ class LohanMixin(OutputStore):
         args, moments = self.args, moments_of(self.args, self.lohan.moments)
         groups = self._param_groups() if lasting else None
         longest = self.lohan.max_length or getattr(args, "max_length", 0)
-        if self._resumes:  # the same plan as before: its slices are part of the result
+        if self._resumes:  # the same plan: slices affect the result
             shapes = shapes_from_json(self._stored()["shapes"])
             self._go_back()
         else:
             shapes = shapes_for(inputs, longest)
             if self._sharing():
                 assert self._ranks is not None
-                said = self._ranks.all_gather_object(shapes_to_json(shapes))
-                shapes = shapes_from_json(largest_shapes(said))
+                all_shapes = self._ranks.all_gather_object(shapes_to_json(shapes))
+                shapes = shapes_from_json(largest_shapes(all_shapes))
             if lasting:
                 name = self._new_store()
         try:
@@ -270,7 +288,7 @@ class LohanMixin(OutputStore):
             self._too_large = error
             raise TooLarge(f"{error}: this batch is out of memory.") from None
         self._user_steps.attached(self.session)
-        if self._ranks is not None and not self._sums_over_ranks():  # as DDP: the mean of all
+        if self._ranks is not None and not self._sums_over_ranks():  # average over ranks, as DDP
             self.session.executor.mean_over = self._ranks.world
             if self.session.head is not None:
                 self.session.head.ranks_apart = True
@@ -279,13 +297,15 @@ class LohanMixin(OutputStore):
         return self.session
 
     def _sums_over_ranks(self) -> bool:
-        """Whether the loss is that of the sliced head over the tokens of all processes. Otherwise
-        each has the mean over its own, as with DDP."""
+        """Return whether the sliced head computes the loss over the tokens of all processes.
+
+        Otherwise each process takes the mean over its own tokens, as with DDP.
+        """
         head = self.session.head if self.session is not None else None
-        own = self.compute_loss_func is not None or self.label_smoother is not None
+        user_loss = self.compute_loss_func is not None or self.label_smoother is not None
         counted = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
         summed = self.over_tokens or counted
-        return head is not None and not own and summed and self._plain_loss()
+        return head is not None and not user_loss and summed and self._plain_loss()
 
     def _plain_loss(self) -> bool:
         return type(self).compute_loss.__module__.partition(".")[0] in LIBRARIES
@@ -293,26 +313,32 @@ class LohanMixin(OutputStore):
     def compute_loss(self, *given: Any, **named: Any) -> Any:
         return self._of_all_ranks(super().compute_loss(*given, **named), named)  # type: ignore[misc]
 
-    def _of_all_ranks(self, found: Any, named: Mapping[str, Any]) -> Any:
-        """Trainer multiplies a loss by the number of processes, over which DDP takes the mean: not
-        where it has the tokens of all of them already."""
+    def _of_all_ranks(self, result: Any, named: Mapping[str, Any]) -> Any:
+        """Undo Trainer's multiplication of the loss by the number of processes where it is wrong.
+
+        Trainer multiplies because DDP averages gradients over processes. A loss that is
+        already taken over the tokens of all processes must not be scaled.
+        """
         args, head = self.args, self.session.head if self.session is not None else None
         if head is None or args.world_size == 1 or head.ranks_apart or head.runs_whole:
-            return found
+            return result
         if not args.average_tokens_across_devices or not named.get("num_items_in_batch"):
-            return found
-        loss, *outputs = found if isinstance(found, tuple) else (found,)
+            return result
+        loss, *outputs = result if isinstance(result, tuple) else (result,)
         loss = loss / self.accelerator.num_processes
         return (loss, *outputs) if outputs else loss
 
     def _sharing(self) -> dict[str, Any]:
-        """The processes that torchrun has started share the state."""
+        """Return the arguments of `attach` that make the processes of torchrun share the state."""
         if self.args.world_size > 1 and self._ranks is None:
             self._ranks = join()
         return {} if self._ranks is None else {"process_group": self._ranks}
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
-        """Before a training, weights that are not in memory stream from a store that goes again."""
+        """Evaluate, with a temporary store if weights are not in memory before training.
+
+        The store is removed after the evaluation.
+        """
         before = self.session
         held = _parameters(self.model) if before is None else []
         try:
@@ -329,9 +355,12 @@ class LohanMixin(OutputStore):
     # -- steps ------------------------------------------------------------------------------------
 
     def train(self, *given: Any, **named: Any) -> Any:
-        """Train as transformers does. A second call goes on with the same weights and optimizer
-        state and starts a new schedule; with model_init, it starts with a new model. After it has
-        returned, backward over the model gives ordinary gradients and updates nothing."""
+        """Train as transformers does.
+
+        A second call continues with the same weights and optimizer state and starts a new
+        schedule; with model_init, it starts with a new model. After the call has returned,
+        backward over the model computes ordinary gradients and updates nothing.
+        """
         self._waiting = []
         if self.model_init is not None and self.session is not None:
             dirs = self.session.store.dirs
@@ -363,16 +392,22 @@ class LohanMixin(OutputStore):
         return output
 
     def get_batch_samples(self, *given: Any, **named: Any) -> Any:
-        """Return the batches of one optimizer step; the model is attached for a training_step of
-        the user's own, which does not do so itself."""
+        """Return the batches of one optimizer step.
+
+        If a subclass overrides training_step, the model is attached here, because that
+        method does not attach it.
+        """
         batches, count = super().get_batch_samples(*given, **named)  # type: ignore[misc]
         self._user_steps.prepare(batches)
         return batches, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Batches of one optimizer step are one batch here, if their loss is a sum over tokens: it
-        is cut into micro-batches inside every block, so that weights move once per step. Others
-        are run one by one, and their gradients added."""
+        """Collect the batches of one optimizer step and run them with the last one.
+
+        If the loss is a sum over tokens, they are joined into one batch, which every block
+        cuts into micro-batches, so that weights move once per step. Otherwise the batches
+        run one by one and their gradients are added.
+        """
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -402,13 +437,12 @@ class LohanMixin(OutputStore):
         return loss
 
     def _replan(self, session: Session) -> None:
-        """After some steps a run knows its machine better than any profile, and what its norms are
-        like."""
-        before, found = session.plan.commits_by_interval, session.replan()
+        """Update the plan with the speeds and gradient norms measured so far, and log changes."""
+        before, change = session.plan.commits_by_interval, session.replan()
         if not session.process_group.ranks.first:
             return
-        if found is not None:
-            logger.info(f"after step {session.step}: {found}")
+        if change is not None:
+            logger.info(f"after step {session.step}: {change}")
         if session.plan.commits_by_interval and not before:
             logger.warning(
                 f"LoHan commits every {session.plan.commit} from here on, and with every "
@@ -418,8 +452,11 @@ class LohanMixin(OutputStore):
 
     @contextmanager
     def _in_fp32(self, model: nn.Module) -> Iterator[None]:
-        """With bf16 or fp16, losses are computed in fp32, as under autocast, and what the model
-        returns is in fp32, as accelerate makes it, for losses of one's own and smoothed ones."""
+        """Compute losses in fp32 if the model is in bf16 or fp16, as autocast does.
+
+        The model's outputs are converted to fp32 too, as accelerate does, for label
+        smoothing and for losses that the user defines.
+        """
         if not (self.args.bf16 or self.args.fp16) or self._user_steps.in_fp32:
             yield
             return
@@ -436,21 +473,32 @@ class LohanMixin(OutputStore):
                 hook.remove()
 
     def _repeatable(self) -> bool:
-        """Whether a batch can run twice: its loss is known to leave nothing behind but gradients
-        and what `_recorded` has."""
+        """Return whether a batch can run twice.
+
+        This requires a loss without side effects other than gradients and the state that
+        `_recorded` returns.
+        """
         theirs = super().compute_loss.__func__  # type: ignore[misc]
-        own = type(self).compute_loss is LohanMixin.compute_loss
-        known = own and theirs is transformers.Trainer.compute_loss and not self.compute_loss_func
-        return known and not self._user_steps.overridden
+        inherited = type(self).compute_loss is LohanMixin.compute_loss
+        return (
+            inherited
+            and theirs is transformers.Trainer.compute_loss
+            and not self.compute_loss_func
+            and not self._user_steps.overridden
+        )
 
     def _recorded(self) -> Any:
-        """What a run of a batch adds to."""
+        """Return a copy of the metrics that running a batch changes."""
 
     def _record_again(self, recorded: Any) -> None:
-        """As it was before a run that did not count."""
+        """Restore the metrics to their values before a discarded run."""
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """All rows in one batch, where its loss is the sum of theirs."""
+        """Join batches into one, or return None.
+
+        None means that the loss of the joined batch would not be the sum of their losses,
+        or that their shapes cannot be padded.
+        """
         if len(parts) == 1:
             return dict(parts[0])
         base: Any = base_of(self.model)
@@ -459,11 +507,11 @@ class LohanMixin(OutputStore):
         )
         if not summed or getattr(base.config, "output_router_logits", False):
             return None
-        if has_gradient_hooks(self.model):  # PyTorch runs them for every batch
+        if has_gradient_hooks(self.model):  # PyTorch calls them once per batch
             return None
         try:
             return merged(parts)
-        except DataError:  # shapes that cannot be filled up
+        except DataError:  # shapes that cannot be padded
             return None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
@@ -482,7 +530,10 @@ class LohanMixin(OutputStore):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Metrics get logits: then head and loss are the model's own, over all tokens at once."""
+        """Run one evaluation batch.
+
+        If metrics need logits, the model's own head and loss run over all tokens at once.
+        """
         if self.session is None and (
             self.over_tokens or any(lacks_values(p) for p in self.model.parameters())
         ):
@@ -501,9 +552,12 @@ class LohanMixin(OutputStore):
     # -- checkpoints ------------------------------------------------------------------------------
 
     def _last_checkpoint(self, work: Path) -> str | bool:
-        """The last one that is whole: a process may have died while it saved one, or before it
-        saved any, and its steps are in the store all the same. Then one is made in `work` that
-        says that no step is done."""
+        """Return the last complete checkpoint.
+
+        A process may have died while it saved a checkpoint, or before it saved the first
+        one, with committed steps in the store. If there is no complete one, a checkpoint of
+        step 0 is created in `work`.
+        """
         numbered = {
             int(path.name.rpartition("-")[2]): path
             for path in Path(self.args.output_dir).glob("checkpoint-*")
@@ -513,7 +567,7 @@ class LohanMixin(OutputStore):
             return str(numbered[max(numbered)])
         dirs = self._store_dirs()
         if not (dirs[0] / IDENTITY).exists() or describe(dirs)["state"] == "unfinished":
-            return True  # which the library refuses: there is nothing to go on with
+            return True  # transformers refuses it: there is nothing to resume
         self._beginning = work / "checkpoint-0"
         self._beginning.mkdir()
         transformers.TrainerState().save_to_json(str(self._beginning / TRAINER_STATE_NAME))
@@ -523,7 +577,7 @@ class LohanMixin(OutputStore):
         return self._beginning is not None and checkpoint == str(self._beginning)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Of several processes all take part: each has a shard of the weights."""
+        """Save the model; every process takes part, since each has a shard of the weights."""
         if self._ranks is not None and not self.args.should_save and stored_weights_of(self.model):
             self._save(output_dir)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -545,7 +599,7 @@ class LohanMixin(OutputStore):
         return None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The state of this step is copied, so that training can come back to it."""
+        """Copy the state of this step into the checkpoint, so that training can return to it."""
         if self.session is not None:
             self._keep_state(self.session, Path(output_dir))
         if self.args.should_save:
@@ -566,8 +620,11 @@ class LohanMixin(OutputStore):
             )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint. Where checkpoints are weights alone, the state of the best one is kept
-        apart, to come back to at the end."""
+        """Save a checkpoint.
+
+        If checkpoints contain weights only, the state of the best one is kept separately,
+        so that it can be restored at the end.
+        """
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         if self.args.should_save:
             folder = f"checkpoint-{self.state.global_step}"
@@ -577,7 +634,7 @@ class LohanMixin(OutputStore):
             self._keep_state(self.session, Path(args.output_dir))
 
     def _load_best_model(self) -> None:
-        """Weights, and the optimizer state that goes with them, of the best checkpoint."""
+        """Restore the weights and the optimizer state of the best checkpoint."""
         best = Path(self.state.best_model_checkpoint)
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         if self.session is None:
@@ -589,9 +646,12 @@ class LohanMixin(OutputStore):
             remove([find_snapshot(state_folder)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Choose the store and the state to go on with. The store is opened when the first batch is
-        there. If it is of the checkpoint's training and as far or further, training goes on after
-        its last step; otherwise the checkpoint must have the state of its step."""
+        """Choose the store and the state to continue from; the first batch opens the store.
+
+        If the store belongs to the training of the checkpoint and is at its step or later,
+        training continues after the last step of the store. Otherwise the checkpoint must
+        contain the state of its step.
+        """
         if self.session is not None:
             self.session.close()
             self.session = None
@@ -623,16 +683,16 @@ class LohanMixin(OutputStore):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """Training resumes after the last step that was committed, not after the checkpoint."""
-        known = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
-        found: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
-            max_steps, num_update_steps_per_epoch, num_train_epochs, known, trial
+        """Resume after the last committed step, which may be later than the checkpoint."""
+        checkpoint = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
+        position: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         if not self._resumes:
             if self.session is not None and not self.session.closed and self.session.step:
                 first = self.session.step
                 self.session.executor.extra_meta = lambda: {"first_step": first}
-            return found
+            return position
         self._beyond = 0 if self._rewind else self._stored_step() - self.state.global_step
         self.state.global_step += self._beyond
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
@@ -640,7 +700,7 @@ class LohanMixin(OutputStore):
         return epochs, skip
 
     def _go_back(self) -> None:
-        """The store gets the state of the checkpoint that training resumes from."""
+        """Set the store to the state of the checkpoint that training resumes from."""
         if self._rewind is not None:
             with Store.open(self._store_dirs()) as store:
                 rewind(store, self._rewind)
@@ -660,13 +720,17 @@ class LohanMixin(OutputStore):
             self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
         ):
             group["lr"] = rate
-        if not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):  # not by evaluations
+        # ReduceLROnPlateau and GreedyLR step at evaluations.
+        if not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):
             for _ in range(self._beyond):
                 self.lr_scheduler.step()
 
     def _recorded_groups(self, checkpoint: Path) -> Any:
-        """Return the parameter groups of the step that training resumes after: as the checkpoint
-        has them, with what callbacks wrote after its step, or as a later step was committed."""
+        """Return the parameter groups of the step that training resumes after.
+
+        They come from the checkpoint, including what callbacks wrote after its step, or
+        from the manifest of a later committed step.
+        """
         file = checkpoint / GROUPS_FILE
         if not self._beyond and file.is_file():
             return load_json(file)
@@ -681,14 +745,14 @@ def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 class Trainer(LohanMixin, transformers.Trainer):
-    """transformers.Trainer, but for where weights and optimizer state are."""
+    """A transformers.Trainer whose weights and optimizer state are in the store."""
 
 
-# -- Batches of a Trainer: several made one, and the shapes to plan for ----------------------------
+# -- Joining batches, and the shapes to plan for ---------------------------------------------------
 
 
-# What stands where a row of one batch is shorter than those of another. Behind a row's end nothing
-# is learnt and nothing looks back at it.
+# The padding value of each input. Padded positions have no label, and since padding is on the
+# right, no earlier token attends to them.
 FILL = {
     "input_ids": 0,
     "attention_mask": 0,
@@ -700,19 +764,19 @@ FILL = {
 
 
 def merged(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One batch with the rows of all. Rows are filled on the right to the longest."""
+    """Join several batches into one, padding rows on the right to the longest."""
     if len(batches) == 1:
         return dict(batches[0])
-    made: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, first in batches[0].items():
         values = [batch.get(name) for batch in batches]
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
             if any(value != first for value in values):
                 raise _unequal(name, "values that are no tensors")
-            made[name] = first
+            joined[name] = first
             continue
-        made[name] = torch.cat(_filled(name, values))
-    return made
+        joined[name] = torch.cat(_filled(name, values))
+    return joined
 
 
 def _filled(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
@@ -736,7 +800,7 @@ def _unequal(name: str, what: str) -> DataError:
 
 
 def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, torch.Tensor]:
-    """The batch to plan for: this one, with its tokens as long as batches may become."""
+    """Return this batch as meta tensors, with rows as long as batches may become."""
     tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
     ids = tensors.get("input_ids")
     if ids is None or ids.ndim != 2:
@@ -753,7 +817,7 @@ def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, t
 
 
 def largest_shapes(all_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is to be planned for where each of several processes has a batch of its own."""
+    """Return the largest shape that any process has for each input."""
     first = dict(all_ranks[0])
     for other in all_ranks[1:]:
         for name, (shape, dtype) in first.items():

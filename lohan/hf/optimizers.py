@@ -79,7 +79,7 @@ WITHOUT_EFFECT = frozenset(
 def class_and_kwargs(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the optimizer that `args.optim` names, as get_optimizer_cls_and_kwargs does."""
     name = optimizer_name(args)
-    kind = next(kind for kind, known in CLASSES.items() if known == name)
+    kind = next(kind for kind, optimizer in CLASSES.items() if optimizer == name)
     return kind, {"lr": args.learning_rate, **optimizer_kwargs(args, name)}
 
 
@@ -115,8 +115,11 @@ class TorchGroups:
         self.optimizer: Optimizer = OPTIMIZERS["adamw"](moments=moments)
 
     def take_over(self, optimizer: Any, model: nn.Module) -> None:
-        """Use the groups of this optimizer from now on. It forgets its parameters: with them it
-        would hold the weights of the whole model in memory."""
+        """Use the parameter groups of this optimizer from now on.
+
+        The optimizer's parameters are replaced by empty stand-ins; otherwise it would keep
+        the weights of the whole model in memory.
+        """
         given = unwrapped(optimizer)
         if given is self._torch:
             return
@@ -152,7 +155,9 @@ class TorchGroups:
                 "requires_grad to False to save their optimizer state"
             )
         first_names = {
-            known[0]: self._index[known[0]] for known in names.values() if known[0] in self._index
+            aliases[0]: self._index[aliases[0]]
+            for aliases in names.values()
+            if aliases[0] in self._index
         }
         self._members = members_by_group(len(given.param_groups) + 1, first_names)
         self._keys = [frozenset(group) for group in given.param_groups]
@@ -178,26 +183,26 @@ class TorchGroups:
             values = {key: _plain(group[key]) for key in group_fields(kind)}
             rate = values.pop("lr")
             try:
-                own = kind(lr=_constant(rate), moments=self._moments, **values)
-                rates.append(own.lr_at(step))
+                optimizer = kind(lr=_constant(rate), moments=self._moments, **values)
+                rates.append(optimizer.lr_at(step))
             except ConfigError as error:
                 raise ConfigError(f"optimizer.param_groups[{number}]: {error}") from None
-            optimizers.append(own)
+            optimizers.append(optimizer)
         unlisted = kind(moments=self._moments, weight_decay=0.0)
         return GroupValues((*optimizers, unlisted), (*rates, 0.0), self._index)
 
     def _check_keys(self, number: int, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
-        label, known = f"optimizer.param_groups[{number}]", group_fields(kind)
+        label, fields = f"optimizer.param_groups[{number}]", group_fields(kind)
         for key in group:
             if key in FIXED and group[key] != FIXED[key]:
                 raise ConfigError(
                     f"{label}: {key} is {group[key]!r}, and LoHan's kernels have {FIXED[key]!r}; "
                     f"leave it out, or use one of the optimizers of TrainingArguments(optim=...)"
                 )
-            if key not in self._keys[number] and key not in WITHOUT_EFFECT | {*known, *FIXED}:
+            if key not in self._keys[number] and key not in WITHOUT_EFFECT | {*fields, *FIXED}:
                 raise ConfigError(
                     f"{label}: {key!r} was added during training and has no effect on a "
-                    f"{kind.__name__}; it reads {', '.join(known)}"
+                    f"{kind.__name__}; it reads {', '.join(fields)}"
                 )
 
     def to_json(self, values: GroupValues) -> list[dict[str, Any]]:
@@ -211,8 +216,11 @@ class TorchGroups:
         return self.to_json(self.at(0))
 
     def restore(self, recorded: Any) -> None:
-        """Set the groups as a checkpoint, or the last committed step, has them, but for learning
-        rates, which the scheduler sets. Refuses groups of other parameters, as torch does."""
+        """Set the groups to the values recorded in a checkpoint or in the last committed step.
+
+        Learning rates are not restored, since the scheduler sets them. Groups with other
+        parameters are refused, as in torch.
+        """
         if not isinstance(recorded, list):
             return
         if changed := changed_members(recorded, self.saved()):
@@ -220,7 +228,7 @@ class TorchGroups:
                 f"resume_from_checkpoint: {changed}; resume with the optimizer and the trainable "
                 "parameters that the training began with"
             )
-        filled = [number for number, own in enumerate(self._members) if own.count]
+        filled = [number for number, members in enumerate(self._members) if members.count]
         for number, values in zip(filled, recorded, strict=True):
             if number < len(self._torch.param_groups):
                 group = self._torch.param_groups[number]

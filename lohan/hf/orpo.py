@@ -1,5 +1,7 @@
-"""TRL's trainers of preferences without a reference, out of core: ORPO and CPO, SimPO among its
-losses. TRL calls them experimental."""
+"""TRL's ORPO and CPO trainers, which need no reference model, out of core.
+
+SimPO is one of the losses of CPO. TRL calls these trainers experimental.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from lohan.hf.trl import OverTokens, Part, StandIn
 
 
 class Concatenated(OverTokens):
-    """ORPO and CPO: TRL makes one batch of both answers, and all logits of it, which here do not
-    exist: `logits/chosen` and `logits/rejected` in the log are means over the tokens with loss."""
+    """The common part of ORPO and CPO, which run both answers as one batch.
+
+    TRL computes all logits of that batch. Here they never exist as a whole, so `logits/chosen`
+    and `logits/rejected` in the log are means over the tokens that have a loss.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -33,16 +38,16 @@ class Concatenated(OverTokens):
         return False
 
     def _averages(self) -> bool:
-        """Whether an answer's log-probability is per token."""
+        """Return whether the log-probability of an answer is the mean over its tokens."""
         return True
 
     def _of_both(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         pad = getattr(self, "padding_value", None)
         pad = pad if pad is not None else self.pad_token_id  # type: ignore[attr-defined]
-        made: dict[str, torch.Tensor] = self.concatenated_inputs(  # type: ignore[attr-defined]
+        inputs: dict[str, torch.Tensor] = self.concatenated_inputs(  # type: ignore[attr-defined]
             batch, is_encoder_decoder=False, padding_value=pad, device=self.accelerator.device
         )
-        return made
+        return inputs
 
     def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
         both = self._of_both(inputs)
@@ -59,29 +64,29 @@ class Concatenated(OverTokens):
         noted: dict[str, Any] = {}
 
         def compute(stand_in: StandIn) -> torch.Tensor:
+            loss: torch.Tensor
             loss, metrics = theirs(stand_in, batch, train_eval)
             noted.update(metrics)
-            found: torch.Tensor = loss
-            return found
+            return loss
 
         return self._auxiliary(self._call(model, self._parts(batch), compute)), noted
 
     def concatenated_forward(self, model: Any, batch: Any) -> Any:
-        """As TRL's, from log-probabilities instead of logits."""
-        found: Any = model.answer(0)
+        """Compute what TRL's method returns, from log-probabilities instead of logits."""
+        output: Any = model.answer(0)
         answer = self._of_both(batch)["concatenated_labels"][:, 1:] != IGNORED
-        logps = (found.log_probs * answer).sum(1)
+        logps = (output.log_probs * answer).sum(1)
         if self._averages():
             logps = logps / answer.sum(1)
         chosen = len(logps) // 2
-        learnt = found.labelled if self._whole_prompt() else answer
+        learnt = output.labelled if self._whole_prompt() else answer
         logits = [
-            found.mean_logits[half][answer[half]] for half in (slice(chosen), slice(chosen, None))
+            output.mean_logits[half][answer[half]] for half in (slice(chosen), slice(chosen, None))
         ]
-        nll = -found.log_probs[:chosen][learnt[:chosen]].mean()
+        nll = -output.log_probs[:chosen][learnt[:chosen]].mean()
         if not getattr(self, "cpo_alpha", 1):
             nll = torch.zeros_like(nll)
-        return (logps[:chosen], logps[chosen:], *logits, nll, found.aux_loss)
+        return (logps[:chosen], logps[chosen:], *logits, nll, output.aux_loss)
 
 
 class ORPOTrainer(Concatenated, TheirORPO):

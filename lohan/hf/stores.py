@@ -67,7 +67,7 @@ class OutputStore:
         return Path(self.args.output_dir)
 
     def _of_rank(self, path: Path) -> Path:
-        """Return the folder of this rank where all ranks together have `path`."""
+        """Return this rank's folder, given the path that all ranks share."""
         self._sharing()
         ranks = self._ranks
         return path if ranks is None else path.with_name(ranks.ranks.store_name(path.name))
@@ -101,21 +101,21 @@ class OutputStore:
     # -- a new training ---------------------------------------------------------------------------
 
     def _new_store(self) -> str:
-        """Return the name for the store of a new training, which is not made yet."""
+        """Return a name for the store of a new training, without creating the store."""
         out, group = self._out, self._ranks or ALONE
         self._replacing = None
         with group.all_or_none():
             self._remove_spare()
             dirs = self._store_dirs()
-            known = self._inside() or (read_mark(out) is not None and self._original() is None)
-            earlier = known and (dirs[0] / IDENTITY).exists()
+            is_ours = self._inside() or (read_mark(out) is not None and self._original() is None)
+            earlier = is_ours and (dirs[0] / IDENTITY).exists()
             if earlier and describe(dirs)["state"] == "unfinished":
                 end_others(dirs)
                 remove(dirs)
                 earlier = False
             elif earlier:
                 self._warn_of_earlier(dirs)
-        if all(group.all_gather_object(known and not earlier)):
+        if all(group.all_gather_object(is_ours and not earlier)):
             return self._store_name()
 
         def make() -> list[str]:
@@ -166,8 +166,10 @@ class OutputStore:
             replace(mark, spare=left).write(self._out)
 
     def _keep_open(self, session: Session) -> None:
-        """Close the session when its Trainer is gone; remove its store, if it is spare, when its
-        model is."""
+        """Keep the session open until its Trainer is deleted, and close it then.
+
+        When the model is deleted too, its store is removed if it is a spare one.
+        """
         _MODELS.add(session.model)
         name = self._store_name()
         # At the end of the process the finalizer that was made last runs first.
@@ -188,22 +190,28 @@ class OutputStore:
         return True
 
     def _is_of_store(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint is of the training that the output folder's store is of. One
-        without a state of its own is taken for it: there is nothing else to go on with."""
+        """Return whether a checkpoint belongs to the training of the output folder's store.
+
+        A checkpoint without a state of its own is assumed to, since training could not
+        continue from anything else.
+        """
         dirs = self._store_dirs()
         if not self._has_state(checkpoint):
             return True
         if not (dirs[0] / IDENTITY).exists() or self._original() is not None:
             return False
-        found = describe(dirs)
-        if found["state"] == "unfinished":
+        store = describe(dirs)
+        if store["state"] == "unfinished":
             return False
-        ids = (_training_of(checkpoint), found["meta"].get(TRAINING))
+        ids = (_training_of(checkpoint), store["meta"].get(TRAINING))
         return None in ids or len(set(ids)) == 1
 
     def _open_elsewhere(self, checkpoint: Path) -> None:
-        """Make a store in the output folder from the state in a checkpoint of another training, or
-        of another folder. Weights that are not trained come from the model."""
+        """Create a store in the output folder from the state in a checkpoint of another training.
+
+        The checkpoint may also be of another folder. Weights that are not trained come from
+        the model.
+        """
         self._new_store()
         dirs, group = self._store_dirs(), self._ranks or ALONE
         named = self.model.named_parameters(remove_duplicate=False)
@@ -248,26 +256,26 @@ class OutputStore:
         ]
 
     def _name_training(self, checkpoint: Path) -> None:
-        """Write into a checkpoint which training it is of."""
+        """Record in a checkpoint which training it belongs to."""
         training = self.session.store.meta.get(TRAINING) if self.session is not None else None
         if training is not None and checkpoint.is_dir():
             write_file(checkpoint / TRAINING_FILE, f'{{"{TRAINING}": "{training}"}}\n')
 
     def _stored_step(self) -> int:
-        """Return the last committed step of the training that the store is of."""
+        """Return the last committed step of the training in the store."""
         meta = self._stored()
         return int(meta["progress"]["step"]) - int(meta.get("first_step", 0))
 
     def _stored(self) -> dict[str, Any]:
-        """Return the meta of the store, which must be there."""
+        """Return the metadata of the store, or raise StoreError if there is no store."""
         dirs = self._store_dirs()
         if not (dirs[0] / IDENTITY).exists():
-            there, here = stored_world_size(dirs[0]), max(1, self.args.world_size)
-            if there and there != here:
+            stored, current = stored_world_size(dirs[0]), max(1, self.args.world_size)
+            if stored and stored != current:
                 raise StoreError(
                     f"{dirs[0].parent} has the state of a training with "
-                    f"{counted(there, 'process', 'processes')}, and this one has {here}; resume it "
-                    f"with {there}"
+                    f"{counted(stored, 'process', 'processes')}, and this one has {current}; "
+                    f"resume it with {stored}"
                 )
             raise StoreError(
                 f"there is no store in {dirs[0].parent}, and the checkpoint has no {STATE_FOLDER}; "
@@ -294,7 +302,7 @@ def stored_world_size(store: Path) -> int:
 
 
 def is_saved(checkpoint: Path) -> bool:
-    """Return whether the file that is written last is there and whole."""
+    """Return whether a checkpoint is complete, that is, whether its last file can be read."""
     try:
         load_json(checkpoint / TRAINER_STATE_NAME)
     except (OSError, ValueError):
@@ -304,8 +312,8 @@ def is_saved(checkpoint: Path) -> bool:
 
 def _training_of(checkpoint: Path) -> str | None:
     try:
-        found: dict[str, Any] = load_json(checkpoint / TRAINING_FILE)
-        return str(found[TRAINING])
+        record: dict[str, Any] = load_json(checkpoint / TRAINING_FILE)
+        return str(record[TRAINING])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -326,8 +334,8 @@ def end_others(dirs: Sequence[Path]) -> None:
 
 def remove_unused(dirs: Sequence[Path]) -> bool:
     """Remove a store unless it is used; return whether it is gone."""
-    stored = [found for model in list(_MODELS) for found in all_stored_weights_of(model)]
-    if any(_resolved(found.dirs) & _resolved(dirs) for found in stored):
+    stored = [weights for model in list(_MODELS) for weights in all_stored_weights_of(model)]
+    if any(_resolved(weights.dirs) & _resolved(dirs) for weights in stored):
         return False
     if (dirs[0] / IDENTITY).exists():
         try:
@@ -342,7 +350,7 @@ def _resolved(dirs: Sequence[Path]) -> set[Path]:
 
 
 def _remove_if_spare(out: Path, name: str, dirs: Sequence[Path]) -> None:
-    """Remove the store of a model that is gone, if another store has taken its place."""
+    """Remove the store of a deleted model if another store has taken its place."""
     try:
         mark = read_mark(out)
     except LohanError:
@@ -352,7 +360,7 @@ def _remove_if_spare(out: Path, name: str, dirs: Sequence[Path]) -> None:
 
 
 def _let_go(session: Session) -> None:
-    """Close a session whose Trainer is gone, at the latest at the end of the process."""
+    """Close a session whose Trainer was deleted, at the latest when the process ends."""
     try:
         session.close()
         session.process_group.close()

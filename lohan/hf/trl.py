@@ -1,10 +1,10 @@
 """TRL's trainers, out of core: SFT, preferences, reward models.
 
-Losses, data and metrics are TRL's own. Its losses ask a model for the log-probabilities of tokens:
-here a stand-in answers, while LoHan's head runs in slices over the streamed model, and the gradient
-of each token goes back through the head. The reference is never a second model in memory: its
-log-probabilities are made in one forward-only pass before the first step, and kept in the output
-folder.
+Losses, data and metrics are TRL's. Its losses ask a model for the log-probabilities of tokens. Here
+they get a stand-in instead, while LoHan's head runs in slices over the streamed model and
+propagates the gradient of each token. The reference is never a second model in memory: its
+log-probabilities are computed in one forward-only pass before the first step and stored in the
+output folder.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ logger = logging.get_logger(__name__)
 TheirDPO = trl.DPOTrainer
 TheirKTO = trl.KTOTrainer
 TheirReward = trl.RewardTrainer
-ROW = "lohan_row"  # of a dataset: where its reference is
-SLICE = 64  # tokens whose probabilities are looked at together
+ROW = "lohan_row"  # dataset column: index of the row in the reference values
+SLICE = 64  # tokens per slice when metrics are computed
 Part = dict[str, torch.Tensor]  # a call of the model: input_ids, attention_mask, labels and more
 
 
 class TokenMetrics:
-    """What TRL's metrics want to know of the tokens that have a label, from slices of logits."""
+    """Collects the values that TRL's metrics need for labelled tokens, slice by slice."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[torch.Tensor, ...]] = []
+        self._values: list[tuple[torch.Tensor, ...]] = []
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         for part, right in zip(logits.split(SLICE), labels.split(SLICE), strict=True):
@@ -64,17 +64,17 @@ class TokenMetrics:
             entropy = -(logs.exp() * logs).sum(-1)
             squares = (2 * logs).logsumexp(-1)
             top = logs.argmax(-1) == right
-            self._found.append((entropy, squares, values.mean(-1), top))
+            self._values.append((entropy, squares, values.mean(-1), top))
 
     def take(self) -> dict[str, torch.Tensor]:
         names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-        columns = map(torch.cat, zip(*self._found, strict=True))
-        self._found = []
+        columns = map(torch.cat, zip(*self._values, strict=True))
+        self._values = []
         return dict(zip(names, columns, strict=True))
 
 
 class Answer:
-    """What TRL's own head would return: per token, zero where there is no label."""
+    """The output of TRL's fused head: values per token, zero where there is no label."""
 
     aux_loss: torch.Tensor
 
@@ -87,7 +87,7 @@ class Answer:
 
 
 class StandIn:
-    """Called by TRL as the model: each call gets the answer to its tokens."""
+    """Passed to TRL's losses as the model; each call returns the values of its tokens."""
 
     def __init__(self, parts: Sequence[Part], flat: Mapping[str, torch.Tensor]) -> None:
         counts = [int((part["labels"][:, 1:] != IGNORED).sum()) for part in parts]
@@ -100,21 +100,21 @@ class StandIn:
 
     def __call__(self, *, input_ids: torch.Tensor, fused_lm_head: bool = False, **_: Any) -> Any:
         if not fused_lm_head:
-            return None  # logits, which are made afterwards
+            return None  # logits are computed afterwards
         same = (torch.equal(part["input_ids"], input_ids) for part in self.parts)
-        return self.answer(next(number for number, found in enumerate(same) if found))
+        return self.answer(next(number for number, equal in enumerate(same) if equal))
 
 
 Compute = Callable[[StandIn], torch.Tensor]
 
 
 class OverTokens(LohanMixin):
-    """A loss of TRL's over the log-probabilities of tokens."""
+    """A trainer whose TRL loss is computed from the log-probabilities of tokens."""
 
     over_tokens = True
 
     def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
-        """The calls of the model that the loss of a batch needs; the first one has gradients."""
+        """Return the inputs of each model call that the loss needs; the first has gradients."""
         raise NotImplementedError
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
@@ -131,18 +131,21 @@ class OverTokens(LohanMixin):
         return session
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """The loss is a mean over each batch."""
+        """Return a single batch, or None for several, since the loss is a mean over each batch."""
         return dict(parts[0]) if len(parts) == 1 else None
 
     @property
     def _routes(self) -> bool:
-        """Whether experts have an auxiliary loss."""
+        """Whether the experts of the model have an auxiliary loss."""
         return bool(getattr(self, "aux_loss_enabled", False))
 
     def _call(self, model: Any, parts: Sequence[Part], compute: Compute) -> Any:
-        """The model's output, with the loss that `compute` makes of a stand-in."""
+        """Run the model on all parts with the loss that `compute` returns for a stand-in.
+
+        The result is the output of the model.
+        """
         before: dict[str, list[torch.Tensor]] = {}
-        if self._routes and len(parts) > 1:  # the auxiliary loss is that of the first call alone
+        if self._routes and len(parts) > 1:  # only the first call has the auxiliary loss
             for part in parts[1:]:
                 with torch.no_grad():
                     self._one(model, part, lambda flat: _collect(before, flat), routes=False)
@@ -165,7 +168,7 @@ class OverTokens(LohanMixin):
         routes: bool,
     ) -> Any:
         assert self.session is not None
-        world = self.session.process_group.world  # over whose losses DDP would take the mean
+        world = self.session.process_group.world  # DDP would average the losses over it
 
         def logp_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
             return loss({"log_probs": logps, **self._seen.take()}) / world
@@ -174,15 +177,18 @@ class OverTokens(LohanMixin):
         return model(**part, use_cache=False, logp_loss=logp_loss, **more)
 
     def _auxiliary(self, out: Any) -> torch.Tensor:
-        """The loss with the auxiliary one of experts, as TRL weighs it; the model has added it as
-        its config says."""
+        """Return the loss, with the auxiliary loss of the experts weighted as TRL does.
+
+        The model has already added it with the coefficient of its config, so only the
+        difference is added here.
+        """
         loss: torch.Tensor = out.loss
         if getattr(out, "aux_loss", None) is None:
             return loss
         assert self.session is not None
         config = base_of(self.model).config.get_text_config()  # type: ignore[union-attr, operator]
-        known = getattr(config, "router_aux_loss_coef", 0.0)
-        missing = (getattr(self, "router_aux_loss_coef", known) - known) * out.aux_loss
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+        missing = (getattr(self, "router_aux_loss_coef", coefficient) - coefficient) * out.aux_loss
         scale = self.session.executor.train_state.loss_scale
         value = missing.detach()
         return loss + value + scale * (missing - value) / self.session.process_group.world
@@ -200,7 +206,7 @@ def _collect(
 
 
 class NoReference(nn.Module):
-    """Given to TRL in the place of a second model, which it would load otherwise."""
+    """Passed to TRL as the reference model, which TRL would load otherwise."""
 
     class config:
         @staticmethod
@@ -208,10 +214,13 @@ class NoReference(nn.Module):
 
 
 class WithReference(OverTokens):
-    """DPO and KTO. Rows of datasets are numbered, so that a batch finds its reference."""
+    """The common part of DPO and KTO.
 
-    COLUMNS: tuple[str, str]  # of a batch: the reference's log-probabilities
-    TOKENS: tuple[str, ...]  # of a dataset
+    Dataset rows are numbered, so that the reference values of a batch can be looked up.
+    """
+
+    COLUMNS: tuple[str, str]  # batch columns of the reference's log-probabilities
+    TOKENS: tuple[str, ...]  # dataset columns of tokens
     data_collator: Any
     _signature_columns: Any
     ref_model: Any
@@ -226,7 +235,7 @@ class WithReference(OverTokens):
                     "sync_ref_model cannot be used with lohan.hf: the reference is no model in "
                     "memory, its log-probabilities are made once; leave it out"
                 )
-            args.precompute_ref_log_probs = False  # made here, when the model is streamed
+            args.precompute_ref_log_probs = False  # LoHan computes them with the streamed model
         if ref_model is not None and any(lacks_values(p) for p in ref_model.parameters()):
             raise ConfigError(
                 "ref_model has no values in memory; leave it out: the reference is the model as it "
@@ -237,13 +246,13 @@ class WithReference(OverTokens):
             ref_model = _copied(named.get("model"))
         self._given = ref_model
         self._tables: list[Any] = []  # datasets
-        self._starts = [0]  # the first row of each
+        self._starts = [0]  # number of the first row of each dataset
         self._reference: dict[int, np.ndarray] = {}  # by dataset, [rows, 2]
         super().__init__(lohan=lohan, **{**named, "ref_model": ref_model or NoReference()})
         if ref_model is None:
             self.accelerator._models = [m for m in self.accelerator._models if m is self.model]
         self.ref_model = None
-        self.precompute_ref_logps = True  # batches have it
+        self.precompute_ref_logps = True  # batches contain the reference values
         if not self._tables and not self._without_adapter and ref_model is None:
             raise ConfigError(
                 f"{type(self).__name__}: the reference's log-probabilities are made before the "
@@ -253,16 +262,16 @@ class WithReference(OverTokens):
         self.data_collator = _with_rows(self.data_collator)
 
     def _prepare_dataset(self, dataset: Any, *given: Any, **named: Any) -> Any:
-        made = super()._prepare_dataset(dataset, *given, **named)  # type: ignore[misc]
-        if not hasattr(made, "add_column") or not hasattr(made, "__len__"):
-            return made
-        if ROW in made.column_names:
-            return made
+        prepared = super()._prepare_dataset(dataset, *given, **named)  # type: ignore[misc]
+        if not hasattr(prepared, "add_column") or not hasattr(prepared, "__len__"):
+            return prepared
+        if ROW in prepared.column_names:
+            return prepared
         start = self._starts[-1]
-        made = made.add_column(ROW, np.arange(start, start + len(made)))
-        self._tables.append(made)
-        self._starts.append(start + len(made))
-        return made
+        prepared = prepared.add_column(ROW, np.arange(start, start + len(prepared)))
+        self._tables.append(prepared)
+        self._starts.append(start + len(prepared))
+        return prepared
 
     def _precompute_ref_logps(self, dataset: Any, *_: Any) -> Any:
         return dataset
@@ -273,7 +282,7 @@ class WithReference(OverTokens):
             self._signature_columns.append(ROW)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Before the first one all datasets get their reference."""
+        """Run a step; before the first one, compute the reference values of all datasets."""
         if len(self._reference) < len(self._tables):
             self.attach(inputs)
             for number in range(len(self._tables)):
@@ -281,15 +290,18 @@ class WithReference(OverTokens):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _reference_of(self, number: int) -> np.ndarray:
-        """Of a dataset: found in memory, in the output folder of a training that goes on, or
-        made."""
+        """Return the reference values of a dataset, as an array of shape [rows, 2].
+
+        They come from memory, from the output folder if training resumes, or from a new
+        pass.
+        """
         if number in self._reference:
             return self._reference[number]
         assert self.session is not None
         file = Path(self.args.output_dir) / f"lohan-reference-{self._digest(number)}.npy"
         table = self._tables[number]
         if self._resumes and file.is_file():
-            found = read_reference(file, len(table))
+            reference = read_reference(file, len(table))
         elif (
             (self._resumes or self.state.global_step)
             and not self._without_adapter
@@ -300,44 +312,47 @@ class WithReference(OverTokens):
                 "changed since; restore the file, or start a new training"
             )
         else:
-            found = self._made(table)
+            reference = self._compute_reference(table)
             if self._lasts and self.session.process_group.ranks.first:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_reference(file, found)
-        self._reference[number] = found
-        return found
+                write_reference(file, reference)
+        self._reference[number] = reference
+        return reference
 
     def _digest(self, number: int) -> str:
-        """Of all that decides which answers there are."""
+        """Return a digest of all settings and tokens that the reference values depend on."""
         args = self.args
         about = [
             getattr(args, n, None)
             for n in ("max_length", "truncation_mode", "ld_alpha", "per_device_train_batch_size")
         ]
-        found = hashlib.sha256(repr(about).encode())
+        digest = hashlib.sha256(repr(about).encode())
         columns = [name for name in self.TOKENS if name in self._tables[number].column_names]
         for rows in self._tables[number].select_columns(columns).iter(1000):
-            found.update(repr(rows).encode())
-        return found.hexdigest()[:16]
+            digest.update(repr(rows).encode())
+        return digest.hexdigest()[:16]
 
-    def _made(self, table: Any) -> np.ndarray:
-        """One forward-only pass; of several processes each takes its share of every batch."""
+    def _compute_reference(self, table: Any) -> np.ndarray:
+        """Compute the reference values of a dataset in one forward-only pass.
+
+        Each process computes its share of every batch.
+        """
         assert self.session is not None
         group, args = self.session.process_group, self.args
         size = args.precompute_ref_batch_size or args.per_device_train_batch_size
-        found = np.zeros((len(table), 2), dtype=np.float32)
+        reference = np.zeros((len(table), 2), dtype=np.float32)
         logger.info(f"The reference's log-probabilities of {len(table)} rows are made.")
         for start in range(0, len(table), size * group.world):
-            own = range(start + size * group.ranks.rank, len(table))[:size]
-            batch = self.data_collator([table[i] for i in own or range(1)])
+            indices = range(start + size * group.ranks.rank, len(table))[:size]
+            batch = self.data_collator([table[i] for i in indices or range(1)])
             values = self._reference_logps(self._prepare_inputs(batch))  # type: ignore[attr-defined]
-            rows = torch.stack(values, 1).tolist() if own else []
-            every = [row for said in group.all_gather_object(rows) for row in said]
-            found[start : start + len(every)] = every
-        return found
+            rows = torch.stack(values, 1).tolist() if indices else []
+            every = [row for shard in group.all_gather_object(rows) for row in shard]
+            reference[start : start + len(every)] = every
+        return reference
 
     def _reference_logps(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Of one batch."""
+        """Return the two columns of reference values of one batch."""
         collected: list[torch.Tensor] = []
         inputs = {name: value for name, value in inputs.items() if name != ROW}
         theirs = super().compute_ref_log_probs  # type: ignore[misc]
@@ -398,8 +413,7 @@ def _has_no_rows(named: Mapping[str, Any]) -> bool:
 
 
 def _copied(model: Any) -> nn.Module | None:
-    """Return a copy of a model in memory to be its own reference, as TRL would load one; None if
-    the model is not in memory."""
+    """Return a copy of the model as its own reference, or None if it is not in memory."""
     if not isinstance(model, nn.Module) or any(lacks_values(p) for p in model.parameters()):
         return None
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -412,18 +426,18 @@ def _copied(model: Any) -> nn.Module | None:
 
 
 def _with_rows(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], Any]:
-    """What a collator makes, with the numbers of its rows."""
+    """Wrap a collator so that its batches also contain the row numbers of the examples."""
 
     def collated(examples: list[dict[str, Any]]) -> dict[str, Any]:
         rows = [example[ROW] for example in examples if ROW in example]
-        made = collate([{k: v for k, v in one.items() if k != ROW} for one in examples])
-        return {**made, ROW: torch.tensor(rows)} if rows else made
+        batch = collate([{k: v for k, v in one.items() if k != ROW} for one in examples])
+        return {**batch, ROW: torch.tensor(rows)} if rows else batch
 
     return collated
 
 
 def _labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Those of answers. The first token follows nothing."""
+    """Return the labels of the answer tokens; the first token is not predicted by anything."""
     labels = ids.masked_fill(mask == 0, IGNORED)
     labels[:, 0] = IGNORED
     return labels
@@ -442,7 +456,7 @@ class DPOTrainer(WithReference, TheirDPO):
 
 
 class KTOTrainer(WithReference, TheirKTO):
-    """TRL's KTOTrainer. Mismatched answers run with the others, in one pass over the weights."""
+    """TRL's KTOTrainer; mismatched answers run with the others in one pass over the weights."""
 
     COLUMNS = ("ref_logps", "ref_KL_logps")
     TOKENS = ("prompt_ids", "completion_ids", "KL_completion_ids")
@@ -469,19 +483,21 @@ class RewardTrainer(LohanMixin, TheirReward):
 # -- supervised fine-tuning ------------------------------------------------------------------------
 
 
-ROWS = 64  # whose probabilities are looked at together
-Theirs = trl.SFTTrainer  # as it was imported: scripts may put ours in its place
+ROWS = 64  # tokens per slice when metrics are computed
+Theirs = trl.SFTTrainer  # saved at import: scripts may replace trl.SFTTrainer with LoHan's
 
 
 def _weighted_by_probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """TRL's "dft": what is likely already counts more."""
+    """Compute TRL's "dft" loss, which weights each token by its probability."""
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return (losses * (-losses).exp().detach()).sum()
 
 
 class Sums:
-    """What the tokens of a batch have looked like: how many, their entropy, right guesses. Apart
-    from the trainer, which sessions must not keep alive."""
+    """The number of tokens in a batch, and sums of their entropies and of correct predictions.
+
+    This is separate from the trainer, so that a session does not keep the trainer alive.
+    """
 
     def __init__(self) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64)
@@ -495,8 +511,11 @@ class Sums:
 
 
 class SFTTrainer(LohanMixin, Theirs):
-    """Datasets, templates, packing, adapters and metrics are TRL's. Its own head in tiles reads the
-    weights of the head outside a call, where they are not; LoHan's takes its place."""
+    """TRL's SFTTrainer with LoHan's sliced head.
+
+    Datasets, templates, packing, adapters and metrics are TRL's. TRL's own tiled head reads the
+    weights of the head outside a model call, when they are not in memory.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -521,15 +540,19 @@ class SFTTrainer(LohanMixin, Theirs):
         self._metrics, self._total_train_tokens = recorded
 
     def _of_all(self, sums: list[float]) -> list[float]:
-        """Summed over all processes, as TRL's metrics are."""
+        """Sum values over all processes, as TRL does for its metrics."""
         if self.args.world_size == 1:
             return sums
-        own = torch.tensor(sums, dtype=torch.float64, device=self.args.device)
-        added: list[float] = self.accelerator.reduce(own, "sum").tolist()
+        local = torch.tensor(sums, dtype=torch.float64, device=self.args.device)
+        added: list[float] = self.accelerator.reduce(local, "sum").tolist()
         return added
 
     def _too_much(self, auxiliary: torch.Tensor) -> torch.Tensor:
-        """The model adds the auxiliary loss of every batch, TRL its mean over those of a step."""
+        """Return the part of the auxiliary loss that exceeds TRL's.
+
+        The model adds the auxiliary loss of every batch; TRL adds the mean over the batches
+        of a step.
+        """
         assert self.session is not None
         part = self.router_aux_loss_coef * auxiliary
         part = part * (1 - 1 / self.current_gradient_accumulation_steps)
@@ -552,9 +575,9 @@ class SFTTrainer(LohanMixin, Theirs):
         self._seen.sums.zero_()
         labels = inputs.get("labels")
         count = {"num_items_in_batch": num_items_in_batch}
-        found = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
-        loss, outputs = self._of_all_ranks(found, count)
-        if not self._seen.sums[0] and labels is not None:  # the head made all logits at once
+        result = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
+        loss, outputs = self._of_all_ranks(result, count)
+        if not self._seen.sums[0] and labels is not None:  # the head computed all logits at once
             following = labels[:, 1:].reshape(-1)
             learnt = following != IGNORED
             logits = outputs.logits.detach()[:, :-1].flatten(0, 1)

@@ -18,15 +18,15 @@ from typing import Any
 from lohan.engine.session import Session
 from lohan.errors import ModelError
 
-LIBRARIES = ("transformers", "trl", "lohan")  # whose methods are known
+LIBRARIES = ("transformers", "trl", "lohan")  # packages whose methods LoHan supports
 
 
 class _Dropped(Exception):
-    """Ends a sum of gradients that no optimizer step takes."""
+    """Raised to discard accumulated gradients that no optimizer step uses."""
 
 
 class UserSteps:
-    """The steps of one Trainer, as its loop counts them and as the session does."""
+    """The optimizer steps of a Trainer, as counted by its loop and by the session."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
@@ -46,7 +46,7 @@ class UserSteps:
         return str(getattr(method, "__module__", "")).partition(".")[0] not in LIBRARIES
 
     def prepare(self, batches: Sequence[Any]) -> None:
-        """Attach the model before a training_step that calls it without LoHan's own."""
+        """Attach the model before an overridden training_step, which may not call LoHan's."""
         trainer: Any = self._trainer()
         if not batches or not self.overridden:
             return
@@ -64,7 +64,7 @@ class UserSteps:
             optimizer.register_step_pre_hook(lambda *_: self.check_step())
 
     def attached(self, session: Session) -> None:
-        """Count optimizer steps from the step that a session begins with."""
+        """Start counting optimizer steps at the current step of the session."""
         self._last_step, self._stepped = session.step, False
 
     @contextmanager
@@ -80,7 +80,7 @@ class UserSteps:
                 session.updates_in_backward = before
 
     def wrapped(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return accelerator.backward with the batches of an optimizer step added up."""
+        """Wrap accelerator.backward to accumulate the batches of an optimizer step."""
 
         def wrapped(loss: Any, **kwargs: Any) -> None:
             trainer: Any = self._trainer()
@@ -121,7 +121,7 @@ class UserSteps:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Let an optimizer step pass that is none: schedulers want one before their own."""
+        """Permit an optimizer step without an update, which schedulers require before their own."""
         self._checks = False
         try:
             yield
@@ -151,7 +151,7 @@ class UserSteps:
         trainer._take_place(session)  # as after LoHan's own training_step
 
     def end(self) -> None:
-        """Drop what an interrupted training has left."""
+        """Discard accumulated gradients and hooks that an interrupted training has left."""
         sums, self._sums = self._sums, None
         if sums is not None:
             with suppress(_Dropped):

@@ -545,8 +545,10 @@ class MemoryModel:
         self._last_cached: tuple[object, int, int] = ((), 0, 0)  # chunks, and bytes of their state
 
     def _known(self, dtype: str) -> _Known:
-        """Plans of one batch may differ in host memory, optimizer and commits; what is the same
-        for all of them is found once."""
+        """Return the measurements that all plans of one batch share, computing them once.
+
+        Such plans may differ in host memory, optimizer and commits.
+        """
         workload, micro_batch = self.workload, self.micro_batch
         key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
         key = (*key, self._world)

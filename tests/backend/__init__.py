@@ -1,7 +1,7 @@
-"""A backend of our own behind torch.accelerator, as those outside torch's tree are: registered as
-PrivateUse1, with memory, streams, events, pinned memory and a generator (*.cpp).
+"""A backend behind torch.accelerator, as backends outside torch's tree are.
 
-A process has one such backend for good, so tests of it run in a process of their own:
+It is registered as PrivateUse1, with memory, streams, events, pinned memory and a generator
+(*.cpp). A process keeps such a backend until it ends, so its tests run in a process of their own:
 `pytest -p tests.backend.plugin -m gpu FILES`.
 """
 
@@ -32,7 +32,7 @@ def compiler() -> str | None:
 
 @cache
 def extension() -> Any:
-    """The compiled backend, made once for these sources, this torch and this Python."""
+    """Return the compiled backend, built once for these sources, this torch and this Python."""
     from torch.utils.cpp_extension import load
 
     sources = sorted(HERE.glob("*.cpp"))
@@ -63,18 +63,18 @@ def _loaded(library: Path) -> Any:
 
 @cache
 def register() -> Any:
-    """torch knows the device from now on. Returns the extension."""
+    """Register the device with torch and return the extension."""
     torch.utils.rename_privateuse1_backend(NAME)
-    made = extension()
-    torch._register_device_module(NAME, _module(made))
+    backend = extension()
+    torch._register_device_module(NAME, _module(backend))
     atexit.register(torch.accelerator.synchronize)
-    return made
+    return backend
 
 
-def _module(made: Any) -> types.ModuleType:
-    """What torch and others look for under `torch.trial`."""
+def _module(backend: Any) -> types.ModuleType:
+    """Return the module that torch and others look for as `torch.trial`."""
     module: Any = types.ModuleType(f"torch.{NAME}")
-    generator = made.default_generator()
+    generator = backend.default_generator()
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
@@ -85,6 +85,6 @@ def _module(made: Any) -> types.ModuleType:
     module.get_rng_state = lambda device=NAME: generator.get_state()
     module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.mem_get_info = lambda device=None: made.memory_info()
-    module.set_per_process_memory_fraction = lambda part, device=None: made.set_fraction(part)
+    module.mem_get_info = lambda device=None: backend.memory_info()
+    module.set_per_process_memory_fraction = lambda part, device=None: backend.set_fraction(part)
     return module

@@ -1,5 +1,7 @@
-"""The trial backend is as strict as a device: what is not waited for is not there. No test here
-depends on time: a stream can be held, so that it begins nothing."""
+"""Test that the trial backend is as strict as a device: results require a wait.
+
+No test here depends on time, since a stream can be held so that it starts nothing.
+"""
 
 from __future__ import annotations
 

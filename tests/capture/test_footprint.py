@@ -130,8 +130,12 @@ def heads(count: int, keys: int, place: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("keys", [8, 2])
 def test_attention_takes_a_workspace_on_an_accelerator(keys):
-    """Flash sums gradients of queries in fp32, in tiles of 128 tokens and 32 features, and a number
-    for each row; of shared heads it makes keys' and values' gradients for every head."""
+    """The workspace of attention backward is counted on an accelerator.
+
+    Flash attention sums the gradients of queries in fp32, in tiles of 128 tokens and 32
+    features, with one number for each row. If heads are shared, it computes the gradients of
+    keys and values for every head.
+    """
     elements = 2 * keys * 200 * 40  # of keys, and of values
     sums = 4 * 2 * 8 * 256 * (64 + 1)
     shared = 0 if keys == 8 else 2 * (8 // keys) * 2 * elements

@@ -1,5 +1,7 @@
-"""What models ask of their parameters outside of a block's call is answered as in memory, or
-refused; a block is never given a tensor without values."""
+"""What models ask of their parameters outside a block's call is answered as in memory, or refused.
+
+A block never gets a tensor without values.
+"""
 
 from __future__ import annotations
 

@@ -427,8 +427,10 @@ def test_what_python_reads_of_a_tensor_is_recomputed(dtype):
 
 
 class Fickle(nn.Module):
-    """What it runs depends on the values of its input; the result of its projection is needed in
-    one case alone."""
+    """A block whose operations depend on the values of its input.
+
+    The result of its projection is needed in only one of the two cases.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,8 +486,11 @@ def gradients_of(block: nn.Module, run: Callable[[], torch.Tensor]) -> list[torc
 
 @pytest.mark.parametrize(("around", "begins", "ops"), [(nullcontext, 1, 2), (Seen, 0, 4)])
 def test_operations_are_seen_from_the_last_submodule_before_those_left_out(around, begins, ops):
-    """Python sees no operation before it. A mode inside the block ends before the block does, so
-    ours does not begin inside it."""
+    """The dispatch mode starts at the last submodule before the first skipped operation.
+
+    Python sees no operation before it. A mode inside the block ends before the block does, so
+    ours does not begin inside it.
+    """
     torch.manual_seed(0)
     block, stop, x = Twice(around), SkipUnneededOps(), torch.randn(2, 4)
     expected = gradients_of(block, lambda: block(x))

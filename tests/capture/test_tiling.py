@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def made(block: nn.Module, run, *inputs: torch.Tensor, **more) -> list[torch.Tensor]:
-    """Result, and gradients of inputs and weights."""
+    """Return the result, and the gradients of inputs and weights."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     block.zero_grad()
     torch.manual_seed(3)
@@ -83,8 +83,11 @@ def test_parts_do_not_depend_on_which_inputs_take_a_gradient():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_block_in_tiles_has_the_gradients_of_the_whole(dtype):
-    """In fp64 they differ by the order of a sum and nothing else. In bf16, sums over tiles round
-    once, as those over tokens do."""
+    """A block in tiles has the gradients of the whole block.
+
+    In fp64 they differ only by the order of a sum. In bf16, sums over tiles round once, as
+    those over tokens do.
+    """
     model = small_model("llama", dtype=dtype)
     block = model.model.layers[0]
     x = torch.randn(2, TOKENS, 64, dtype=dtype)

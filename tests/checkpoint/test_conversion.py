@@ -37,7 +37,7 @@ EXPERTS = {
 
 @pytest.fixture(params=EXPERTS)
 def saved(request, tmp_path, monkeypatch) -> tuple[PreTrainedModel, Path]:
-    """A model and its folder; only whole rows may be moved, as with weights of any size."""
+    """Save a model; only whole rows may be moved, as with weights of any size."""
     monkeypatch.setattr(sources, "MOST_ELEMENTS", 0)
     folder = tmp_path / "model"
     return save_model(folder, EXPERTS[request.param]), folder
@@ -80,8 +80,10 @@ def test_names_of_other_models_are_those_of_save_pretrained(kind, tmp_path):
 
 
 def test_round_trip(saved, tmp_path):
-    """Trained out of core, exported, loaded with plain transformers: the same logits, and files
-    with the names that came in."""
+    """A model trained out of core and exported has the same logits in plain transformers.
+
+    The files have the names of the source folder.
+    """
     _, folder = saved
     model = lohan.load(folder).train()
     data = batches(2, batch=2, seq=12, vocab=VOCAB)
@@ -147,8 +149,11 @@ def test_a_rule_that_cannot_be_followed_is_refused():
 
 
 def test_tensors_that_are_saved_together_are_written_as_the_model_has_them(monkeypatch):
-    """ERNIE 4.5 VL: experts for text and for images are one list in its folders, and transformers
-    cannot convert one of them without the other."""
+    """Tensors that can only be converted together are exported under the names of the model.
+
+    In the folders of ERNIE 4.5 VL, experts for text and for images are one list, and
+    transformers cannot convert one of them without the other.
+    """
 
     def revert(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if len(tensors) == 1:

@@ -37,7 +37,7 @@ def swapped_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(folder: Path, kind: str) -> Path:
-    """A small model in one file, with several types of tensors, and its config.json."""
+    """Write a small model in one file, with several types of tensors, and its config.json."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind])
     CONFIGS[kind].save_pretrained(folder)

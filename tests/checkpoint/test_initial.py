@@ -49,7 +49,7 @@ def values_of(model: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def own_values(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
-    """The whole model in memory: every block drawn by the class itself, with the block's seed."""
+    """Draw the whole model in memory: every block by its class, with the block's seed."""
     config = CONFIGS[name]
     empty = build_from_config(config, dtype=torch.float32)
     model: Any = type(empty)(config)

@@ -1,5 +1,8 @@
-"""`lohan.load` takes models that are no causal language models: the class is the one that
-config.json names, and weights stream from the folder as for any other."""
+"""`lohan.load` loads models that are not causal language models.
+
+The class is the one that config.json names, and weights are streamed from the folder as for any
+other model.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Quantized checkpoints: values are those of transformers' own dequantisation, training and export
-those of the dequantised folder."""
+"""Quantized checkpoints have the values of transformers' dequantisation.
+
+Training and export match those of the dequantised folder.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,13 @@ def fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Ten
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
-    """A scale for each element, as weight_block_size is documented."""
+    """Return a scale for each element, as weight_block_size is documented."""
     wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return wide[:rows, :columns]
 
 
 def quantize(folder: Path, method: str) -> None:
-    """The weights of a folder's layers, in place."""
+    """Quantize the weights of a folder's layers, in place."""
     held = load_file(folder / "model.safetensors")
     for name, weight in list(held.items()):
         if method == "fp8" and ".layers." in name and weight.dim() == 2 and "gate.w" not in name:
@@ -216,8 +218,11 @@ NF4 = [
 def bitsandbytes_4bit(
     name: str, shape: tuple[int, int], nested: bool
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A weight as bitsandbytes saves it, and its values by the documented formula: the place in the
-    table times the scale of its 64, rounded to the dtype of before."""
+    """Return a weight as bitsandbytes saves it, and its values by the documented formula.
+
+    A value is the table entry times the scale of its 64 elements, rounded to the original
+    dtype.
+    """
     numel = math.prod(shape)
     places = torch.randint(0, 16, (numel + numel % 2,))
     scales = torch.rand(math.ceil(numel / 64))
@@ -239,7 +244,7 @@ def bitsandbytes_4bit(
 
 
 def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
-    """A model whose layers are quantized; its values."""
+    """Write a model whose layers are quantized, and return its values."""
     model = save_model(folder, CONFIGS["llama"])
     held = load_file(folder / "model.safetensors")
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -261,7 +266,7 @@ def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
 
 
 def check_values(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """A folder read range by range has these values."""
+    """Check that a folder that is read range by range has these values."""
     tensors = open_folder(folder)
     found = checkpoint_map(lohan.load(folder), tensors)
     assert found.ignored == ()
@@ -302,8 +307,10 @@ def test_bitsandbytes_that_is_not_whole_is_refused(tmp_path):
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of each row in words of 32 bits, the first in the lowest bits, as compressed-tensors
-    packs them."""
+    """Pack the codes of each row into words of 32 bits, the first code in the lowest bits.
+
+    This is the format of compressed-tensors.
+    """
     each = 32 // bits
     wide = torch.zeros(len(codes), -(-codes.shape[1] // each) * each, dtype=torch.int64)
     wide[:, : codes.shape[1]] = codes.long() + 2 ** (bits - 1)
@@ -322,7 +329,7 @@ COMPRESSED = {  # bits, values of a row with one scale, zero points, type
 
 
 def compressed_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """A model whose layers are quantized; its values."""
+    """Write a model whose layers are quantized, and return its values."""
     bits, group, zeros, dtype = COMPRESSED[kind]
     model = save_model(folder, CONFIGS["llama"])
     held = load_file(folder / "model.safetensors")
@@ -427,8 +434,10 @@ GROUPED = {  # config.json, type of scales
 
 
 def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """A model whose layers are quantized as AutoGPTQ and AutoAWQ write them; its values by the
-    published formula, one element after the other."""
+    """Write a model whose layers are quantized as AutoGPTQ and AutoAWQ do; return its values.
+
+    The values are computed by the published formula, one element at a time.
+    """
     said, dtype = GROUPED[kind]
     bits, awq = said["bits"], kind == "awq"
     model = save_model(folder, CONFIGS["llama"])

@@ -57,7 +57,7 @@ DEFAULT = StateKind()
 
 
 def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind = DEFAULT) -> None:
-    """The store of one rank, full of random bytes; zeros fill the last page of a state chunk."""
+    """Create the store of one rank with random bytes; zeros fill the last page of state chunks."""
     random, state_format = np.random.default_rng(7), state_format_of(name, kind)
     exact = [key for key in SIZES if key.endswith(FROZEN) and name in EXACT_ARRAYS]
     made = regions(

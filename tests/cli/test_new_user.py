@@ -28,7 +28,7 @@ SHAPE = {
 
 @pytest.fixture
 def shape(tmp_path: Path) -> Path:
-    """A model that is planned in a moment."""
+    """Write the config of a model that is planned quickly."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SHAPE))
     return file

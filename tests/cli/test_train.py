@@ -17,7 +17,7 @@ PROMPTS = ["w1 w2 w3", "w9"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer, and data."""
+    """Write a model with a tokenizer, and data."""
     place = tmp_path_factory.mktemp("inputs")
     write_model(place / "model", "llama")
     rows = [{"text": " ".join(f"w{(i * j) % 40}" for j in range(1, 9))} for i in range(9)]

@@ -20,7 +20,7 @@ WAIT_S = 20
 
 
 def program(tmp_path: Path, body: str) -> list[str]:
-    """A rank that writes down what it is told, then does as the test says."""
+    """Write a rank that records its environment, then runs the code of the test."""
     file = tmp_path / "rank.py"
     file.write_text(
         "import json, os, pathlib, signal, sys, time\n"
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
 
 
 def launcher(tmp_path: Path, body: str) -> subprocess.Popen[bytes]:
-    """A process of its own that starts two ranks."""
+    """Start a process that launches two ranks."""
     arguments = program(tmp_path, body)
     text = "from lohan.device.launch import launch\n"
     text += f"raise SystemExit(launch(2, {arguments!r}, note=print))"

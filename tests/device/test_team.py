@@ -28,7 +28,7 @@ FREE = ("--clip", 0)
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama, and rows of different lengths: ranks have different numbers of targets."""
+    """Write a tiny Llama, and rows of different lengths: ranks have different target counts."""
     folder = tmp_path_factory.mktemp("inputs")
     config = LlamaConfig(
         vocab_size=80,
@@ -101,7 +101,7 @@ def alike(out: Path, other: Path, *, within: float = 2e-6) -> None:
 
 @pytest.fixture(scope="module")
 def alone(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
-    """The run of one rank with some settings, made when it is first asked for."""
+    """Return a function that runs one rank with some settings, once for each settings."""
     made: dict[tuple[object, ...], Path] = {}
 
     def run(*more: object) -> Path:
@@ -117,7 +117,7 @@ def alone(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
-    """The same of several ranks."""
+    """Return a function that runs several ranks with some settings, once for each settings."""
     made: dict[tuple[object, ...], Path] = {}
 
     def run(world: int, *more: object) -> Path:
@@ -306,7 +306,7 @@ def dying(inputs: Path, out: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
-    """An uninterrupted run of two ranks, and the boundaries between operations on files of each."""
+    """Run two ranks without interruption; return the run and the file boundaries of each rank."""
     folder = tmp_path_factory.mktemp("whole")
     traces = {rank: folder / f"trace-{rank}" for rank in range(2)}
     ended = forked_ranks.run(forge, 2, *dying(inputs, folder / "run"), trace=traces)
@@ -412,8 +412,11 @@ def replanning(inputs: Path, out: Path, *more: object) -> list[object]:
 
 @pytest.mark.parametrize(("how", "clip", "said"), REPLANNED, ids=["measured", "by norm"])
 def test_all_ranks_follow_a_new_plan(how, clip, said, forge, inputs, tmp_path):
-    """The first rank measures and decides. Bits are those of no overlap and no new plan; also of a
-    run in which a rank dies around the change."""
+    """All ranks adopt the plan that the first rank measures and decides.
+
+    The bits are those of a run without overlap and without a new plan, also if a rank dies
+    around the change.
+    """
     before = {"before": dict.fromkeys(range(2), f"replan_at_once:{how}")}
     plain, out, killed = (tmp_path / name for name in ("plain", "run", "killed"))
     ended = forked_ranks.run(forge, 2, *replanning(inputs, plain, *clip, "--no-overlap"))

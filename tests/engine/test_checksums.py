@@ -41,8 +41,11 @@ def taken(monkeypatch):
     ],
 )
 def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypatch):
-    """Of everything but resident parameters, also where a block got no gradient; and every chunk of
-    the store has the one that it was written with."""
+    """Updates compute the checksums of everything but resident parameters.
+
+    This holds also for a block without a gradient, and every chunk of the store has the
+    checksum that it was written with.
+    """
     tuned(monkeypatch, Tuning(cached=0.4, spilled=0.5))
     made = data(4, kind="tied", dtype=dtype, still={2: 1})
     options = {"optimizer": optimizer, "clip": 0.01, "overlap": overlap}

@@ -19,8 +19,10 @@ STEPS = 3
 
 
 class Compiling(EmulatedDevice):
-    """In the part of an accelerator that compiles. Nobody watches its operations, since compiled
-    ones cannot be seen one by one."""
+    """A device that compiles, like an accelerator.
+
+    Its operations are not observed, since compiled ones cannot be seen one by one.
+    """
 
     compiles = True
 
@@ -72,8 +74,10 @@ def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
 
 @pytest.mark.parametrize("lengths", [(16, 16), (16, 24, 20)], ids=["one length", "lengths"])
 def test_recomputation_ends_where_backward_begins(lengths, tmp_path):
-    """The last projection of a block, whose result only the next block needs, is not run again;
-    gradients are those of plain torch all the same."""
+    """The last projection of a block, whose result only the next block needs, is not recomputed.
+
+    Gradients are those of plain torch nevertheless.
+    """
     torch._dynamo.reset()
     products: list[int] = []  # of each compiled forward
     backwards: list[int] = []

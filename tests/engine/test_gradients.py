@@ -40,8 +40,7 @@ def test_what_was_set_aside_comes_back_as_it_was(device):
 
 
 def tied_run(place, monkeypatch, *, micro_batch, **options):
-    """Losses and weights; and which groups had gradients with compute when a block's backward
-    began."""
+    """Return losses, weights, and the groups whose gradients waited when each backward began."""
     config = LlamaConfig(**SMALL, tie_word_embeddings=True, use_cache=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()

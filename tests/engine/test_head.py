@@ -1,5 +1,7 @@
-"""The loss of a model is found by what it computes: in slices where it is that of the next token,
-by its own forward otherwise."""
+"""The kind of loss is detected by what the model computes.
+
+The next-token loss runs in slices; any other loss runs in the forward of the model.
+"""
 
 from __future__ import annotations
 
@@ -105,9 +107,12 @@ def xlnet() -> nn.Module:
     ],
 )
 def test_whatever_the_loss_is(build, sliced, planned, tmp_path):
-    """Bart's labels are not shifted; BERT has layers between its decoder and its head; Llama 4 asks
-    an offloaded parameter for its device; the outputs of Mamba, RWKV, GPT-1 and XLNet have no cache
-    of keys, and XLNet's labels are not shifted."""
+    """Losses of many kinds have the results of plain PyTorch.
+
+    Bart's labels are not shifted. BERT has layers between its decoder and its head. Llama 4
+    asks an offloaded parameter for its device. The outputs of Mamba, RWKV, GPT-1 and XLNet have
+    no cache of keys, and XLNet's labels are not shifted.
+    """
     torch.manual_seed(0)
     model, data = build().train(), text()
     assert (find_decoder(model) is not None) is sliced

@@ -83,7 +83,7 @@ def make():
 
 
 def drive(lanes: Lanes, runner: Recorder, text: str, scalars: Any = None) -> None:
-    """The caller's part: every compute action in turn."""
+    """Act as the caller: run every compute action in turn."""
     schedule = from_text(text)
     lanes.enqueue(schedule, scalars)
     for action in schedule:
@@ -284,8 +284,11 @@ def test_the_note_names_the_ten_before(make):
 
 
 def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
-    """R2 was submitted when R1 failed: its buffer is the drive's until it is completed. C has
-    nothing in flight, so it does not happen, although it was reached."""
+    """After a failure, actions in flight complete and nothing is committed.
+
+    R2 was submitted when R1 failed: its buffer belongs to the drive until it completes. C has
+    nothing in flight, so it does not run, although it was reached.
+    """
     runner = Recorder()
     lanes = make(runner)
     runner.gate = "R0"

@@ -1,7 +1,8 @@
-"""The profiler measures through real parts, cleans up after itself, and says what it is doing.
+"""The profiler measures through real parts, cleans up after itself, and reports its progress.
 
-What the figures are is this machine's business: they are compared with each other or with what
-counts the same thing in another way, never with a clock."""
+The figures depend on the machine. They are compared with each other or with another count of the
+same thing, never with a clock.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +69,10 @@ def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
 
 
 def test_a_device_is_measured_through_its_seam(tmp_path):
-    """Its compute is as slow as it is made, and so are its links. A link makes up for 2 ms at most,
-    a twentieth of what these copies take."""
+    """The measured compute and link rates of a device are those that it was given.
+
+    A link makes up for 2 ms at most, a twentieth of what these copies take.
+    """
     device = EmulatedDevice(256 * MiB, h2d=2e8, d2h=1e8, flops=1e9)
     try:
         found = profile([tmp_path], effort=replace(TINY, link_bytes=8 * MiB), device=device)

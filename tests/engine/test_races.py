@@ -1,5 +1,6 @@
-"""One lane is late at everything it does, the others are not: whoever should wait for it and does
-not is early. `benchmarks/remove_waits.py` takes waits out of the code one at a time and runs these.
+"""Delay one lane at everything it does, so that a missing wait for it is detected.
+
+`benchmarks/remove_waits.py` removes waits from the code one at a time and runs these tests.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def save_shards(folder: Path, number: int) -> None:
 
 
 def loads(folder: Path) -> str:
-    """What a loader finds: nothing without an index, and never shards of two saves."""
+    """Return what a loader finds: nothing without an index, and never shards of two saves."""
     if not (folder / SHARDS[-1]).exists():
         return "none"
     (found,) = {(folder / name).read_text() for name in SHARDS[1:]}
@@ -212,8 +212,10 @@ SHARDS = (
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_save_that_stops_anywhere_leaves_no_mixture(killed, tmp_path, monkeypatch):
-    """At every renaming: the old model; if the process is killed, perhaps none that loads until
-    one is saved again."""
+    """A save that stops at any rename leaves the old model, never a mixture.
+
+    If the process is killed, there may be no loadable model until one is saved again.
+    """
     folder, rename, left, outcomes = tmp_path / "saved", Path.rename, 0, []
 
     def renamed(path: Path, to: Path) -> Path:

@@ -1,5 +1,8 @@
-"""What the caller and the code of blocks may do between and inside steps: evaluate in inference
-mode, run two forwards for one backward, raise errors, compute gradients inside a forward."""
+"""The caller and the code of blocks may do as in PyTorch between and inside steps.
+
+They evaluate in inference mode, run two forwards for one backward, raise errors, and compute
+gradients inside a forward.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""User code around an attached model: what it reads, freezes, hooks, replaces and clips has the
-effect that it has in PyTorch, or is refused by name."""
+"""User code around an attached model works as in PyTorch, or is refused by name.
+
+It reads, freezes, hooks, replaces and clips parameters.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class Around:
 
 
 def in_memory(model: nn.Module, around: Around, data: Any = DATA, clip: float = 0.0) -> Any:
-    """The loop with torch.optim."""
+    """Run the loop with torch.optim."""
     model = copy.deepcopy(model)
     around.start(model)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))

@@ -132,8 +132,11 @@ def clipped_s(made: MachinePlan) -> float:
 
 
 def test_between_commits_updates_wait_without_idle_drives():
-    """What stays in memory is spread over the model, and other groups are updated twice: a step is
-    as fast as one whose updates do not wait, clipped or not."""
+    """Deferred updates between commits cost no time.
+
+    Cached groups are spread over the model, and other groups are updated twice: a step is as
+    fast as one whose updates do not wait, clipped or not.
+    """
     rarely, every = (
         plan_for_machine(asked_of("qwen3-14b", clip=1.0, commit=commit))
         for commit in (Interval(14), EVERY_STEP)
@@ -160,8 +163,10 @@ def test_a_plan_for_clipped_steps():
 
 
 def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
-    """Fewer actions and the same bytes: good enough to compare plans, and with some more of them to
-    say what the chosen one does."""
+    """A rough forecast has fewer actions and the same bytes.
+
+    It is good enough to compare plans; with more actions it describes the chosen plan.
+    """
     machine = presets.machine("ratel-4090")
     asked = PlanRequest(
         model=presets.model("llama-3.1-405b"),

@@ -77,7 +77,7 @@ def test_drives_lose_nothing_where_there_is_little_to_compute():
 
 
 def on_device(*, drives: int, host_rate: float):
-    """A desktop with a GPU that computes at once and fast drives: what is left is moving bytes."""
+    """Return a forecast for a desktop whose GPU computes in no time: only transfers count."""
     fast = Drive(name="d", read=7e9, write=6e9)
     machine = Profile(
         name="desk",
@@ -121,8 +121,10 @@ BEFORE = {"checksums": 12, "norm": 4}
 
 
 def step_bus_bytes(layout: BytesPerParameter) -> dict[str, float]:
-    """Of a whole step with clipping, per parameter that lies on SSD: weights come in forward and
-    in backward."""
+    """Return the bus bytes of a step with clipping, per parameter on SSD.
+
+    Weights are read in forward and in backward.
+    """
     each = bus_bytes(layout)
     return {
         "from SSD": 2 * each[Op.READ_WEIGHTS] + each[Op.READ_STATE],

@@ -419,8 +419,10 @@ def test_compare_and_presets_and_bad_names():
 
 
 def test_a_sequence_longer_than_the_device_fits_in_tiles():
-    """The work of a block would be twice the device; the largest tiles that fit are taken, only
-    where it takes tiles."""
+    """A block whose work is twice the device runs in the largest tiles that fit.
+
+    A sequence that fits without tiles has none.
+    """
     asked = replace(request("llama-3-8b", "rtx4090", batch=1), seq=131072)
     with pytest.raises(BudgetError, match="device budget too small"):
         plan_for_machine(replace(asked, options=replace(asked.options, tiles="off")))

@@ -1,5 +1,7 @@
-"""A start that fails takes back what it has made; a fault inside of that loses nothing, and the
-same command works afterwards."""
+"""A start that fails removes what it has created.
+
+A fault during that clean-up loses nothing, and the same command works afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Calls of the C library that fail, fall short or are late: a run ends well and with the same bits,
-or with one message, and can be resumed to the same bits."""
+"""Inject calls of the C library that fail, are short or are late.
+
+A run ends with the same bits, or with one message and can be resumed to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ def one_message(fault: Fault, ended: Ended) -> None:
 
 
 def with_fault(forge: Forge, fault: Fault, inputs: Path, whole: Result, out: Path) -> str:
-    """The "same" bits at once, "told" and then resumed, or "" if the run has fewer such calls."""
+    """Run with a fault and return the outcome.
+
+    "same" means the same bits at once, "told" an error message and then a resumed run, and ""
+    that the run has fewer such calls.
+    """
     ended, _, fired = run(forge, fault, out, "train", *arguments(inputs, out))
     if not fired:
         return ""

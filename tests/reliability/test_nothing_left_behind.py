@@ -1,5 +1,7 @@
-"""What a process holds does not grow with what it does: traces and whole runs leave nothing in
-memory. benchmarks/soak.py asks the same of an hour."""
+"""The memory of a process does not grow with traces and whole runs.
+
+benchmarks/soak.py tests the same for an hour.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def fake_tensors() -> int:
 
 
 def test_a_trace_lets_go_of_its_graph() -> None:
-    """exp and softmax save their own results, which closes a circle with a hook that keeps them."""
+    """A trace frees its graph.
+
+    exp and softmax save their own results, which creates a reference cycle with a hook that
+    keeps them.
+    """
     block = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Tanh())
     before = fake_tensors()
     for _ in range(2):

@@ -1,5 +1,8 @@
-"""Sessions whose recovery is hit by a second fault: they end well when it is repeated, or refuse;
-wrong weights are never trained on, committed or given back."""
+"""Inject a second fault into the recovery of a session.
+
+A session continues when the recovery is repeated, or refuses to. Wrong weights are never trained
+on, committed or returned.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Broken(Exception):
 
 @contextmanager
 def breaking(session: lohan.Session) -> Iterator[None]:
-    """The middle of backward fails, in the user's own code."""
+    """Fail in the middle of backward, in the user's code."""
 
     def broken(grad: torch.Tensor) -> None:
         raise Broken
@@ -96,7 +99,7 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
 
 
 def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some time after a step is given up."""
+    """Delay a commit until some time after the step is abandoned."""
     go, abort = threading.Event(), Executor.abort_step
 
     def delay(action: Action) -> None:
@@ -336,8 +339,10 @@ def hit(
     error: Error,
     expected: dict[str, bytes],
 ) -> str | None:
-    """What became of a session of two steps whose `operation` met a fault at its n-th call; None:
-    there was no such call."""
+    """Run a session of two steps whose `operation` fails at its n-th call; return the outcome.
+
+    None means that there was no such call.
+    """
     shutil.copytree(start, place)
     engine = NumberedEngine(open_engine("threads"))
     session = opened(place, engine=engine, overlap=False, resume=True)

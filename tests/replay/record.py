@@ -43,8 +43,11 @@ LONGEST = 8  # entries of a list in a plan that are stored; of more, their numbe
 
 @dataclass(frozen=True)
 class Case:
-    """A run of three steps. `attach` are options of lohan.attach; with `command`, the run is one of
-    the command line, by so many `ranks`."""
+    """A run of three steps.
+
+    `attach` are options of lohan.attach; with `command`, the run is one of the command line
+    with `ranks` processes.
+    """
 
     dtype: str = "fp32"
     lora: int | None = None
@@ -151,7 +154,7 @@ def command(*words: object) -> str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The number of threads decides how torch cuts a sum."""
+    """Use one thread, since the number of threads decides how torch splits a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -191,8 +194,11 @@ class Bench:
         return LlamaForCausalLM(config).train()
 
     def arithmetic(self) -> str:
-        """A digest of what plain PyTorch makes of the model here: other processors and builds round
-        differently, and then weights cannot be compared with recorded ones."""
+        """Return a digest of the results of plain PyTorch on this machine.
+
+        Other processors and builds round differently; then weights cannot be compared with
+        recorded ones.
+        """
         digest = hashlib.sha256()
         with one_thread():
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -278,14 +284,14 @@ class Bench:
         return {key: rounded(value) for key, value in plan.items()}
 
     def schedule(self, words: str) -> dict[str, str]:
-        """The text of each phase, by its title."""
+        """Return the text of each phase, by its title."""
         small, desk = self._place / "small", self._place / "desk.toml"
         small.mkdir(exist_ok=True)
         (small / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
         desk.write_text(DESK)
         given = words.replace("SMALL", str(small / "config.json")).replace("DESK", str(desk))
-        told = json.loads(command("plan", *given.split(), "--schedule", "--json"))["schedule"]
-        return {f"{name}, {text.count(' ') + 1} actions": text for name, text in told.items()}
+        phases = json.loads(command("plan", *given.split(), "--schedule", "--json"))["schedule"]
+        return {f"{name}, {text.count(' ') + 1} actions": text for name, text in phases.items()}
 
 
 def digest_of(folder: Path) -> str:
@@ -300,7 +306,7 @@ def digest_of(folder: Path) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """What any machine computes alike, and short enough to read."""
+    """Return the value rounded so that every machine has the same, and short enough to read."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

@@ -1,5 +1,8 @@
-"""Schedules of ranks: weights gathered after they are loaded, gradients exchanged before they
-leave, on a lane of their own."""
+"""Schedules of ranks have a network lane.
+
+Weights are gathered after they are loaded, and gradients are exchanged before they leave the
+device.
+"""
 
 from __future__ import annotations
 

@@ -336,8 +336,11 @@ def test_what_is_wrong_is_named(text, spec, change, problem):
 
 
 def test_a_write_waits_for_the_commit_before_it():
-    """The second step's write must not enter the first one's generation. (A state read between
-    them would tell that the commit is over; with the state in memory there is none.)"""
+    """A write of the second step waits for the commit of the first.
+
+    Otherwise it would enter the generation that is being committed. A state read between them
+    would show that the commit is over; with the state in memory there is none.
+    """
     spec = replace(TWO, host_cached_state=((0, 0), (1, 0)))
     step = (
         "F0@0(R0,U0.0) F1@1(R1,U1.0) B1@1 U1.0@3,1(B1,W1.0) W1.0@3,1(U1.0,C) B0@0 "
@@ -438,8 +441,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 @st.composite
 def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
-    """The same shape with activations that move, and perhaps a device with its own memory, perhaps
-    of one of several ranks."""
+    """Draw the same shape with spilled activations, and perhaps a device or several ranks."""
     once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
     moved = frozenset(site for site in once if draw(st.booleans()))
     spec = replace(spec, spilled_sites=moved, act_buffers=draw(st.integers(1, 3)))
@@ -526,7 +528,7 @@ def chain_of(run: Run) -> Schedule:
 
 
 def commit_between_spill_and_fetch() -> Run:
-    """The commit of the step before is in the backward that fetches what forward has spilled."""
+    """Return a run whose commit is in the backward that fetches what forward has spilled."""
     spec = ScheduleSpec(
         sites=((0,),) * 4,
         chunks=(1, 2),

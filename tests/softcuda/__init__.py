@@ -48,7 +48,7 @@ def installed() -> bool:
 
 @cache
 def extension() -> Any:
-    """The compiled operators, in force from the first call on."""
+    """Return the compiled operators, which are active from the first call on."""
     import lohan_softcuda
     import torch  # brings them into force: start.py
 

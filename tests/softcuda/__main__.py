@@ -1,9 +1,11 @@
-"""`python -m tests.softcuda PLACE VERSION [--ci] [pytest's arguments]`: the GPU suite on software
-CUDA, in an environment that is made in PLACE. Where one cannot be had, this says so in a line and
-is no failure; a test that fails is.
+"""Run the GPU suite on software CUDA, in an environment that is created in PLACE.
 
-`--ci`: in a given time. What is not fetched by then is not waited for; tests end with the first
-that fails, and those that have not run by then are left out.
+    python -m tests.softcuda PLACE VERSION [--ci] [pytest's arguments]
+
+If the environment cannot be created, this prints one line and does not fail; a failing test does.
+
+With `--ci`, the time is limited: a download that takes longer is abandoned, testing stops at the
+first failure, and tests that have not run when the time is over are left out.
 """
 
 from __future__ import annotations

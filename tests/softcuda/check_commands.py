@@ -212,8 +212,11 @@ STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is
 
 @pytest.mark.parametrize("stopped", STOPPED)
 def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path):  # noqa: F811
-    """The main thread hears of none of them before it ends: the first then lets the step finish,
-    the second has it given up; with the third it does not end at all."""
+    """Stop a run by several Ctrl-C while backward runs on the device.
+
+    The main thread handles none of them before backward ends. The first one then lets the step
+    finish, the second one discards it, and the third one ends the process immediately.
+    """
     count, steps, said = stopped
     out, more = tmp_path / "run", ["--device", "cuda", "--dtype", "fp32", "--commit-every", "step"]
     given = [*more, "--steps", 5]

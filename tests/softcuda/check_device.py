@@ -1,5 +1,7 @@
-"""Software CUDA is as strict as a GPU: what is not waited for is not there. Streams can be held, so
-that they begin nothing; nothing here depends on time."""
+"""Test that software CUDA is as strict as a GPU: results require a wait.
+
+Streams can be held so that they start nothing; nothing here depends on time.
+"""
 
 from __future__ import annotations
 

@@ -96,8 +96,11 @@ def test_collectives_are_accesses(first):
 
 @pytest.mark.parametrize("careless", [NeverWaits, CopiesAtOnce])
 def test_finds_a_missing_wait_of_the_engine(careless):
-    """Without delays. The detector has one clock for the waits of all threads of the host, so
-    devices that leave those out are found by their numbers (check_training.py)."""
+    """The race detector finds a missing wait without delays.
+
+    The detector has one clock for the waits of all host threads. Devices that leave those out
+    are found by their numbers (check_training.py).
+    """
     with suppress(RuntimeError):  # the device's clock is read for events that have not come
         kept_slices(careless())
     assert races()

@@ -1,5 +1,7 @@
-"""LoHan on software CUDA: the bits of the CPU in every mode, whatever comes late, in memory that is
-poisoned when it is released."""
+"""LoHan on software CUDA has the bits of the CPU in every mode, whatever is late.
+
+Memory is poisoned when it is released.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def late_and_poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_made_anew() -> Iterator[None]:
-    """What was to be kept and is recomputed instead is said in a warning."""
+    """Fail on the warning that an activation is recomputed instead of kept."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         yield
@@ -79,7 +81,11 @@ def on_cpu(kind: str, rows: str = "") -> Result:
 
 
 def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
-    """`padded`: some are shorter. `packed`: two examples in each, told apart by their positions."""
+    """Return batches of rows.
+
+    `padded`: some rows are shorter. `packed`: each row has two examples, separated by
+    positions.
+    """
     made = batches(steps, batch=4, seq=24)
     for batch in made:
         if how == "padded":
@@ -274,8 +280,12 @@ def test_a_missing_wait_of_the_host_shows(careless):
 
 @pytest.mark.parametrize("late", [(5000, 500, 2), (50_000, 0, 0), (0, 1000, 0)])
 def test_of_four_slices_a_block_two_are_there(late):
-    """Both late, by turns; copies alone, so that a buffer is needed again before its slice has left
-    or come back; operators alone, so that one would come back into a buffer that is still read."""
+    """Two of the four slices of a block are on the device, whatever is late.
+
+    Copies and operators are late by turns; only copies are, so that a buffer is needed again
+    before its slice has been copied; or only operators are, so that a slice could be copied
+    into a buffer that is still read.
+    """
     cuda.set_delays(*late)
     same(kept_slices(there()), kept_slices("cpu"))
 
@@ -352,8 +362,10 @@ def plain_batches(count: int, *, rows: int) -> list[dict[str, torch.Tensor]]:
 
 
 def launched_before_a_wait(phase: str, rows: int, place: Path) -> int:
-    """Return how many operators a forward or backward launches, with compute held, before the
-    launching thread waits for the first time."""
+    """Return how many operators a phase launches before the launching thread first waits.
+
+    The phase is a forward or a backward, and compute is held.
+    """
     launched: list[int] = []
     stream = torch.cuda.current_stream().cuda_stream
 
@@ -392,8 +404,10 @@ def test_the_host_is_two_slices_ahead_at_most(phase, tmp_path):
 
 
 def test_weights_come_while_slices_wait_for_compute():
-    """A slice is brought back behind the compute that frees its buffer. Weights and inputs of the
-    next block, which wait for nothing, are not held up by it."""
+    """Weights and inputs of the next block are not delayed by slices that are copied back.
+
+    A slice is copied back after the compute that frees its buffer.
+    """
     cuda.set_delays(0, 0, 0)
     device, compute = there(), torch.cuda.current_stream().cuda_stream
     given = torch.zeros(16, dtype=torch.uint8, device="cuda")
@@ -524,8 +538,11 @@ def wide_model() -> nn.Module:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_plan_that_does_not_fit_is_made_smaller_in_its_first_two_steps(late, tmp_path):
-    """Another program has most of the device for a while; `late`: from the second step on, which
-    holds more than the first, since it overlaps with it."""
+    """The plan shrinks while another program uses most of the device.
+
+    With `late`, it does so from the second step on, which needs more memory than the first,
+    since the two overlap.
+    """
     made, said, other = batches(4, batch=16, seq=64), list[str](), list[torch.Tensor]()
 
     def step_of(batch: dict[str, torch.Tensor]) -> None:

@@ -1,7 +1,9 @@
-"""An environment with torch's CUDA build on software CUDA: `python -m tests.softcuda.environment
-PLACE [VERSION]`. It borrows every other package from the environment that runs this.
+"""Create an environment with torch's CUDA build on software CUDA.
 
-torch comes without its dependencies: they would be 4 GB, and take the place of the libraries here.
+    python -m tests.softcuda.environment PLACE [VERSION]
+
+It borrows every other package from the environment that runs this. torch is installed without its
+dependencies: they would take 4 GB and replace the libraries built here.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ MARK, COMPILING = "made-of", "compiling"
 
 
 def set_up(place: Path, version: str = NEWEST, *, within_s: float | None = None) -> Path:
-    """Returns its Python. What is there and up to date stays. `within_s`: or a TimeoutExpired, for
-    what has to be fetched."""
+    """Create or update the environment and return its Python.
+
+    If `within_s` is given, downloads that take longer raise TimeoutExpired.
+    """
     place = place.resolve()
     deadline = None if within_s is None else time.monotonic() + within_s
     python = place / "bin" / "python"
@@ -75,11 +79,11 @@ def _install(packages: Sequence[str], into: Path, deadline: float | None) -> Non
 
 
 def _cuda_of(site: Path) -> str:
-    """The version of CUDA that torch was built for."""
-    found = re.search(r"^cuda: .*= '([\d.]+)'", _text(site / "torch" / "version.py"), re.MULTILINE)
-    if found is None:
+    """Return the version of CUDA that torch was built for."""
+    match = re.search(r"^cuda: .*= '([\d.]+)'", _text(site / "torch" / "version.py"), re.MULTILINE)
+    if match is None:
         raise SystemExit("the torch that was installed is no CUDA build: this index has none")
-    return found[1]
+    return match[1]
 
 
 def _includes(headers: Path) -> Path:
@@ -125,11 +129,13 @@ def _compile(site: Path, headers: Path) -> None:
 
 
 def _borrow(site: Path) -> None:
-    """Other packages come from here, after those of the environment itself. Of this environment's
-    own folders also what their .pth files say, by which an editable LoHan finds its native core."""
-    own = {str(Path(path)) for path in getsitepackages()}
+    """Make the packages of the running environment importable after those of the new one.
+
+    Its .pth files count too, because an editable LoHan finds its native core by one.
+    """
+    site_packages = {str(Path(path)) for path in getsitepackages()}
     lines = [
-        f"import site; site.addsitedir({path!r})" if path in own else path
+        f"import site; site.addsitedir({path!r})" if path in site_packages else path
         for path in sys.path
         if "site-packages" in path and Path(path) != site
     ]

@@ -1,5 +1,8 @@
-"""The shared libraries that torch's CUDA build asks for, made next to it: CUDA's runtime and NCCL
-from the sources here, of all others the names alone, which say "not supported"."""
+"""Build the shared libraries that torch's CUDA build needs.
+
+CUDA's runtime and NCCL are built from the sources here. All other libraries contain only the
+symbols, which return "not supported".
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def created(folder: Path) -> None:
 
 
 def kept(folder: Path) -> None:
-    """A second snapshot, which takes the place of a first."""
+    """Take a second snapshot, which replaces the first."""
     with Store.create(
         folder / "store", REGIONS, durability="checkpoint", engine="threads"
     ) as store:

@@ -381,8 +381,10 @@ def test_child_process_is_told_to_open_its_own(kind: str, tmp_path: Path) -> Non
 
 
 def test_wait_can_be_interrupted(tmp_path: Path) -> None:
-    """The file is a pipe nobody writes to, put in place of the engine's own descriptor: the read
-    never completes, and Ctrl-C must still get through."""
+    """Ctrl-C interrupts a wait for a read that never completes.
+
+    The descriptor of the engine is replaced by a pipe that nobody writes to.
+    """
     open_or_skip("uring").close()
     code = PRELUDE.replace("KIND", repr("uring")) + (
         "number = next(int(n) for n in os.listdir('/proc/self/fd')\n"

@@ -1,5 +1,8 @@
-"""Power cuts at every operation of the real store code, with journals of two kinds: opening gives
-the last committed generation, or the one in flight, whole and bit for bit."""
+"""Cut the power at every operation of the store, with journals of two kinds.
+
+Opening the store gives the last committed generation or the one in flight, complete and bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def steps(tape: Tape, store: Store, until: int) -> None:
 
 
 def holds(dirs: Sequence[Path], promised: object) -> str:
-    """The promised generation or the next one; before any is promised, none or a clear refusal."""
+    """Check that the store has the promised generation or the next one, and return the outcome.
+
+    Before any is promised, it may have none, or opening may be refused with a clear message.
+    """
     try:
         with Store.open(dirs, engine="threads") as store:
             found = store.generation
@@ -76,7 +82,7 @@ def one_directory(root: Path, tape: Tape) -> Check:
 
 
 def written_again(root: Path, tape: Tape) -> Check:
-    """Commits by interval: steps between two of them write the next generation in place."""
+    """Commit by interval, so that steps between two commits write the next generation in place."""
     with Store.create(root / "a", REGIONS, engine=FileEngine(tape)) as store:
         for generation in range(4):
             for step in (100, 200, generation):
@@ -149,7 +155,7 @@ def checksum_of(key: str, chunk: int, nbytes: int, generation: int) -> int:
 
 
 def in_place(root: Path, tape: Tape) -> Check:
-    """durability "checkpoint": two snapshots, a step that does not end, a restore over it."""
+    """Take two snapshots with durability "checkpoint", stop in a step, and restore."""
     engine = FileEngine(tape)
     dirs = [root / "a", root / "b"]
     with Store.create(dirs, REGIONS, durability="checkpoint", engine=engine) as store:
@@ -183,8 +189,11 @@ def in_place(root: Path, tape: Tape) -> Check:
 
 
 def exports(root: Path, tape: Tape) -> Check:
-    """Three exports of a run to one folder; the last one fails. Inodes are not those of the record:
-    what the journal names is what lies there by these names."""
+    """Export a run three times to one folder; the last export fails.
+
+    The check replaces the inodes in the journal by those that the names have on the replayed
+    disk.
+    """
     target, shape = root / "model", (4096,)
 
     def export(number: int, *, fails: bool = False) -> None:

@@ -34,7 +34,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def dirs(tmp_path: Path) -> list[Path]:
-    """A store that died in a step, and its snapshot."""
+    """Create a store that died in a step, and its snapshot."""
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, durability="checkpoint", engine="threads") as store:
         step(store)
@@ -99,7 +99,7 @@ def second_faults(
     *,
     stride: int,
 ) -> None:
-    """A fault at numbered calls: then the operation is repeated, and ends well."""
+    """Inject a fault at numbered calls; repeating the operation must succeed."""
     at = 1
     while True:
         faults = Faults(at=at, error=error)

@@ -1,5 +1,7 @@
-"""Snapshots share blocks with their store where the file system can: on XFS and btrfs in a loop
-device, which takes root and their tools."""
+"""Snapshots share blocks with their store if the file system can.
+
+XFS and btrfs are created in a loop device, which needs root and their tools.
+"""
 
 from __future__ import annotations
 

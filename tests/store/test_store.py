@@ -37,7 +37,7 @@ from tests.support.store_content import (
 
 @pytest.fixture(params=["uring", "threads", "memory"])
 def engine(request: pytest.FixtureRequest):
-    """An engine by name where each store may have its own, one memory where it must be shared."""
+    """Return an engine by name, or one memory engine that all stores of a test share."""
     return MemoryEngine() if request.param == "memory" else request.param
 
 

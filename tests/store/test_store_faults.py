@@ -44,7 +44,7 @@ class Killed(BaseException):
 
 
 def kill(store: Store) -> None:
-    """What the kernel does to a dead process: its locks go, its files stay as they are."""
+    """Release the locks of a store as the kernel does for a dead process; its files stay."""
     store._store_lock.release()
 
 
@@ -132,8 +132,10 @@ def test_random_delays_change_nothing(tmp_path: Path):
 
 
 class Recorder:
-    """Every call that a commit makes to the system, in order; dies at the n-th boundary, where
-    each call has one boundary before it and one after."""
+    """Records every system call of a commit, in order, and dies at the n-th boundary.
+
+    Each call has one boundary before it and one after it.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,5 +1,7 @@
-"""What is synced, and before what: fixed regions, exported weights, and that the native core does
-ask the system for it."""
+"""Fixed regions and exported weights are synced before what depends on them.
+
+The native core asks the system for every sync.
+"""
 
 from __future__ import annotations
 

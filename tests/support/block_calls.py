@@ -35,7 +35,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def call_made(model: nn.Module, block: nn.Module, batch: dict[str, Any]) -> SavedCall:
-    """The call that the model makes of one of its modules."""
+    """Return the call that the model makes of one of its modules."""
     calls: list[SavedCall] = []
     handle = block.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(SavedCall("block", args, kwargs)), with_kwargs=True
@@ -78,8 +78,10 @@ def forward_and_backward(
     between: Callable[[SavedOps], None] = lambda kept: None,
     counting: Any = None,
 ) -> CallResult:
-    """What the executor does with a call: forward of all slices, then their recomputation and
-    backward. `save_plan` is that of a slice of so many samples; None recomputes everything."""
+    """Run a call as the executor does: forward of all slices, then recomputation and backward.
+
+    `save_plan` returns the plan for a slice of that many samples; None recomputes everything.
+    """
     torch.manual_seed(5)
     block.zero_grad()
     slices, left = call.slices(micro_batch), []

@@ -44,9 +44,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`tied`: entry and exit share a matrix, one group with two sites. `several`: the second block
-    shares a matrix with the first, a site with two groups; the first block runs twice. A loose
-    parameter is resident. `skip` leaves a block out of a step, `still` lets no gradient into it."""
+    """A small network with shared weights and optional blocks.
+
+    `tied`: entry and exit share a matrix, which makes one group with two sites. `several`: the
+    second block shares a matrix with the first, which makes a site with two groups, and the
+    first block runs twice. A parameter outside the blocks is resident. `skip` leaves a block
+    out of a step; `still` stops gradients in front of it.
+    """
 
     def __init__(self, kind: str = "plain", dropout: float = 0.0) -> None:
         super().__init__()
@@ -245,8 +249,11 @@ class Result:
         assert [k for k in self.stored if self.stored[k] != other.stored[k]] == []
 
     def check_there(self, other: Result) -> None:
-        """As `check`, of a run on an accelerator against one on the CPU: the device sums squares in
-        an order of its own, in double precision. Only what needs the norm has it."""
+        """Check a run on an accelerator against one on the CPU.
+
+        The device sums squares in another order, in double precision. This affects only
+        what needs the norm.
+        """
         if self.norms[0] is not None:
             assert self.norms == pytest.approx(other.norms, rel=ANOTHER_ORDER, nan_ok=True)
         self.check(replace(other, norms=self.norms))

@@ -59,7 +59,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_pipeline(folder: Path, kind: str, *, vae: bool = False) -> Path:
-    """A folder with transformer and scheduler, as diffusers writes it."""
+    """Save a folder with transformer and scheduler, as diffusers writes it."""
     import diffusers
 
     name, config = CONFIGS[kind]
@@ -104,8 +104,11 @@ def loaded(folder: Path, kind: str) -> nn.Module:
 
 
 def save_latents(folder: Path, kind: str, count: int = 7) -> Path:
-    """`count` latents; of DiT in class folders, of others with what goes with them, every other
-    one as safetensors."""
+    """Save `count` latents.
+
+    Those of DiT are in class folders. Others have their conditioning next to them, every other
+    one as safetensors.
+    """
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(3)

@@ -1,10 +1,10 @@
-"""A tiny random model of every class that transformers' auto mappings name, trained in memory and
-through LoHan, and what came of it.
+"""Train a tiny random model of every class in transformers' auto mappings and compare the results.
 
-Sizes come by the names that configs give them; what a family asks for besides is in FAMILIES. Three
-steps in memory are compared with three whose blocks keep all activations, loaded from a folder, and
-with three whose blocks keep nothing and run in micro-batches: losses, weights, and Adam's first
-moments, the gradients themselves. The first are exported and reloaded.
+Sizes are set by the names that configs use for them; FAMILIES has what a family needs besides.
+Three steps in memory are compared with three steps through LoHan whose blocks keep all activations,
+loaded from a folder, and with three whose blocks keep nothing and run in micro-batches. Compared
+are losses, weights, and Adam's first moments, which show the gradients. The first model is exported
+and reloaded.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ FIRST_TEXT = 10
 
 
 def small(config: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What to build a config of the same class with."""
+    """Return the arguments of a small config of the same class."""
     made: dict[str, Any] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -552,7 +552,7 @@ def batch_for(kind: str, model: nn.Module, g: torch.Generator) -> dict[str, Any]
 
 
 def sounds_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
-    """A spectrum for each row, and the tokens that stand for it."""
+    """Return a spectrogram for each row, and the tokens that stand for it."""
     takes = inspect.signature(model.forward).parameters
     audio = getattr(model.config, "audio_config", None)
     if audio is None or not hasattr(audio, "max_source_positions"):
@@ -568,8 +568,10 @@ def sounds_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], to
 
 
 def images_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
-    """An image for each row, as the model's processor would give it, and the tokens that stand for
-    it: as many as the model says its features are."""
+    """Return an image for each row, as the processor of the model would, and its tokens.
+
+    There are as many tokens as the model has image features.
+    """
     takes = inspect.signature(model.forward).parameters
     vision = vision_config(model.config)
     if vision is None:
@@ -618,8 +620,10 @@ def images_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], to
 
 
 def tokens_for(model: nn.Module, given: dict[str, Any], method: str) -> int:
-    """As many as the features that a method of the model makes of it for one row; 0 where images
-    come into the text by other ways than tokens."""
+    """Return the number of features that a method of the model computes for one row.
+
+    The result is 0 if images enter the text in another way than by tokens.
+    """
     parts = (p for p in ("model.encoder", "model", "") if hasattr(_part(model, p), method))
     part = next(parts, None)
     if part is None:
@@ -683,7 +687,7 @@ class Run:
 
 
 def row_of(kind: str, model_type: str, place: Path) -> Row:
-    """Builds, trains and compares one class."""
+    """Build, train and compare one class."""
     row = Row(kind, model_type, classes(kind)[model_type], "not built")
     try:
         model = build(kind, model_type)
@@ -731,7 +735,7 @@ def trained_from_folder(
     reached: set[str],
     **options: Any,
 ) -> Run:
-    """Keeps all activations that can be kept; exported, and reloaded by the class itself."""
+    """Train from a folder, keeping all activations; export and reload by the class itself."""
     folder, out = place / "folder", place / "out"
     model.save_pretrained(folder)
     loaded = lohan.load(folder)
@@ -772,7 +776,7 @@ def modules_called(model: nn.Module, batch: dict[str, Any]) -> set[str]:
 
 
 def idle_lists(session: lohan.Session, reached: set[str]) -> str:
-    """Lists of blocks of which none was called."""
+    """Return the lists of blocks of which none was called."""
     lists: dict[str, bool] = {}
     for site in session.executor.blocks.sites:
         name, _, number = site.name.rpartition(".")
@@ -816,8 +820,11 @@ def losses_of(model: nn.Module, data: list[dict[str, Any]]) -> list[float]:
 
 
 class Compare:
-    """A run with the same in memory. Where two fp32 runs differ, one in fp64 tells rounding from
-    error, together with what rounding does to fp32 runs from weights that were moved by an ulp."""
+    """Compares a run with the same run in memory.
+
+    Where two fp32 runs differ, a run in fp64 distinguishes rounding from errors, together with
+    the effect of rounding on fp32 runs whose weights were moved by an ulp.
+    """
 
     FEW, MANY = 3, 16  # such runs, at first and before a gradient is called wrong
 
@@ -902,7 +909,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def moved_by_an_ulp(model: nn.Module, seed: int) -> nn.Module:
-    """A copy whose weights are rounded otherwise."""
+    """Return a copy whose weights are changed by at most an ulp."""
     model, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in model.parameters():

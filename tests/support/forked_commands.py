@@ -45,7 +45,7 @@ class Run:
         return file.read_text() if file.exists() else ""
 
     def wait(self, limit_s: float | None = None) -> Ended:
-        """A process that takes longer is killed."""
+        """Wait for the process to end; kill it after `limit_s` seconds."""
         timer = threading.Timer(limit_s or 0.0, os.kill, (self.pid, signal.SIGKILL))
         if limit_s is not None:
             timer.start()
@@ -75,9 +75,12 @@ class Forge:
         before: str = "",
         env: Mapping[str, str] | None = None,
     ) -> Run:
-        """Runs `lohan ARGS`, killed at a boundary. `trace`: a file for the names of those that it
-        has crossed. `before`: a function, `module:name`, to call in the process first. `env`:
-        variables of its environment."""
+        """Run `lohan ARGS`, killed at a boundary if `kill_at` is given.
+
+        `trace` is a file for the names of the boundaries that it crosses, `before` a
+        function, `module:name`, to call in the process first, and `env` are variables of
+        its environment.
+        """
         self._runs += 1
         place = self._folder / f"process-{self._runs}"
         place.mkdir()
@@ -189,8 +192,11 @@ def child(request: dict[str, Any]) -> int:
 
 
 def warm_up() -> None:
-    """Plans a tiny run: what torch learns about operations on fake tensors, and the modules of the
-    command line, are then there for every fork. No thread is started, or forks would lack it."""
+    """Plan a tiny run, so that every fork starts with modules and caches loaded.
+
+    This includes what torch caches about operations on fake tensors. No thread is started,
+    since forks would lack it.
+    """
     from contextlib import redirect_stdout, suppress
     from tempfile import TemporaryDirectory
 

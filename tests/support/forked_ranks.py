@@ -54,7 +54,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def case(forge: Forge, world: int, name: str, folder: Path) -> list[Ended]:
-    """A function of team_cases.py on every rank; with one rank, alone."""
+    """Run a function of team_cases.py on every rank, or without ranks if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     port, given = free_port(), {"LOHAN_CASE": str(folder)}
     processes = [

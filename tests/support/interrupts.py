@@ -37,8 +37,11 @@ def twice_in_a_step() -> None:
 
 
 def hold_backward() -> None:
-    """In the third step backward stands still before its first block: there is a file `held` in the
-    folder of the environment's variable HOLD then, and backward goes on when there is `go`."""
+    """Stop backward of the third step before its first block.
+
+    A file `held` is created in the folder that the environment variable HOLD names; backward
+    continues when there is a file `go`.
+    """
     from lohan.engine.wrapping import BlockRunner
 
     folder, backward = Path(os.environ["HOLD"]), BlockRunner.backward

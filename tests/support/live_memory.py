@@ -1,5 +1,4 @@
-"""What torch really holds while a model trains: every storage that its operations make, by owner,
-at the moment when most is held."""
+"""Measure the storages that torch holds while a model trains, by owner, at their peak."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ INPUTS, KEPT, GRADIENTS = "block inputs", "kept activations", "waiting gradients
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of all storages outside the pool that were made while it is active, and what they were
-    for when there were most of them. Use it around whole steps."""
+    """Counts the bytes of all storages outside the pool that are created while it is active.
+
+    It also records the owners of the storages at the peak. Use it around whole steps.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__()

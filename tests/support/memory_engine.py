@@ -27,8 +27,11 @@ class _Request:
 
 
 class MemoryEngine:
-    """Files as bytearrays, for tests. Bytes move when a ticket is waited for, not before, so that
-    a missing wait shows. `files` outlives the engine if the caller passes it in."""
+    """An I/O engine for tests that keeps files as bytearrays.
+
+    Bytes move when a ticket is waited for, not before, so that a missing wait is detected.
+    `files` outlives the engine if the caller passes it in.
+    """
 
     name = "memory"
     direct = False

@@ -86,8 +86,10 @@ LATER = (1, 5, 25)  # times as late: on a busy machine the host itself is late
 
 
 def shows(careless: type[AcceleratorDevice], late: Callable[[int], None]) -> bool:
-    """Whether a run without those waits ends otherwise, or in an error of the device, with streams
-    as late as `late` makes them, so many times."""
+    """Return whether a run without these waits has another result or a device error.
+
+    `late` delays the streams; it is called with several factors.
+    """
     wanted = with_all_waits()
     for times in LATER:
         late(times)

@@ -88,7 +88,7 @@ CONFIGS = Configs(
 
 
 def save_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
-    """A random model in evaluation mode, and its folder as save_pretrained writes it."""
+    """Save a random model with save_pretrained and return it in evaluation mode."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)

@@ -54,7 +54,7 @@ class Disk:
     files: dict[int, bytearray | None] = field(default_factory=dict)
 
     def apply_name(self, op: Op) -> bool:
-        """False: it cannot have happened without one that was lost."""
+        """Apply a change of a name; return False if it depends on one that was lost."""
         names = self.names
         parent = str(Path(op.target or op.path).parent)
         if op.kind in ("mkdir", "create"):
@@ -95,7 +95,7 @@ class Tape:
         self._next = 1
 
     def mark(self, note: Any) -> None:
-        """What is promised from here on."""
+        """Record what is promised from here on."""
         self.ops.append(Op("mark", -1, note=note))
 
     def key(self, path: str | os.PathLike[str]) -> str | None:
@@ -148,8 +148,10 @@ class Tape:
         return notes[-1] if notes else None
 
     def disk(self, prefix: int, journal: Journal, keep: str, chance: random.Random) -> Disk:
-        """A state after a cut behind `prefix` operations. `keep`: what becomes of unsynced bytes,
-        "lost", "kept" or "pages"."""
+        """Return a possible state of the disk after a power cut behind `prefix` operations.
+
+        `keep` says what happens to unsynced bytes: "lost", "kept" or "pages".
+        """
         ops = self.ops[:prefix]
         disk = Disk({".": 0}, {0: None})
         self._replay_names(ops, disk, journal, chance)
@@ -190,8 +192,11 @@ class Tape:
 
 
 def _is_synced(ops: list[Op], number: int) -> bool:
-    """The name's directory was synced later, or the inode that got it, or it went with all that was
-    in it and that is synced."""
+    """Return whether the change of a name is durable.
+
+    It is if the directory of the name or the inode was synced later, or if the whole directory
+    was removed and that removal is durable.
+    """
     op = ops[number]
     folders = {other.inode for other in ops if other.kind == "mkdir"}
     parents = {str(Path(path).parent) for path in (op.path, op.target) if path}
@@ -272,7 +277,7 @@ def whole(path: Any, dir_fd: int | None) -> Any:
 
 @contextmanager
 def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
-    """Calls of the os module on files under `root` are carried out and recorded."""
+    """Carry out and record calls of the os module on files under `root`."""
     tape = Tape(root)
     real = {
         n: getattr(os, n)

@@ -29,10 +29,11 @@ def write_random_checkpoint(
     std: float = 0.02,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """A loadable folder with random weights of any size, streamed in pieces.
+    """Write a loadable folder with random weights of any size, streamed in pieces.
 
-    Norms get the values that the model itself starts them with, biases 0, all else N(0, std). Every
-    tensor has a seed of its own, so its values do not depend on the other tensors.
+    Norms get the values that the model itself initialises them with, biases 0, everything else
+    N(0, std). Every tensor has a seed of its own, so its values do not depend on the other
+    tensors.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _norm_values(model: PreTrainedModel, module: nn.Module, name: str) -> torch.Tensor | None:
-    """What the model initialises a norm's parameter with: 1, or 0 where it multiplies by 1 + w."""
+    """Return the initial values of a norm's parameter: 1, or 0 if it multiplies by 1 + w."""
     if "norm" not in type(module).__name__.lower():
         return None
     meta = module._parameters[name]

@@ -67,7 +67,7 @@ def from_int8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def stepped(
     rule: str, p: np.ndarray, g: np.ndarray, m: list[np.ndarray], *, step: int, **h: Any
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """New p and moments, all of it float32 and rounded after every operation."""
+    """Return new p and moments, in float32 and rounded after every operation."""
     lr, decay = h["lr"], h["weight_decay"]
     if rule == "sgd":
         g = g + F(decay) * p

@@ -1,5 +1,7 @@
-"""For processes of their own (`Forge.start(before=...)`): a run that replans as soon as it may,
-by another plan than its first, whatever the clock says."""
+"""Make a run replan as soon as possible, by another plan, whatever the clock says.
+
+These functions run in other processes (`Forge.start(before=...)`).
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,10 @@ import pytest
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
-    """Parameters for pytest.mark.parametrize: all combinations of the axes, those marked `slow`
-    that are not needed to have every pair of values of two axes together at least once."""
+    """Return all combinations of the axes, as parameters for pytest.mark.parametrize.
+
+    A few of them contain every pair of values of two axes; the others are marked `slow`.
+    """
     grid = list(product(*(range(len(axis)) for axis in axes)))
     chosen = _covering(grid)
     return [

@@ -79,7 +79,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def lr(step: int) -> float:
-    """A rate that changes in every step, so that a stale or shifted one shows."""
+    """Return a rate that changes in every step, so that a stale or shifted one is detected."""
     return 5e-4 * min(1.0, (step + 1) / 5) * 0.98**step
 
 
@@ -134,7 +134,7 @@ def attached(model: nn.Module, place: Path, **options: Any) -> lohan.Session:
 def lohan_run(
     model: nn.Module, data: list[dict[str, torch.Tensor]], place: Path, **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same run out of core; returns what `plain_run` returns."""
+    """Run the same steps out of core; return what `plain_run` returns."""
     losses = []
     with attached(model, place, **options) as session:
         for batch in data:
@@ -146,7 +146,7 @@ def lohan_run(
 
 
 def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
-    """The fp32 values of every parameter after the last step."""
+    """Return the fp32 values of every parameter after the last step."""
     session.commit()
     read = store_reader(session.store)
     return {
@@ -195,8 +195,11 @@ def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
 def assert_close(
     weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = 1e-5
 ) -> None:
-    """Absolute, since Adam turns the rounding noise of a gradient that is zero in exact arithmetic
-    (the key bias of attention) into updates; fp32 PyTorch is as far from an fp64 run there."""
+    """Compare weights by their absolute difference.
+
+    Adam turns the rounding noise of a gradient that is zero in exact arithmetic (the key bias
+    of attention) into updates; fp32 PyTorch is as far from an fp64 run there.
+    """
     assert weights.keys() == expected.keys()
     worst = {
         name: float((weights[name] - wanted.detach()).abs().max())

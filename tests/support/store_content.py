@@ -34,7 +34,7 @@ def write_all(store: Store, generation: int) -> None:
 
 
 def step(store: Store) -> None:
-    """Writes and commits the next generation."""
+    """Write and commit the next generation."""
     generation = store.generation + 1
     write_all(store, generation)
     store.commit({"step": generation})

@@ -51,7 +51,7 @@ def train(model: Path, data: Path, out: Path, **more: Any) -> Watch:
 
 
 def reference(out: Path, net: nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The run's own batches through in-memory PyTorch AdamW; losses and weights."""
+    """Train on the run's batches with PyTorch's AdamW in memory; return losses and weights."""
     config = RunFolder(out).config()
     inputs = open_inputs(RunFolder(out), config, Watch(), resume=True)
     net, train_ = net.train(), config.train
@@ -77,22 +77,24 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def byte_level(special: list[str]) -> tokenizers.Tokenizer:
-    """A token for each byte, then special ones."""
+    """Return a tokenizer with a token for each byte, then special ones."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={p: i for i, p in enumerate(alphabet)}, merges=[])
     )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     )
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(special)
-    return made
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
 
 
 def with_peft(out: Path, net: nn.Module, **lora: Any) -> dict[str, torch.Tensor]:
-    """What the adapter of a run has learnt, as with PEFT in memory: compared here. `lora` says how
-    a user of PEFT would ask for it."""
+    """Compare the adapter of a run with one trained by PEFT in memory, and return it.
+
+    `lora` are the settings that a user of PEFT would give.
+    """
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     asked = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
     adapted = peft.get_peft_model(net, peft.LoraConfig(**asked))

@@ -1,5 +1,7 @@
-"""For ranks (`Forge.start(before=...)`): what each of them does in a loop of its own. The folder to
-work in is in LOHAN_CASE; each rank leaves there what it found."""
+"""The training loops of ranks (`Forge.start(before=...)`).
+
+LOHAN_CASE names the folder to work in, where each rank leaves its results.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ STEPS = 5
 
 
 def trainers(own_loss: bool = False, **changes: Any) -> None:
-    """A Trainer script, with ours and with transformers' own under DDP."""
+    """Run a Trainer script with LoHan's Trainer and with transformers' under DDP."""
     import transformers
 
     import lohan.hf
@@ -73,8 +75,10 @@ def trainers(own_loss: bool = False, **changes: Any) -> None:
 
 
 def trainers_that_evaluate_first() -> None:
-    """Weights that are not in memory stream from a store that goes again; then training begins, and
-    with `model_init` another one after it."""
+    """Evaluate before training, with a temporary store for weights that are not in memory.
+
+    Then train, and with `model_init` train another model.
+    """
     import transformers
 
     import lohan.hf
@@ -102,7 +106,7 @@ def trainers_that_evaluate_first() -> None:
 
 
 def trainers_that_cannot_follow() -> None:
-    """The second rank has no room for the new plan: both end."""
+    """Replan where the second rank has no memory for the new plan; both ranks end."""
     import transformers
 
     import lohan.hf
@@ -123,7 +127,7 @@ def trainers_that_cannot_follow() -> None:
 
 
 def chat_trainers() -> None:
-    """A script of TRL's SFTTrainer, ours and its own under DDP; the best model at the end."""
+    """Run a script with LoHan's SFTTrainer and with TRL's under DDP; load the best model."""
     import trl
 
     import lohan.hf
@@ -256,7 +260,7 @@ def own_rows(
 
 
 def shards(session: Session) -> dict[str, tuple[int, list[float]]]:
-    """This rank's part of every parameter, and where it begins."""
+    """Return this rank's part of every parameter, and where it begins."""
     session.flush()
     process_group, groups = session.process_group, session.context.blocks.groups
     ranks = process_group.ranks
@@ -295,8 +299,10 @@ def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any)
 
 
 def plain_module() -> None:
-    """Its loss is its own: gradients are the mean over the ranks, as of equal parts of a batch. Its
-    class is unknown, so first calls are compared with plain ones, by what a batch needs."""
+    """Train a module with a loss of its own; gradients are averaged over ranks.
+
+    Its class is unknown, so its first calls are compared with plain ones.
+    """
     torch.manual_seed(0)
     model = Plain()
     data = Plain.data(STEPS, samples=4)
@@ -338,7 +344,7 @@ class Partial(nn.Module):
 
 
 def partly_used() -> None:
-    """A gradient on one rank and none on the other; none on either."""
+    """Train parameters that have gradients on one rank only, or on none."""
     torch.manual_seed(0)
     train(Partial(), Plain.data(STEPS, samples=4))
 
@@ -363,7 +369,7 @@ def another_order() -> None:
 
 
 def an_error_in_the_loop() -> None:
-    """The loop of one rank fails; the others are not left waiting."""
+    """Fail in the loop of one rank; the others must not hang."""
     torch.manual_seed(0)
     data = Plain.data(STEPS, samples=4)
     if os.environ.get("RANK") == "1":

@@ -27,13 +27,13 @@ def go_on(session: lohan.Session, until: int = STEPS) -> None:
 
 
 def contents(session: lohan.Session) -> dict[str, bytes]:
-    """What is whole on SSD, wherever it was."""
+    """Commit and return the stored bytes."""
     session.commit()
     return stored_bytes(session)
 
 
 def finished(place: Path, steps: int = STEPS) -> dict[str, bytes]:
-    """The contents after so many steps without overlap."""
+    """Return the contents after `steps` steps without overlap."""
     with pytest.MonkeyPatch.context() as patch:
         tuned(patch, Tuning())
         with opened(place, overlap=False) as session:

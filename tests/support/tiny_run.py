@@ -1,5 +1,7 @@
-"""A run of a second: inputs, the options of `lohan train`, and what must not depend on how often it
-was interrupted."""
+"""A run of one second: its inputs, the options of `lohan train`, and its result.
+
+The result must not depend on how often the run was interrupted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ Result = tuple[bytes, list[tuple[int, float, float]]]
 
 
 def write_inputs(folder: Path, *, vocab_size: int = 64) -> Path:
-    """A tiny Llama with dropout, and tokenised data of different lengths."""
+    """Write a tiny Llama with dropout, and tokenised data of different lengths."""
     from transformers import LlamaConfig
 
     from tests.support.random_checkpoint import write_random_checkpoint
@@ -35,8 +37,11 @@ def write_inputs(folder: Path, *, vocab_size: int = 64) -> Path:
 
 
 def arguments(inputs: Path, out: Path, *more: object) -> list[object]:
-    """With the activations given, a run does not replan by the clock: its writes come in the
-    same order each time."""
+    """Return the command line of the run.
+
+    The activations are given, so that the run does not replan by the clock and its writes come
+    in the same order each time.
+    """
     return [
         "--model",
         inputs / "model",
@@ -65,7 +70,7 @@ def arguments(inputs: Path, out: Path, *more: object) -> list[object]:
 
 
 def result(out: Path) -> Result:
-    """Exported weights, and each step's row once; evaluations have rows of their own."""
+    """Return the exported weights and the rows of all steps, without those of evaluations."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     weights = (out / "model" / "model.safetensors").read_bytes()
     return weights, [(row["step"], row["loss"], row["lr"]) for row in rows if "loss" in row]

@@ -22,8 +22,10 @@ class Step(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Two streams, a conditioning vector and a table that all blocks share, a mode: dict in, dict
-    and tuple out."""
+    """A block with two streams, a conditioning vector, a shared table and a mode.
+
+    It takes a dict and returns a dict and a tuple.
+    """
 
     def __init__(self, gate: float) -> None:
         super().__init__()
@@ -49,8 +51,10 @@ class Conditioned(nn.Module):
 
 
 class Streams(nn.Module):
-    """Two lists of different blocks, one of them of lists, around shared conditioning. There are
-    as many tokens as samples."""
+    """Two lists of different blocks, one of them nested, around shared conditioning.
+
+    There are as many tokens as samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +187,10 @@ class Counting(nn.Module):
 
 
 class Sharing(nn.Module):
-    """Blocks that write into a mapping which all of them are given, and read what others wrote; the
-    model chooses its way by whole numbers, and counts as its blocks do."""
+    """Blocks that write into a mapping which all of them get, and read what others wrote.
+
+    The model chooses its path by integers, and counts its calls as its blocks do.
+    """
 
     def __init__(self, kind: Any = dict) -> None:
         super().__init__()

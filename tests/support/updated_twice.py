@@ -1,5 +1,7 @@
-"""For processes of their own (`Forge.start(before=...)`): a run by a plan that makes all updates
-twice that wait; nothing stays in memory."""
+"""Make a run apply all deferred updates twice and keep nothing in memory.
+
+This runs in other processes (`Forge.start(before=...)`).
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
 @pytest.fixture(scope="module")
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """A run with evaluations, samples and a trace."""
+    """Run a training with evaluations, samples and a trace."""
     place = tmp_path_factory.mktemp("report")
     data = write_rows(place / "data.jsonl", TEXTS)
     words = [
@@ -77,7 +77,7 @@ def page(finished: Path) -> str:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
+    """Copy the finished run, so that a test can change it."""
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
 
@@ -210,8 +210,11 @@ def test_without_a_trace_it_says_how_to_get_one(report, run):
 
 
 def test_advice_comes_from_the_planner(report, run):
-    """On a machine with slow drives another drive helps, and compute does not; on one with slow
-    compute it is the other way round."""
+    """Advice comes from the planner.
+
+    On a machine with slow drives another drive helps and compute does not; on one with slow
+    compute it is the opposite.
+    """
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     found = {}
     for slow in ("ssd", "compute"):

@@ -1,5 +1,7 @@
-"""`lohan doctor --gpu`: processes that end badly, figures next to what a card should reach, and the
-report. The checks themselves run on software CUDA (tests/softcuda/check_commands.py)."""
+"""`lohan doctor --gpu` handles processes that fail, compares figures with a card's, and reports.
+
+The checks themselves run on software CUDA (tests/softcuda/check_commands.py).
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_slow_is_said_with_advice_and_is_no_failure(tmp_path):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Checks run in this process."""
+    """Run the checks in this process."""
 
     def run(name, device, folder, **_):
         return gpu_checks.run_here(name, device, folder)

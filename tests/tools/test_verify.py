@@ -60,8 +60,11 @@ TRACED: dict = {}
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch):
-    """Looking at a model on fake tensors takes most of the time of a run this small, and always
-    finds the same."""
+    """Cache the traces of models.
+
+    Tracing a model on fake tensors takes most of the time of a run this small, and the result
+    is always the same.
+    """
     for module, name in ((api, "workload_of"), (whole, "workload_of"), (blocks, "used_outside")):
         monkeypatch.setattr(module, name, remembered(getattr(module, name)))
 
@@ -80,7 +83,7 @@ def remembered(find):
 
 @pytest.fixture
 def verify(lohan, inputs: Path, tmp_path: Path):  # noqa: F811
-    """Ended, and what --json said."""
+    """Return a function that runs `lohan verify` and returns how it ended and its JSON."""
 
     def run(*more: object, model: Path | None = None, steps: int = 2):
         before = snapshot(tmp_path)
@@ -424,8 +427,11 @@ def test_limits():
 
 
 def test_single_weights_that_go_the_other_way():
-    """One of 100 weights: the distance is a fifth of the way. Where most tensors are noisy that is
-    chance; where one is and the others are not, it is an error."""
+    """A few weights that move the other way pass only where most tensors are noisy.
+
+    If one of 100 weights does, the distance is a fifth of the update. Where most tensors are
+    noisy that is chance; where the others are not, it is an error.
+    """
     tensors = [difference(0.0, "a"), difference(0.0, "b"), difference(0.2, "c")]
     noisy = Noise(losses=[0.0], weights=[{"a": 0.1, "b": 0.1, "c": 0.0}])
     (step,) = judge_weights([tensors], TOLERANCES["bf16"], noisy)

@@ -79,7 +79,7 @@ def train(place: Path, kind: str, out: Path, **more: Any) -> Watch:
 
 
 def reference(place: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
-    """The run's own batches through in-memory PyTorch AdamW."""
+    """Train on the run's batches with PyTorch's AdamW in memory."""
     config = RunFolder(out).config()
     inputs = open_inputs(RunFolder(out), config, Watch(), resume=True)
     train_, net = config.train, loaded(place / kind / "transformer", kind).train()
@@ -120,7 +120,7 @@ def test_from_latents_to_a_model(kind, place, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of DiT in the simplest form."""
+    """Run a DiT training in its simplest form."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(place, "dit", out, train__activations="recompute", train__overlap=False)
     return RunFolder(out)
@@ -338,7 +338,7 @@ def test_tables_agree():
 
 
 def broken(folder: Path, what: str) -> None:
-    """Makes one thing of the data wrong."""
+    """Corrupt the data in one way."""
     first = sorted((folder / "data").rglob("*.npy"))[0]
     if what == "shape":
         np.save(first, np.zeros((4, 8, 16), np.float32))
@@ -394,7 +394,7 @@ def test_wrong_data_gets_a_message(what, place, tmp_path):
 
 
 def sized(height: int, width: int) -> dict[str, np.ndarray]:
-    """An example for SD3."""
+    """Return an example for SD3."""
     given = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
     return {name: np.zeros(shape, np.float32) for name, shape in given.items()}
 

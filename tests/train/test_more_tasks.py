@@ -1,5 +1,7 @@
-"""`lohan train` for masked words, answers in a context and classes of images: as plain PyTorch, the
-same bits after a resume, and what is refused."""
+"""`lohan train` for masked words, answers in a context and classes of images.
+
+Results are those of plain PyTorch, a resumed run has the same bits, and bad input is refused.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +130,10 @@ def run(place: Path, name: str, out: Path, **more: Any) -> Watch:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_as_in_memory(name, place, tmp_path):
-    """The task is the one that the model is made for; losses and weights are those of plain
-    PyTorch, and what is exported has all files."""
+    """Losses and weights are those of plain PyTorch.
+
+    The task is detected from the model, and the export has all files.
+    """
     out = tmp_path / "run"
     run(place, name, out)
     kind = type(MODELS[name]())
@@ -197,8 +201,10 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
 
 
 def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
-    """Nothing but the step decides them; special tokens and padding are left, and long texts go on
-    in the next example."""
+    """Masks depend only on the step.
+
+    Special tokens and padding are not masked, and long texts continue in the next example.
+    """
     texts = [{"text": "".join(chr(97 + (n + i) % 26) for i in range(50 + n))} for n in range(24)]
     data = write_rows(tmp_path / "data.jsonl", texts)
     config = settings(place / "masked", data, tmp_path / "run", train__seq=32)

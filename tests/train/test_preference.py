@@ -98,7 +98,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same rows in the same order through TRL."""
+    """Train on the same rows in the same order with TRL."""
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -175,8 +175,10 @@ def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: st
 
 
 def test_a_reference_of_another_start_is_not_taken_up(model: Path, tmp_path: Path) -> None:
-    """A start with another model may have left its own in the same folder; a damaged one is a
-    message."""
+    """A reference file that was left by a start with another model is not used.
+
+    A damaged one is refused with a message.
+    """
     more = {"train.steps": 1}
     wanted = run(model, tmp_path / "wanted", "dpo", **more)
     (made,) = (tmp_path / "wanted" / "data").glob("reference-*.npy")

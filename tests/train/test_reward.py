@@ -50,7 +50,7 @@ def settings(model: Path, out: Path, **more: Any) -> Any:
 
 
 def with_adapter(own: Any, made: Any, config: Any) -> Any:
-    """What PEFT makes of a model, with the first values of ours."""
+    """Return PEFT's adapter of a model, with the initial values of ours."""
     lora = peft.LoraConfig(
         r=config.train.lora,
         lora_alpha=2 * config.train.lora,

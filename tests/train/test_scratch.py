@@ -66,8 +66,10 @@ def given(place: Path, out: Path, **more):
 
 
 def test_trains_what_the_class_would_draw(place, tmp_path):
-    """As a run in memory from the same first weights; the folder that comes out is whole, and a
-    run that was moved and resumed gives its bits."""
+    """Training from scratch matches a run in memory from the same initial weights.
+
+    The export is complete, and a run that was moved and resumed has the same bits.
+    """
     out, other = tmp_path / "run", tmp_path / "other"
     trainer.train(given(place, out), Watch())
     empty = build_from_config(LLAMA, dtype=torch.float32)

@@ -110,7 +110,7 @@ def qwen2(text: dict[str, Any], **tokens: int) -> Any:
 
 
 def qwen2_5(text: dict[str, Any], **tokens: int) -> Any:
-    """A block with attention in windows, of 2 by 2 merged patches, and one over the whole image."""
+    """Build a model with windowed attention of 2 by 2 merged patches, and a global block."""
     return hf.Qwen2_5_VLForConditionalGeneration(
         hf.Qwen2_5_VLConfig(
             text_config=text,
@@ -232,8 +232,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", ["llava", "qwen", "qwen2.5", pytest.param("qwen3", marks=pytest.mark.slow)]
 )
 def test_as_in_memory(name, place, tmp_path):
-    """Losses and weights are those of plain PyTorch with the vision tower frozen; what is exported
-    has the processor's files."""
+    """Losses and weights are those of plain PyTorch with the vision tower frozen.
+
+    The export has the files of the processor.
+    """
     out = tmp_path / "run"
     shown = train(place / name, place / "data.jsonl", out, train__seq=128)
     assert shown.notes[0].startswith("5 examples, 4 images\nfirst example (chat template: the ")

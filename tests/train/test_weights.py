@@ -20,8 +20,11 @@ BATCH = {
 
 @pytest.mark.parametrize(("kind", "count"), [("llama", 6), ("bart", 7), ("opt", 6)])
 def test_weights_are_what_the_loss_is_a_mean_of(kind, count):
-    """BART's causal class does not shift its labels: halves of a batch add up to it only by the
-    labels as they are."""
+    """The weight of a batch is the number of labels that its loss is a mean of.
+
+    BART's causal class does not shift its labels, so the halves of a batch add up to the whole
+    only if labels are counted as they are.
+    """
     model = build("causal", kind).eval()
     assert CausalLM().weight(model, BATCH) == count
     with torch.no_grad():
