@@ -257,6 +257,7 @@ class Lanes:
     def drain(self) -> None:
         """Runs everything that is queued to its end; compute actions pass without being done."""
         self._requeue_current()
+        self._finish_launched()
         while self._compute:
             job = self._compute.popleft()
             self._run_in_order_until(job)
@@ -275,6 +276,7 @@ class Lanes:
         what will not happen on other lanes than the caller's own."""
         self._raise_if_failed()
         self._requeue_current()
+        self._finish_launched()
         first = self._compute[0].number if self._compute else self._enqueued + 1
         self._cancelled_from = first
         for (
@@ -298,6 +300,13 @@ class Lanes:
         if self._current is not None:
             self._compute.appendleft(self._current)
             self._current = None
+
+    def _finish_launched(self) -> None:
+        """Wait until the device has done the compute that was launched, if compute actions are
+        about to be skipped. Compute actions finish in order, so an action that waits for a skipped
+        one relies on all compute before it being done, such as an earlier reader of its slot."""
+        if self._compute:
+            self._device.mark().synchronize()
 
     def reset(self) -> None:
         """After an error: drops what is queued, completes what is in flight, forgets the error."""

@@ -139,3 +139,30 @@ def test_activations(late):
     """Four slices a block: halves of a buffer on the device are used again within it."""
     clip = 0.3 if late in ("ssd", "optimizer") else 0.0  # with it, updates do not come between
     assert keeping_run(clip, late, device=EmulatedDevice(64 * MiB)) == keeping_on_cpu(clip)
+
+
+# -- a step that skips part of what was scheduled ahead --------------------------------------------
+
+
+def skipping_run(**options: Any) -> Any:
+    """In the second step a forward is dropped, so two forwards are expected in the third."""
+    made, model = data(STEPS, kind="gpt2"), net("gpt2")
+    with TemporaryDirectory() as place, attached(model, Path(place), **options) as session:
+        if session.context.device.has_own_memory:
+            make_late(session, "compute")
+        losses = []
+        for number, batch in enumerate(made):
+            if number == 1:
+                model(**batch)
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(repr(loss.item()))
+        return losses, stored_bytes(session)
+
+
+def test_skipped_forward_waits_for_compute(monkeypatch):
+    """The embedding is tied to the head, so the second forward finds it in the slot in which the
+    head still computes, and the load that follows in this slot waits for the second forward."""
+    tuned(monkeypatch, Tuning(window=2, device_slots=1))
+    serial = skipping_run(engine=memory_engine(), overlap=False)
+    assert skipping_run(engine=memory_engine(), device=EmulatedDevice(64 * MiB)) == serial
