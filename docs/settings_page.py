@@ -1,9 +1,10 @@
-"""The tables of docs/configuration.md, from the config classes.
+"""Generate the tables of docs/configuration.md and docs/cli.md.
 
     python docs/settings_page.py        (also part of `make docs`)
 
-Between `<!-- settings SECTION -->` and `<!-- end -->` everything is replaced by that section's
-table: key, default, option of `lohan train` and meaning, as lohan/config.py declares them.
+The text between `<!-- settings SECTION -->` and `<!-- end -->` is replaced by the settings of that
+section, as lohan/config.py declares them. The text between `<!-- options COMMAND -->` and
+`<!-- end -->` is replaced by the options of that command, as `lohan COMMAND --help` shows them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from lohan.cli.main import app
 from lohan.config import fields_of
 from lohan.util.settings import FieldInfo
 
-PAGE = Path(__file__).with_name("configuration.md")
-BLOCK = re.compile(r"(<!-- settings (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
+FOLDER = Path(__file__).parent
+PAGES = (FOLDER / "configuration.md", FOLDER / "cli.md")
+BLOCK = re.compile(r"(<!-- (settings|options) ([\w ]+) -->\n).*?(<!-- end -->)", flags=re.S)
 ABSENT = "Not given: "
+EVERYWHERE = ("--help", "--json")
 
 
 def filled(page: str) -> str:
-    """Return the page with all tables regenerated from the settings classes."""
-    return BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], page)
+    """Return the page with every table as the code declares it."""
+    tables = {"settings": settings_table, "options": options_table}
+    return BLOCK.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], page)
 
 
-def table(section: str) -> str:
+def settings_table(section: str) -> str:
+    """Return the table of one section: key, default, option of `lohan train`, and meaning."""
     options = options_by_help()
     rows = [
         f"| `{info.key}` | {default(info)} | {options.get(info.help, '')} | {meaning(info)} |"
@@ -39,18 +44,61 @@ def table(section: str) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def options_by_help() -> dict[str, str]:
-    """Options of `lohan train`; each has the help text of its field."""
+def options_table(words: str) -> str:
+    """Return the table of a command. Options that are settings of a run are listed by name only."""
+    settings = {info.help for info in fields_of()}
+    command = command_of(words)
+    options = [item for item in command.params if not set(item.opts) & set(EVERYWHERE)]
+    rows = [
+        f"| {written(item)} | {help_of(item)} |" for item in options if item.help not in settings
+    ]
+    shared = ", ".join(written(item) for item in options if item.help in settings)
+    lines = ["| option | meaning |", "|---|---|", *rows] if rows else []
+    if shared and words != "train":  # the page of settings lists those of `train`
+        lines += ["", f"Settings of a run, as in [configuration](configuration.md): {shared}."]
+    return "\n".join(lines).strip() + "\n"
+
+
+def command_of(words: str) -> Any:
+    """Return the command that the words name, such as `store rm`."""
     command: Any = typer.main.get_command(app)
-    found = command.commands["train"].params
-    return {item.help: ", ".join(f"`{n}`" for n in option_names(item)) for item in found}
+    for word in words.split():
+        command = command.commands[word]
+    return command
+
+
+def written(item: Any) -> str:
+    """Return an option as it is written on the command line, or the name of an argument."""
+    return ", ".join(
+        f"`{name}`" for name in option_names(item)
+    ) or f"`{item.metavar or item.name.upper()}`".replace("|", "\\|")
+
+
+def help_of(item: Any) -> str:
+    """Return the help text of an option, with its default and whether it is required."""
+    text = str(item.help or "").replace("|", "\\|").replace("\n", " ").strip()
+    if item.required:
+        return f"{text} Required."
+    shown = item.show_default
+    if isinstance(shown, str):
+        return f"{text} Default: {shown}."
+    if shown and item.default not in (None, (), [], False) and not callable(item.default):
+        return f"{text} Default: `{item.default}`."
+    return text
+
+
+def options_by_help() -> dict[str, str]:
+    """Return the options of `lohan train` by help text, which each shares with its field."""
+    return {item.help: written(item) for item in command_of("train").params}
 
 
 def option_names(item: Any) -> list[str]:
+    """Return the long names of an option."""
     return [name for name in (*item.opts, *item.secondary_opts) if name.startswith("--")]
 
 
 def default(info: FieldInfo) -> str:
+    """Return the default of a setting in words or as a value."""
     if info.required:
         return "required"
     if ABSENT in info.help:
@@ -61,9 +109,11 @@ def default(info: FieldInfo) -> str:
 
 
 def meaning(info: FieldInfo) -> str:
+    """Return the form of a setting's values and its help text, without the default."""
     text = info.help.partition(ABSENT)[0].strip()
     return f"`{info.kind.metavar.replace('|', '`, `')}`. {text}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -141,11 +141,20 @@ def test_tree_is_that_of_the_package() -> None:
     assert files == {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (document.parent / target).exists(), f"{document.name}: {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+        path = document.parent / target if target else document
+        assert path.exists(), f"{document.name}: {target}"
+        if anchor:
+            assert anchor in anchors(path), f"{document.name}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -157,12 +166,15 @@ def test_named_tests_exist(document: Path) -> None:
             assert f"def {name}(" in (ROOT / file).read_text(), f"{document.name}: {file}::{name}"
 
 
-def test_settings_page_is_up_to_date() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "settings_page.py"))
-    page = made["PAGE"].read_text(encoding="utf-8")
-    assert made["filled"](page) == page, "run `make docs`"
+def test_reference_pages_are_up_to_date() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "settings_page.py"))
+    settings, options = (path.read_text(encoding="utf-8") for path in generator["PAGES"])
+    for page in (settings, options):
+        assert generator["filled"](page) == page, "run `make docs`"
     for info in fields_of():
-        assert f"\n| `{info.key}` |" in page, info.dotted
+        assert f"\n| `{info.key}` |" in settings, info.dotted
+    commands = set(generator["command_of"]("").commands) - {"presets", "schema", "store"}
+    assert commands == set(re.findall(r"<!-- options (\w+) -->", options))
 
 
 def test_picture_is_drawn_from_a_trace(tmp_path: Path) -> None:

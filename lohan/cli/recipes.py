@@ -303,7 +303,7 @@ def _recipe(
     folder = Path(model).resolve() if Path(model).is_dir() else Path("MODEL-FOLDER")
     quoted = json.dumps
     pairs = task == "preference"
-    kind = ['task = "preference"  # by the first row; docs/preference.md'] if pairs else []
+    kind = ['task = "preference"  # by the first row; docs/tasks.md'] if pairs else []
     loss = ["[preference]", f"loss = {quoted(_loss(data))}", "beta = 0.1", ""] if pairs else []
     busiest = planned.forecast.binding if planned.forecast else ""
     lines = [

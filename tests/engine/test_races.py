@@ -161,8 +161,11 @@ def skipping_run(**options: Any) -> Any:
 
 
 def test_skipped_forward_waits_for_compute(monkeypatch):
-    """The embedding is tied to the head, so the second forward finds it in the slot in which the
-    head still computes, and the load that follows in this slot waits for the second forward."""
+    """A forward that is dropped must not let a load overwrite weights that compute still reads.
+
+    The embedding is tied to the head, so the second forward finds it in the slot in which the head
+    still computes, and the load that follows in this slot waits for the second forward.
+    """
     tuned(monkeypatch, Tuning(window=2, device_slots=1))
     serial = skipping_run(engine=memory_engine(), overlap=False)
     assert skipping_run(engine=memory_engine(), device=EmulatedDevice(64 * MiB)) == serial
