@@ -147,8 +147,10 @@ class ActionRunner:
         ]
 
     def load_host_cached(self, *, trained: bool = False) -> None:
-        """Fills the cached slots and buffers from the committed generation; `trained`: only those
-        that a step changes."""
+        """Fill the cached slots and buffers from the committed generation.
+
+        With `trained`, only those that a step changes are filled.
+        """
         self._checksums.clear()
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
@@ -160,7 +162,7 @@ class ActionRunner:
         self._store.wait_all(tickets)
 
     def commit_uncommitted(self) -> None:
-        """Commits the last step, which has ended without a commit; the lanes are idle."""
+        """Commit the last step if it has ended without a commit. The lanes must be idle."""
         if self.uncommitted is not None:
             self.write_back_host_cached()
             self._store.commit(self.uncommitted)
@@ -184,7 +186,10 @@ class ActionRunner:
     # -- the ssd lane -----------------------------------------------------------------------------
 
     def submit(self, action: Action) -> list[Ticket]:
-        """Submits the I/O of an ssd action; if one is refused, those before it are completed."""
+        """Submit the I/O of an ssd action.
+
+        If a request is refused, the requests before it are completed first.
+        """
         tickets: list[Ticket] = []
         try:
             for ticket in self._tickets(action):
@@ -251,7 +256,7 @@ class ActionRunner:
     # -- the links, and the net lane --------------------------------------------------------------
 
     def run_transfer(self, action: Action) -> None:
-        """A copy over a link, or an exchange between ranks, from its start to its end."""
+        """Run a copy over a link, or a collective, from start to end."""
         assert self.device_parts is not None
         number = action.index
         if action.kind == Op.LOAD_WEIGHTS:
@@ -309,7 +314,7 @@ class ActionRunner:
     # -- the optimizer lane -----------------------------------------------------------------------
 
     def run_optimizer(self, action: Action, scalars: StepScalars) -> None:
-        """The arithmetic of an action of the optimizer lane."""
+        """Run the arithmetic of an action of the optimizer lane."""
         number, group = action.index, self._groups[action.index]
         grads = self.pending.on_host.get(number, {})
         if action.kind == Op.SUM_SQUARES:
@@ -350,7 +355,11 @@ class ActionRunner:
         self._keeping, self._used = True, []
 
     def accept_updates(self) -> None:
-        """The updates of this step count: gradients go when they are used, or now."""
+        """Accept the updates of this step.
+
+        Gradients that are already used are released now, the others as soon as they are
+        used.
+        """
         with self._lock:
             self._keeping, used = False, self._used
         for number in used:

@@ -83,10 +83,13 @@ STORE_FOLDER = "lohan-store"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Hard limits. `host` bounds what LoHan holds in memory beyond Python and torch themselves
-    (None: four fifths of what is free), `device` the same of an accelerator's own memory; `ssd`
-    names directories to spread the state over. Several ranks on a machine share `host`.
-    `commit_every`: "step", a number of steps, a time such as "10min", or "auto"."""
+    """The limits of memory and the directories of the state.
+
+    `host` bounds what LoHan holds in main memory beyond Python and torch themselves. None means
+    four fifths of the free memory. Several ranks on a machine share it. `device` bounds the
+    memory of an accelerator in the same way. `ssd` names the directories over which the state
+    is spread. `commit_every` is "step", a number of steps, a time such as "10min", or "auto".
+    """
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
@@ -112,15 +115,20 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What leaves memory, and what overlaps with compute. All of it changes speed only, but for
-    the rounding of other micro-batches and of `tiles`: so many tokens at a time in those
-    parts of a block that do not mix tokens, "auto" where a plan needs it to fit or a GPU is
-    faster with it, or "off". `activations` says what blocks keep for backward: "holistic", what
-    pays on a machine of this `profile`; "recompute" (nothing but their inputs), "all", exact
-    classes, or what another policy would keep ("static", "capuchin", "checkmate", "g10").
-    `run_again`: the loop asks `session.must_run_again` after every backward and, if so, runs the
-    same batch again from the random state before it: then updates need not wait for the norm where
-    memory has no room for all gradients."""
+    """What leaves memory, and what overlaps with compute.
+
+    These settings change the speed only, except for the rounding of other micro-batches and of
+    `tiles`.
+
+    `tiles` is the number of tokens that the parts of a block that do not mix tokens process at
+    a time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster
+    with them. `activations` selects what blocks keep for backward: "holistic" (what pays on a
+    machine with this `profile`), "recompute" (only the inputs), "all", exact classes, or the
+    choice of another policy ("static", "capuchin", "checkmate", "g10"). `run_again` states that
+    the loop checks `session.must_run_again` after every backward and, if it is True, runs the
+    same batch again from the random state before it. Updates then need not wait for the norm
+    even if memory cannot hold all gradients.
+    """
 
     activations: str | Kept = "holistic"
     update_mode: str = "balanced"
@@ -133,17 +141,21 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPolicy:
-    """How the model is cut and computes. `blocks` names the lists of repeated blocks, if not all
-    that are found are to be used; `resident` modules to keep in memory, for weights that the model
-    reads outside a call: with a batch such uses are found. `dtype` is the type that weights compute
-    in, if not their own; masters keep the precision that the model has. `base` packs the frozen
-    weights of linear layers in blocks ("nf4", "int8" or "fp8"): so they lie on SSD and in memory,
-    and calls dequantise them. `compile` has torch compile the blocks, on accelerators only; a name
-    or a function is torch.compile's backend. With `deterministic`, runs on an accelerator repeat
-    bit for bit: torch takes kernels with a fixed order of sums, and raises where it has none.
-    `decay` says by name which parameters decay. `check` compares each block's first call with a
-    plain call of the same module, where there is memory for it, and refuses what differs; None: for
-    models that docs/models.md does not have."""
+    """How the model is divided into blocks, and how it computes.
+
+    `blocks` names the lists of repeated blocks to use; by default all lists are used.
+    `resident` names modules to keep in memory because the model reads their weights outside a
+    call; with an example batch, such modules are detected. `dtype` is the type in which weights
+    compute, if it differs from their own; the master weights keep the precision of the model.
+    `base` packs the frozen weights of linear layers in blocks ("nf4", "int8" or "fp8"), on SSD
+    and in memory; calls dequantise them. `compile` compiles the blocks with torch, on
+    accelerators only; a name or a function is the backend of torch.compile. With
+    `deterministic`, runs on an accelerator repeat bit for bit: torch uses kernels with a fixed
+    order of sums, and raises an error if it has none. `decay` selects by name the parameters
+    that decay. `check` compares the first call of each block with a plain call of the same
+    module, if memory permits, and refuses a block that differs; None does so for models that
+    docs/models.md does not list.
+    """
 
     blocks: Sequence[str] = ()
     resident: Sequence[str] = ()
@@ -157,8 +169,10 @@ class ModelPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class StorePolicy:
-    """The store: the folder `store_name` in each directory of the budget. `resume` opens the one
-    that is there. `meta` goes into every manifest of a new one."""
+    """The store, which is the folder `store_name` in each directory of the budget.
+
+    `resume` opens an existing store. `meta` is written into every manifest of a new one.
+    """
 
     store_name: str = STORE_FOLDER
     resume: bool = False
@@ -170,7 +184,7 @@ class StorePolicy:
 def with_keywords(
     offload: OffloadPolicy, model: ModelPolicy, store: StorePolicy, keywords: Mapping[str, Any]
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
-    """The policies with fields that were given as keywords of `attach` itself."""
+    """Return the policies, with the fields that were given as keywords of `attach` itself."""
     made: list[Any] = []
     left = dict(keywords)
     for policy in (offload, model, store):
@@ -204,8 +218,10 @@ def rank_device(device: Device, process_group: ProcessGroup) -> Device:
 
 
 def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
-    """The plan that all ranks follow, made by the first for the least memory that any has; and the
-    context with that memory."""
+    """Return the plan that all ranks follow, and the context with the memory that it assumes.
+
+    The first rank makes the plan, for the smallest memory of any rank.
+    """
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
     host, own = group.least(context.host_bytes, room)
@@ -235,7 +251,7 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
 def open_store(
     process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | IOEngine
 ) -> Store:
-    """The store of this rank, at the commit that all agree on."""
+    """Open the store of this rank at the commit that all ranks agree on."""
     if not process_group.several:
         return Store.open(dirs, engine=engine)
     with process_group.all_or_none():
@@ -276,10 +292,13 @@ def load(
     lora: Lora | int | None = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """The model that config.json names, with its loss, from a Hugging Face folder: structure and
-    buffers now, weights at `attach`. Of a diffusers folder, or pipeline, the transformer. With
-    `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
-    is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
+    """Return the model that config.json names, with its loss, from a Hugging Face folder.
+
+    Structure and buffers are created now, and weights are read at `attach`. For a diffusers
+    folder or pipeline, the result is the transformer. With `lora`, a rank or more settings, the
+    result is a PEFT model of which only the adapter is trained. `adapter` is a PEFT folder with
+    a trained adapter to continue from. Nothing is fetched from a network.
+    """
     if dtype not in STATE_FORMATS:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(STATE_FORMATS)}")
     pipeline, torch_dtype = find_diffusers_folder(folder), dtype_of(STATE_FORMATS[dtype])
@@ -382,8 +401,11 @@ def _groups_maker(
     optimizer: Optimizer,
     param_groups: Sequence[Mapping[str, Any]] | HyperParameters,
 ) -> Callable[[Blocks], HyperParameters]:
-    """Return a function that makes the parameter groups when the model is cut. Their parameters are
-    looked up now, by identity: preparing the model may replace them."""
+    """Return a function that creates the parameter groups when the model has been divided.
+
+    Their parameters are looked up now, by identity, because preparing the model may replace
+    them.
+    """
     if hasattr(param_groups, "to_json"):
         live: HyperParameters = param_groups  # type: ignore[assignment]
         return lambda blocks: live
@@ -451,8 +473,11 @@ def _created(
     store_policy: StorePolicy,
     undo: ExitStack,
 ) -> tuple[Store, Plan, PlanContext]:
-    """Return a new store with the weights of `source`, by the plan that all ranks follow. Of frozen
-    parameters that were given in a `wider` type it keeps what rounding removes."""
+    """Return a new store with the weights of `source`, and the plan that all ranks follow.
+
+    For frozen parameters that were given in a `wider` type, the store also keeps what rounding
+    removes.
+    """
     plan, context = agreed_plan(context)
     groups = context.blocks.groups
     exact = context.process_group.broadcast_made(
@@ -480,7 +505,10 @@ def _reopened(
     store_policy: StorePolicy,
     undo: ExitStack,
 ) -> tuple[Store, Plan, PlanContext]:
-    """The store of an earlier run, with its random state and buffers, and a plan that fits it."""
+    """Return the store of an earlier run, and a plan that fits it.
+
+    The random state and the buffers of that run are restored.
+    """
     dirs = _store_dirs(context, budget, store_policy)
     opened = open_store(context.process_group, dirs, engine=store_policy.engine)
     store = undo.enter_context(opened)
@@ -510,9 +538,11 @@ def _store_dirs(context: PlanContext, budget: Budget, store_policy: StorePolicy)
 def _prepared(
     model: nn.Module, batch: Mapping[str, Any] | None, model_policy: ModelPolicy, *, new: bool
 ) -> tuple[ReadFlat | None, str, Blocks, set[str]]:
-    """Check the model, give it one compute type and cut it into blocks. Return where the weights of
-    a `new` store come from, the dtype, the blocks, and the names of the frozen parameters that were
-    given in a wider type."""
+    """Check the model, convert it to one compute type and divide it into blocks.
+
+    Returns the source of the weights of a `new` store, the dtype, the blocks, and the names of
+    the frozen parameters that were given in a wider type.
+    """
     check_trainable(model)
     check_adapters(model)
     without_cache(model)
@@ -555,7 +585,7 @@ def make_executor(
     trace: Trace,
     plan: Plan,
 ) -> ExecutorAndHead:
-    """The store has the weights: the model's blocks now run from it."""
+    """Create the executor, which runs the blocks of the model from the store."""
     needs, room = _whole_needs(context, plan)
     base = base_of(model)
     decoder = find_decoder(base)  # while no block is wrapped yet, as what follows
@@ -587,8 +617,10 @@ def make_executor(
 
 
 def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
-    """Bytes that each block needs for all samples at once, and those that there are: what is
-    planned for a micro-batch, and what is left."""
+    """Return the bytes that each block needs for all samples at once, and the available bytes.
+
+    Available is what is planned for a micro-batch, plus what is left of the budget.
+    """
     workload, count = context.workload_for(plan), plan.micro_batch
     if workload is None or context.device.has_own_memory or not count or count >= workload.batch:
         return {}, 0
@@ -633,7 +665,10 @@ def tested_classes() -> frozenset[str]:
 
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
-    """The profile, if it was measured with such a device; an emulated link has rates of its own."""
+    """Return the profile if it was measured with such a device, or else None.
+
+    An emulated link has its own rates.
+    """
     if profile is None:
         return None
     if not device.has_own_memory:
@@ -649,7 +684,7 @@ def machine_with(device: Device, profile: Profile | None) -> Profile | None:
 def device_overhead(
     device: Device, model: nn.Module, host_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """What a device's memory holds apart from blocks and schedule, by owner."""
+    """Return the bytes of device memory, by owner, apart from blocks and schedule."""
     if not device.has_own_memory:
         return ()
     lines = device.overhead(host_bytes)
@@ -662,8 +697,10 @@ def device_overhead(
 def blocks_of(
     model: nn.Module, batch: Mapping[str, Any], *, base: str = "", dtype: str = "fp32"
 ) -> Blocks:
-    """The cut of a model, for what a call with this batch shows; with its base packed for a dtype,
-    if that is given."""
+    """Divide a model into blocks according to a call with this batch.
+
+    If `base` is given, the frozen base is packed for the dtype.
+    """
     found = cut_for(model, _shapes(model, batch))
     return pack_base(model, found, base, STATE_FORMATS[dtype].weight_bytes) if base else found
 
@@ -671,7 +708,7 @@ def blocks_of(
 def workload_of(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device = CPU
 ) -> BatchWorkload:
-    """What a batch of these shapes asks of the plan, if blocks run on this device."""
+    """Return what a batch of these shapes requires of a plan, if blocks run on this device."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
         """Backward repeats in tiles what it repeats as a whole without them."""
@@ -750,7 +787,7 @@ def _workload(
 
 
 def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> SavePlans:
-    """What each site keeps of its activations."""
+    """Return which activations each site keeps."""
     if workload is None or not plan.kept:
         return SavePlans({}, {})
     workload = workload.in_tiles(plan.tiles)

@@ -1,5 +1,7 @@
-"""Buffers of a step under one host budget: weights in slots, optimizer state in a ring, and its
-updates, chunk by chunk."""
+"""Buffers of a step under one host budget: weight slots, and a ring of optimizer state.
+
+Updates run on the ring chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class HostPool:
             return dict(self._used)
 
     def reserve(self, owner: str, count: int) -> None:
-        """Counts memory that is allocated by others against the budget."""
+        """Count memory that others allocate against the budget."""
         with self._lock:
             used = self.used_bytes
             if used + count > self.budget_bytes:
@@ -138,7 +140,7 @@ class WeightSlots:
         return self._part(slot, 0, group.numel).tensor(dtype_of(self._state_format))
 
     def read(self, group: FlatGroup, slot: int) -> Iterator[Ticket]:
-        """Submits reads of the group's newest weights into a slot, one by one."""
+        """Submit reads of the group's newest weights into a slot, one by one."""
         for c in chunks(group, self._chunk_params):
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, uncommitted=None)
@@ -154,8 +156,10 @@ class WeightSlots:
 
 
 class DeviceSlots:
-    """Slots on the device, each as large as the largest group that passes through. Of several
-    ranks, each loads its own shard of a group, and all of them gather the rest."""
+    """Slots on the device, each as large as the largest group that uses them.
+
+    With several ranks, each rank loads its own shard of a group, and all ranks gather the rest.
+    """
 
     def __init__(
         self,
@@ -172,15 +176,15 @@ class DeviceSlots:
         self._slots = [device.allocate(size) for _ in range(slots)]
 
     def flat(self, group: FlatGroup, slot: int) -> torch.Tensor:
-        """A whole group."""
+        """Return the weights of a whole group as one flat tensor."""
         return self._slots[slot].view(self._dtype)[: group.numel]
 
     def load(self, slot: int, shard: torch.Tensor) -> None:
-        """This rank's shard of a group is there when it returns."""
+        """Copy this rank's shard of a group into the slot, and wait for the copy."""
         self._device.copy("h2d", [(self._own_shard(slot, shard.numel()), shard)]).synchronize()
 
     def gather(self, slot: int, count: int) -> None:
-        """The shards of all ranks, of so many elements each, are there when it returns."""
+        """Gather the shards of all ranks, of `count` elements each, and wait for them."""
         whole = self._slots[slot].view(self._dtype)[: count * self._ranks.world]
         self._process_group.all_gather_into(whole, self._own_shard(slot, count))
 
@@ -190,8 +194,11 @@ class DeviceSlots:
 
 
 class Dequantised:
-    """Memory for the tensors that a call uses in place of packed weights. Packed weights are
-    frozen, so the tensors of the previous call are reused if the same groups follow."""
+    """Memory for the tensors that a call uses instead of packed weights.
+
+    Packed weights are frozen, so the tensors of the previous call are reused if the same groups
+    follow.
+    """
 
     def __init__(self, blocks: Blocks, pool: HostPool, device: Device, dtype: torch.dtype) -> None:
         size = dequantised_bytes(blocks, dtype.itemsize)
@@ -205,8 +212,10 @@ class Dequantised:
     def views(
         self, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, nested: bool
     ) -> dict[str, list[torch.Tensor]]:
-        """Return the parameters of packed groups, given the slots that hold them. `nested`: an
-        outer call still uses the memory, so another buffer is allocated for this one."""
+        """Return the parameters of packed groups, given the slots that hold them.
+
+        With `nested`, an outer call still uses the memory, so another buffer is allocated.
+        """
         if nested:
             return self._tensors(torch.empty_like(self._flat), flats, fill=True)
         keys = [group.key for group, _ in flats]
@@ -220,9 +229,11 @@ class Dequantised:
     def _tensors(
         memory: torch.Tensor, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, fill: bool
     ) -> dict[str, list[torch.Tensor]]:
-        """Return views of `memory` for packed tensors, dequantised into it if `fill`, and views of
-        the slot for all others. A group may be in another slot in each call, so the views are never
-        kept."""
+        """Return views of `memory` for packed tensors, and views of the slot for all others.
+
+        With `fill`, the packed tensors are dequantised into `memory`. The views are never
+        kept, because a group may be in another slot in each call.
+        """
         at, tensors = 0, dict[str, list[torch.Tensor]]()
         for group, flat in flats:
             tensors[group.key] = []
@@ -316,10 +327,12 @@ def update_chunk(
     state_format: StateFormat,
     scalars: StepScalars,
 ) -> ChunkChecksums:
-    """Update a chunk in place: `weights` are its weights, `state` the bytes of its state. Each
-    tensor has one kernel call, with the hyper-parameters of its group. The kernel also computes the
-    checksums of what it writes; those of padding and of tensors without a gradient are computed
-    afterwards."""
+    """Update a chunk in place, given its weights and the bytes of its state.
+
+    Each tensor takes one kernel call with the hyper-parameters of its group. The kernel also
+    computes the checksums of what it writes. Those of padding and of tensors without a gradient
+    are computed afterwards.
+    """
     arrays = split(state_format, state, chunk.stop - chunk.start)
     optimizer = scalars.groups.optimizers[0]  # all groups have its rule and its kind of state
     kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
@@ -366,8 +379,10 @@ def _average(
     state_format: StateFormat,
     decay: float,
 ) -> int:
-    """Moves the average towards the new weights, and returns its checksum. Every operation rounds
-    once, so an element gets the same bits wherever its chunk is cut."""
+    """Move the average towards the new weights, and return its checksum.
+
+    Every operation rounds once, so the bits of an element do not depend on how chunks are cut.
+    """
     crc = 0
     for start in range(0, len(weights), AVERAGED):
         span = slice(start, start + AVERAGED)
@@ -394,8 +409,10 @@ def _rounding(
     scales: list[torch.Tensor],
     optimizer: Optimizer,
 ) -> dict[str, Any]:
-    """What the kernel needs to round moments: by chance, and the same for an element and a step
-    however its tensor is cut."""
+    """Return what the kernel needs for stochastic rounding of moments.
+
+    The random numbers depend on the element and the step, not on how the tensor is cut.
+    """
     if optimizer.moments == "fp32":
         return {}
     seed = _core.crc32c(spec.name.encode(), step % 2**32)

@@ -49,8 +49,11 @@ class Factor:
 
 
 class Clipping:
-    """Decides, step by step, from what the last ones were like, whether updates wait for the norm;
-    takes it, and accepts updates that did not wait or rolls them back."""
+    """Decides for each step whether updates wait for the norm.
+
+    The decision depends on the recent steps. The class also computes the norm, and accepts or
+    rolls back updates that did not wait for it.
+    """
 
     def __init__(
         self,
@@ -87,20 +90,27 @@ class Clipping:
         return 1.0 if self._known is None else self._known.clip_factor
 
     def skips_norm_wait(self, *, repeatable: bool) -> bool:
-        """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
-        a step that is rerun finds what it found."""
+        """Decide whether updates run in this backward without waiting for the norm.
+
+        `repeatable` states that the step can be run again with the same results.
+        """
         able = self._possible and (self.all_held_in_memory or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         return pays or self._known is not None
 
     def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> float | None:
-        """Backward has ended. `divisor`: what unscales gradients (loss scale, ranks that they are
-        the mean over). `unsummed`: groups without the sum of their squares.
-        Returns the factor of updates that have waited, or None if a gradient has left the range of
-        fp16, so that the step must be skipped. Updates that ran early are accepted if the factor is
-        1. Otherwise they are rolled back and, if their gradients were not kept, the step must be
-        rerun."""
+        """Compute the norm after backward, and accept or roll back updates that ran early.
+
+        `divisor` unscales the gradients: it contains the loss scale and the number of ranks
+        over which they are averaged. `unsummed` are the groups whose squares have not been
+        summed.
+
+        Returns the factor for updates that have waited, or None if a gradient has
+        overflowed in fp16, so that the step must be skipped. Updates that ran early are
+        accepted if the factor is 1. Otherwise they are rolled back and, if their gradients
+        were not kept, the step must run again.
+        """
         if not self._plan.needs_all_gradients:
             return 1.0
         speculated, known = self._scheduler.skips_norm_wait, self._known

@@ -70,9 +70,11 @@ class StepCollectives:
     # -- what the ranks agree on ------------------------------------------------------------------
 
     def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
-        """Groups that have gradients on some rank which no schedule exchanges.
-        `collectives_checksum`, of the collectives that this rank has called, must be the same for
-        all."""
+        """Return the groups with gradients on some rank that no schedule exchanges.
+
+        `collectives_checksum` covers the collectives that this rank has called, and must be
+        equal on all ranks.
+        """
         said = self.process_group.all_gather_object([collectives_checksum, numbers])
         for rank, (checksum, _) in enumerate(said):
             if checksum != said[0][0]:
@@ -84,11 +86,14 @@ class StepCollectives:
         return sorted({number for _, own in said for number in own})
 
     def all_reduce_sum(self, number: float) -> float:
-        """The same bits on every rank."""
+        """Return the sum over all ranks, with the same bits on every rank."""
         return math.fsum(self.process_group.all_gather_object(number))
 
     def loss(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts of a loss. Alone, compute is not waited for."""
+        """Return the sum of the loss over all ranks.
+
+        With one rank, the function does not wait for compute.
+        """
         if not self.process_group.several:
             return part
         return torch.full_like(part, self.all_reduce_sum(part.item()))

@@ -135,8 +135,10 @@ class Resident:
         return grads
 
     def swap_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Replace the gradients of all resident parameters by those given, or by none, and return
-        what they were."""
+        """Set the gradients of all resident parameters, and return the previous ones.
+
+        An empty sequence removes them.
+        """
         before = [parameter.grad for parameter in self.parameters]
         for index, parameter in enumerate(self.parameters):
             parameter._store_gradient(grads[index] if grads else None)
@@ -154,8 +156,11 @@ class Resident:
 def _resident_parameter(
     old: nn.Parameter | None, values: torch.Tensor, spec: TensorSpec, step: StepGradients
 ) -> ResidentParameter:
-    """Return a parameter over `values`: the same object as under an earlier plan, if there was one,
-    so that its hooks and references to it stay valid."""
+    """Return a parameter over `values`.
+
+    If there was one under an earlier plan, the same object is returned, so that its hooks and
+    references to it stay valid.
+    """
     parameter = old
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(parameter, ResidentParameter) and (parameter.dtype, parameter.device) == (
@@ -186,7 +191,7 @@ class CommitClock:
         self._committed_s = self._ended_s = time.monotonic()
 
     def after_step(self, *, commits: bool) -> bool:
-        """A step has ended, which `commits`: whether the next one does."""
+        """Note the end of a step, and return whether the next step commits."""
         now_s = time.monotonic()
         took_s, self._ended_s = now_s - self._ended_s, now_s
         self._steps, self._since = self._steps + 1, self._since + 1
@@ -328,7 +333,7 @@ class Executor:
         )
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
-        """The model's blocks run from the store, until `close`."""
+        """Replace the forward of the model's blocks, which run from the store until `close`."""
         if blocks.resident:
             cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
@@ -360,7 +365,7 @@ class Executor:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """The model's own hooks alone."""
+        """Temporarily remove LoHan's hooks from the model, which keeps its own."""
         modules = {id(module): module for module in (self.model, base_of(self.model))}.values()
         before = [(module, dict(module._forward_pre_hooks)) for module in modules]
         for hook in self._hooks:
@@ -391,8 +396,11 @@ class Executor:
         self._resident_current = True
 
     def enter_forward(self) -> None:
-        """Prepare a call of the model: resident parameters get the values of the last step, and
-        changes that user code has made to parameters are taken over."""
+        """Prepare a call of the model.
+
+        Resident parameters get the values of the last step, and changes that user code has
+        made to parameters are applied.
+        """
         self._roll_back_unfinished()
         self.refresh_resident()
         if torch.is_grad_enabled():
@@ -407,7 +415,7 @@ class Executor:
                 self.scheduler.enter_inference()
 
     def _roll_back_unfinished(self) -> None:
-        """Rolls a step back whose backward died outside our code before it finished."""
+        """Roll back a step whose backward failed outside LoHan before it finished."""
         self._check_usable()
         if self._in_backward:
             if self.process_group.several:
@@ -420,9 +428,12 @@ class Executor:
             self._check_usable()
 
     def enter_backward(self, *, wanted: bool | None = None) -> None:
-        """Begin a backward, unless it has begun, and have autograd call its end when it is done.
-        Every backward of a block or of the head calls this. `wanted`: whether autograd was asked
-        for the gradients of all parameters; None if it is to be found out."""
+        """Begin a backward if none has begun, and register the call at its end with autograd.
+
+        Every backward of a block or of the head calls this. `wanted` states whether
+        autograd computes the gradients of all parameters; None means that this is
+        determined here.
+        """
         self._check_usable()
         if not self._in_backward:
             if wanted is None:
@@ -451,7 +462,7 @@ class Executor:
                 self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
-        """A backward may reach no block at all: resident parameters are updated all the same."""
+        """Begin a backward that may reach no block, so that resident parameters are updated."""
         if not self.in_head:
             with self.guarded():
                 self.enter_backward(wanted=True)
@@ -576,7 +587,7 @@ class Executor:
         return next(place for place, p in self.watched.parameters.items() if p.stored_as == name)
 
     def on_backward_done(self) -> None:
-        """Runs when autograd has finished."""
+        """Finish the step. Autograd calls this at the end of backward."""
         with self.guarded():
             resident: dict[int, GroupGrads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
@@ -618,7 +629,7 @@ class Executor:
             self.step_gradients.consumed = True
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
-        """The end of a step that changes no weight."""
+        """End a step that changes no weight."""
         self.runner.drop_gradients()
         self.runner.ended_metas.append(meta)
         if self.runner.uncommitted is None:
@@ -636,8 +647,10 @@ class Executor:
         self._resident_current = False
 
     def flush(self) -> None:
-        """The updates of every finished step have ended when it returns; those that commit are
-        durable."""
+        """Wait until the updates of every finished step are done.
+
+        Steps that commit are then durable.
+        """
         self._roll_back_unfinished()
         with self.guarded():
             self.scheduler.drain()
@@ -651,7 +664,7 @@ class Executor:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """An error inside a step rolls the step back; the last committed one is intact."""
+        """Roll back the step if the body raises an error. The last committed step stays intact."""
         self._check_usable()
         try:
             yield
@@ -677,8 +690,11 @@ class Executor:
             raise StoreError(f"{self._lost}; close the session and resume")
 
     def abort_step(self) -> None:
-        """Back to the last committed step. Until that is done, and if it cannot be done, nothing
-        but `close` is possible: weights of two steps in memory would be trained and committed."""
+        """Return to the last committed step.
+
+        Until this has succeeded, only `close` is possible, because memory may contain
+        weights of two steps.
+        """
         self._lost = "the roll-back of a step that failed was interrupted"
         lost = 0
         try:

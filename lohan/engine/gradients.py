@@ -63,8 +63,10 @@ DOUBLE = 8  # bytes
 
 
 def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
-    """In place, by a number or by one that is known where compute is: with the same bits, which a
-    factor that is rounded to 16 bit would not have."""
+    """Multiply in place by a number, or by a tensor on the compute device.
+
+    Both give the same bits, which a factor that is rounded to 16 bits would not.
+    """
     if not isinstance(factor, torch.Tensor):
         if factor != 1.0:
             values.mul_(factor)
@@ -93,7 +95,7 @@ class GradientSink:
         return self._uses[group] == 0
 
     def sum_wide(self, group: str, wide: bool) -> None:
-        """Sums of the calls that follow are made in fp32: several 16-bit parts would lose bits."""
+        """Select whether the following calls sum in fp32, where sums of 16-bit parts lose bits."""
         self._sums_wide[group] = wide
 
     def add(self, group: str, tensor: int, grad: torch.Tensor) -> None:
@@ -105,7 +107,7 @@ class GradientSink:
             grads[tensor] = grad.float() if wide else grad.contiguous()
 
     def hook_for(self, group: str, tensor: int) -> Callable[[torch.Tensor], None]:
-        """A hook of a leaf: the gradient that it got is added here."""
+        """Return a hook for a leaf that adds its gradient to this sink."""
 
         def hook(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
@@ -120,7 +122,7 @@ class GradientSink:
     def add_scaled(
         self, group: str, made: dict[int, torch.Tensor], *, factor: float | torch.Tensor
     ) -> None:
-        """Adds gradients that were made ahead of backward, in forward, times `factor`."""
+        """Add gradients that were computed in forward, multiplied by `factor`."""
         grads = self._grads.setdefault(group, {})
         for tensor, grad in made.items():
             scale_(grad, factor)
@@ -159,9 +161,11 @@ class PendingGradients:
 
 
 class OffloadedGradients(Mapping[int, torch.Tensor]):
-    """Gradients in host memory that a copy from the device fills: a reader waits for it, a lane or,
-    for the norm at the end of backward, the caller. `squares`: their sum, made on the device and
-    copied with them."""
+    """Gradients in host memory that a copy from the device fills.
+
+    A reader waits for the copy: a lane or, for the norm at the end of backward, the caller.
+    `squares` is the sum of their squares, computed on the device and copied with them.
+    """
 
     def __init__(
         self, grads: GroupGrads, event: Event, squares: torch.Tensor | None = None
@@ -178,7 +182,11 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
             self._here = True
 
     def sum_of_squares(self) -> float | None:
-        """None: the device does not make it."""
+        """Return the sum of squares in double precision, in a fixed order.
+
+        The result is the same on every lane and in every mode. If a device has already
+        computed it, its result is returned, so that no lane reads the gradients for it.
+        """
         if self._squares is None:
             return None
         self.wait()
@@ -196,9 +204,11 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
 
 
 class GradientOffload:
-    """Gradients from the device to host memory: into buffers that are used again. `limit`: in
-    bytes, what they may take before unused ones are freed for new ones. `groups`: so many
-    come with the sum of their squares."""
+    """Copies gradients from the device into reusable buffers in host memory.
+
+    `limit` is the number of bytes that the buffers may take before unused ones are freed for
+    new ones. `groups` is the number of groups that come with the sum of their squares.
+    """
 
     def __init__(self, device: Device, limit: int, *, groups: int = 0) -> None:
         self._device, self._limit = device, limit
@@ -212,8 +222,10 @@ class GradientOffload:
         ] = {}  # what waits for a block that adds to it, by group
 
     def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
-        """Of a group's gradients, on the device, behind what has made them. None: there are none,
-        or the host must do it."""
+        """Sum the squares of a group's gradients on the device, after the work that computes them.
+
+        Returns None if there are no gradients, or if the host must compute the sum.
+        """
         return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
 
     def offload_async(
@@ -224,8 +236,10 @@ class GradientOffload:
         *,
         squares: torch.Tensor | None = None,
     ) -> OffloadedGradients:
-        """Gradients leave the device when compute has made them, while the caller goes on. What
-        was sent before for this group must have been used."""
+        """Copy gradients to the host when compute has produced them, without blocking.
+
+        The gradients copied earlier for this group must have been used.
+        """
         width = max((grad.itemsize for grad in grads.values()), default=0)
         if number not in self._own:
             self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
@@ -238,7 +252,7 @@ class GradientOffload:
     def _pairs(
         self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-        """What is copied where, and where the sum of squares will be."""
+        """Return the targets and sources of the copies, and where the sum of squares will be."""
         pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
         if squares is None:
             return pairs, None
@@ -252,8 +266,11 @@ class GradientOffload:
             self.aside[number] = self.offload_async(number, group, wide)
 
     def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
-        """What was set aside, on the device again: sums go on in the order of the blocks. Compute
-        waits for it, the caller does not."""
+        """Return the gradients that were set aside, copied back to the device.
+
+        Sums then continue in the order of the blocks. Compute waits for the copy, the
+        caller does not.
+        """
         if number not in self.aside:
             return {}
         aside = self.aside.pop(number)
@@ -273,7 +290,7 @@ class GradientOffload:
         *,
         squares: torch.Tensor | None = None,
     ) -> OffloadedGradients:
-        """Copies a group's gradients; they are there when it returns."""
+        """Copy a group's gradients to the host, and wait for the copy."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
         there = self._placed(self._take(number, group.numel * width), group, grads, width)
         pairs, summed = self._pairs(number, there, grads, squares)
@@ -285,7 +302,7 @@ class GradientOffload:
     def _placed(
         flat: torch.Tensor, group: FlatGroup, grads: Mapping[int, torch.Tensor], width: int
     ) -> dict[int, torch.Tensor]:
-        """A place in a buffer for each, `width` bytes for an element of the group."""
+        """Return a view of the buffer for each gradient, with `width` bytes per element."""
         made = {}
         for index, grad in grads.items():
             start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
@@ -318,8 +335,10 @@ class GradientOffload:
 
 
 class GradientSpill:
-    """Held gradients on SSD, written during backward as they come, chunk by chunk, and read before
-    their update. Owner of the staging buffers."""
+    """Held gradients on SSD, and the staging buffers that they pass through.
+
+    They are written chunk by chunk during backward, and read before their update.
+    """
 
     def __init__(
         self,
@@ -360,7 +379,7 @@ class GradientSpill:
     def grad(
         self, number: int, buffer: int, tensor: int, at: int, count: int
     ) -> torch.Tensor | None:
-        """A range of a fetched chunk, None if the tensor had no gradient."""
+        """Return a range of a fetched chunk, or None if the tensor had no gradient."""
         dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
@@ -371,9 +390,11 @@ class GradientSpill:
 
 
 class GradientCollector:
-    """Counts the uses of each group and releases its gradients to the optimizer after the last one
-    of this backward, as DDP's reducer does with a bucket; over the ranks they are summed by
-    StepCollectives. `gradient_offload` is None where compute is in host memory."""
+    """Counts the uses of each group, and releases its gradients after the last use.
+
+    This is what the reducer of DDP does with a bucket. StepCollectives sums gradients over
+    ranks. `gradient_offload` is None if compute runs in host memory.
+    """
 
     def __init__(
         self,
@@ -403,8 +424,11 @@ class GradientCollector:
     def leaves(
         self, site: Site, weights: dict[str, list[torch.Tensor]], *, parts: int
     ) -> dict[str, list[torch.Tensor]]:
-        """Return leaf tensors over the weights of a call in so many parts, whose gradients come
-        here one by one. Parameters that the user has frozen take none."""
+        """Return leaf tensors over the weights of a call, whose gradients arrive here one by one.
+
+        `parts` is the number of slices of the call. Parameters that the user has frozen get
+        no gradient.
+        """
         frozen = self.watched.frozen if self.watched is not None else frozenset()
         for key in site.groups:
             self.sink.sum_wide(key, self._wide and (parts > 1 or self.sink.uses(key) > 1))
@@ -430,8 +454,11 @@ class GradientCollector:
         return leaf
 
     def finish(self, site: int) -> None:
-        """A site's backward is over: hands over the groups for which it was the last. What waits
-        for an earlier block leaves the device meanwhile, unless ranks are to reduce it there."""
+        """Hand over the groups whose last use was the backward of this site.
+
+        Gradients that wait for an earlier block leave the device meanwhile, unless ranks
+        reduce them there.
+        """
         keys = self._blocks.sites[site].groups
         over = [key for key in keys if self.sink.end_use(key)]
         if self._offload is not None and not self._collectives.process_group.several:
@@ -492,7 +519,7 @@ class GradientCollector:
         self.sink.add(key, index, grad.float() if self._wide else grad.clone())
 
     def fetch_aside(self, keys: Iterable[str]) -> None:
-        """A block is about to add to gradients that were set aside."""
+        """Fetch the gradients that were set aside, because a block is about to add to them."""
         if self._offload is not None:
             for key in keys:
                 if grads := self._offload.fetch_aside(self._numbers[key]):
@@ -509,8 +536,11 @@ class GradientCollector:
             self.accumulated.add(number, aside_grads)
 
     def finish_rest(self, resident: Mapping[int, GroupGrads]) -> None:
-        """Backward has ended: hands over the groups of which some uses got no gradient, or all of
-        them if it was not the only backward of its step; then those of resident parameters."""
+        """Hand over the remaining groups at the end of backward.
+
+        These are the groups of which some uses got no gradient, or all groups if the step
+        had several backwards, followed by those of resident parameters.
+        """
         sums = self.accumulated
         assert sums is None or isinstance(sums, Accumulated)  # else backward is not a step
         there = self._waiting() if sums is None else sums.numbers()
@@ -523,7 +553,7 @@ class GradientCollector:
             self._hand_over_resident(number, grads)
 
     def _waiting(self) -> list[int]:
-        """Groups whose gradients have not been handed over."""
+        """Return the groups whose gradients have not been handed over."""
         aside = {} if self._offload is None else self._offload.aside
         waiting = [self._numbers[key] for key in self.sink.waiting()]
         return waiting + [n for n in aside if n not in self._seen and n not in waiting]
@@ -547,8 +577,11 @@ class GradientCollector:
         self._pending.on_host[number] = grads
 
     def _hand_over_resident(self, number: int, grads: GroupGrads) -> None:
-        """Those of parameters in memory, when backward has ended. From a device they are on their
-        way, and the lane that uses them waits."""
+        """Hand over the gradients of parameters in memory at the end of backward.
+
+        On a device, their copy is still in progress, and the lane that uses them waits for
+        it.
+        """
         if self._offload is None or self._collectives.process_group.several:
             self.hand_over_late(number, grads)
             return
@@ -574,13 +607,16 @@ class GradientCollector:
 
 
 def layout(tensor: torch.Tensor) -> Any:
-    """The same for tensors over the same elements."""
+    """Return a key that is equal for tensors over the same elements."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def sum_of_squares(grads: GroupGrads) -> float:
-    """In double precision and a fixed order: the same on every lane and in every mode. Where
-    gradients come from a device that has made it, its own; so no lane reads them for it."""
+    """Return the sum of squares in double precision, in a fixed order.
+
+    The result is the same on every lane and in every mode. If a device has already computed it,
+    its result is returned, so that no lane reads the gradients for it.
+    """
     made = grads.sum_of_squares() if isinstance(grads, OffloadedGradients) else None
     if made is not None:
         return made
@@ -630,7 +666,7 @@ class Accumulated:
         return self._file.take(number)
 
     def close(self) -> None:
-        """What was taken from a file can still be read."""
+        """Release the sums. Values that were taken from a file can still be read."""
         self._sums.clear()
         if self._reserved:
             self._pool.unreserve(OWNER, self._reserved)

@@ -1,11 +1,10 @@
-"""Head and loss of a causal language model in slices of tokens: full logits exist only if they are
-read.
+"""Head and loss of a causal language model, computed in slices of tokens.
 
-The model's own forward makes the logits, so soft-capping, scaling and the like stay its business:
-for each slice of tokens it runs with its decoder standing in for a ready hidden state. Tokens whose
-label is ignored are left out before the head, not after. In training, the gradients of hidden
-state and head weights are made in the same pass, slice by slice, so that logits are computed once;
-losses of one's own over log-probabilities take a second pass.
+The full logits exist only if they are read. The model's own forward computes the logits of each
+slice, so soft-capping and scaling work as in the model: the decoder is replaced by a stand-in that
+returns the ready hidden state. Tokens with an ignored label are removed before the head. In
+training, the gradients of the hidden state and of the head weights are computed in the same pass,
+slice by slice, so the logits are computed once. Losses over log-probabilities need a second pass.
 """
 
 from __future__ import annotations
@@ -41,8 +40,11 @@ _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_di
 
 
 def find_decoder(model: nn.Module) -> nn.Module | None:
-    """The decoder of a causal language model whose loss is the plain next-token one, or None. What
-    the model computes is tried, not assumed: Note [whose loss it is]."""
+    """Return the decoder of a causal language model with the plain next-token loss, or None.
+
+    The function runs the model on a small input instead of relying on its class: see Note
+    [whose loss it is].
+    """
     causal: Any = model
     if isinstance(model.forward, SlicedHead):
         return model.forward.decoder
@@ -70,8 +72,10 @@ _TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyD
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a causal language model's own loss predicts the token after each, as almost all do,
-    or labels as they are. To be asked before its blocks are wrapped; the answer is kept."""
+    """Return whether the loss of a causal language model shifts the labels by one token.
+
+    Almost all models do. Call this before the blocks are wrapped; the answer is cached.
+    """
     if model not in _SHIFTS:
         _SHIFTS[model] = find_decoder(model) is not None or not _takes_labels_as_they_are(model)
     return _SHIFTS[model]
@@ -175,7 +179,7 @@ def _names(model: nn.Module) -> Iterable[str]:
 
 
 def _stand_in(hidden: Any) -> Any:
-    """The output of a decoder that has nothing but a hidden state."""
+    """Return the output of a decoder that contains only a hidden state."""
     return _stand_in_type()(last_hidden_state=hidden)
 
 
@@ -221,8 +225,11 @@ def labelled_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class LazyLogits:
-    """Of an output of transformers: its logits are made when they are asked for, all at once and
-    with a graph. A caller that asks for the loss alone never has them."""
+    """A mixin for outputs of transformers that computes the logits when they are read.
+
+    They are computed all at once and with a graph. A caller that reads only the loss never
+    allocates them.
+    """
 
     make_logits: Callable[[], torch.Tensor] | None = None
 
@@ -274,7 +281,7 @@ class SlicedHead:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """The model runs as it is, with logits in one piece."""
+        """Temporarily run the model as it is, with the logits in one piece."""
         self.runs_whole = True
         try:
             yield
@@ -283,7 +290,7 @@ class SlicedHead:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """The loss is that of this rank's tokens."""
+        """Temporarily use the loss of this rank's tokens only."""
         before, self.ranks_apart = self.ranks_apart, True
         try:
             yield
@@ -291,8 +298,10 @@ class SlicedHead:
             self.ranks_apart = before
 
     def _read_labels(self, given: dict[str, Any], moved: dict[str, Any]) -> None:
-        """Inputs go to the device: which rows have a label is read where they come from. Reading it
-        there would wait for compute."""
+        """Determine on the host which rows have a label, while the inputs are copied.
+
+        Reading them on the device would wait for compute.
+        """
         labels, count = given.get("labels"), given.get("num_items_in_batch")
         if isinstance(labels, torch.Tensor) and labels.device.type == "cpu":
             following, rows = labelled_rows(labels)
@@ -338,8 +347,11 @@ class SlicedHead:
         return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model itself returns, with a loss that has only what it adds to that of its
-        tokens: decoder, head and loss function stand in, so that no logits are made."""
+        """Return the output of the model itself, with the terms that it adds to the token loss.
+
+        Decoder, head and loss function are replaced by stand-ins, so no logits are
+        computed.
+        """
         model: Any = self.model
         head: nn.Module = model.get_output_embeddings()
         ready = type(out)({**out, "last_hidden_state": out.last_hidden_state[:, :1]})
@@ -423,8 +435,11 @@ class SlicedHead:
         *,
         grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `run`, with a loss of one's own over the tokens. The head runs twice: for their
-        log-probabilities, then for gradients, by what the loss says each of them weighs."""
+        """Compute a user-defined loss over the log-probabilities of the tokens.
+
+        It is otherwise like `run`. The head runs twice: for the log-probabilities, and then
+        for the gradients, weighted by the derivative of the loss.
+        """
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         step = self.executor.plan.head_tokens
         slices = rows.split(step) if len(rows) else ()

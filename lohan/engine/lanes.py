@@ -85,9 +85,12 @@ class Begun(NamedTuple):
 
 
 class DeviceClock:
-    """Times of stamps that have come. A device counts from some moment of its own. Its first stamp
-    is taken to be of the time when it was seen. Where work would then have begun before it was
-    given, or ended later than now, the offset is corrected."""
+    """Converts time stamps of a device to the clock of the host.
+
+    A device counts from an arbitrary moment. Its first stamp is taken to be of the time when it
+    was read. If work would then have begun before it was launched, or ended in the future, the
+    offset is corrected.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -139,9 +142,11 @@ LINK = ("h2d", "d2h")
 
 
 class Runner(Protocol):
-    """What the actions do. `submit` must not block on I/O; `complete` waits for it. `run_transfer`
-    moves over the link and returns when that is done. `scalars` is what came with the action's
-    schedule."""
+    """Executes the actions of a schedule.
+
+    `submit` must not block on I/O; `complete` waits for it. `run_transfer` moves data over a
+    link and returns when that is done. `scalars` belongs to the schedule of the action.
+    """
 
     def submit(self, action: Action) -> Any: ...
     def complete(self, action: Action, handle: Any) -> None: ...
@@ -189,7 +194,7 @@ class Lanes:
     # -- the caller's side ------------------------------------------------------------------------
 
     def enqueue(self, schedule: Schedule, scalars: Any = None) -> None:
-        """Adds a schedule behind what is queued already."""
+        """Add a schedule behind the actions that are already queued."""
         self._raise_if_failed()
         if self._overlap and not self._threads:
             self._start_threads()
@@ -215,7 +220,7 @@ class Lanes:
         return self._compute[0].action.name if self._compute else None
 
     def begin(self, name: str) -> Action:
-        """The caller is about to do the next compute action: waits for what it needs."""
+        """Begin the next compute action of the caller, and wait for what it needs."""
         job = self._compute.popleft()
         assert job.action.name == name, (job.action.name, name)
         self._run_in_order_until(job)
@@ -247,7 +252,7 @@ class Lanes:
             self._computed(item)
 
     def wait_for(self, *names: str) -> None:
-        """Waits until the latest actions of these names are done."""
+        """Wait until the latest actions with these names are done."""
         jobs = [job for name in names if (job := self._latest.get(name))]
         if not self._overlap:
             for job in jobs:
@@ -255,7 +260,7 @@ class Lanes:
         self._await(jobs, None)
 
     def drain(self) -> None:
-        """Runs everything that is queued to its end; compute actions pass without being done."""
+        """Run all queued actions to their end, and skip compute actions."""
         self._requeue_current()
         self._finish_launched()
         while self._compute:
@@ -269,11 +274,13 @@ class Lanes:
         self._latest.clear()
 
     def cancel_queued(self) -> list[Action]:
-        """Forgets what is queued from the compute action on that was begun and not ended, or comes
-        next, and brings all before it to its end. Nothing waits for something later, so that never
-        needs what is forgotten; and of that only reads, and updates and writes of the step before,
-        may have begun, since others wait for the compute action. They are completed too. Returns
-        what will not happen on other lanes than the caller's own."""
+        """Cancel the queued actions from the next or unfinished compute action on.
+
+        All actions before it are completed. Nothing waits for a later action, so they never
+        need a cancelled one. Of the cancelled actions, only reads, and updates and writes
+        of the step before, can have begun, because the others wait for the compute action.
+        They are completed too. Returns the cancelled actions of the other lanes.
+        """
         self._raise_if_failed()
         self._requeue_current()
         self._finish_launched()
@@ -296,15 +303,17 @@ class Lanes:
         return cancelled
 
     def _requeue_current(self) -> None:
-        """An action that was begun and interrupted goes back to the front of its queue."""
+        """Put an action that was begun and interrupted back to the front of its queue."""
         if self._current is not None:
             self._compute.appendleft(self._current)
             self._current = None
 
     def _finish_launched(self) -> None:
-        """Wait until the device has done the compute that was launched, if compute actions are
-        about to be skipped. Compute actions finish in order, so an action that waits for a skipped
-        one relies on all compute before it being done, such as an earlier reader of its slot."""
+        """Wait for the launched compute if compute actions are about to be skipped.
+
+        Compute actions finish in order, so an action that waits for a skipped one relies on
+        all compute before it being done, such as an earlier reader of its slot.
+        """
         if self._compute:
             self._device.mark().synchronize()
 
@@ -338,7 +347,7 @@ class Lanes:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _await(self, jobs: list[Job], action: Action | None) -> None:
-        """Waits for jobs; runs updates that are ready in the meantime."""
+        """Wait for jobs, and run updates that become ready meanwhile."""
         for job in jobs:
             seen, since = self._finished, time.monotonic()
             while not job.done.is_set():
@@ -364,7 +373,7 @@ class Lanes:
         self._raise_if_failed()
 
     def _next_update(self) -> Job | None:
-        """The update at the head of the caller's queue, if all it waits for is done."""
+        """Return the first update in the caller's queue if everything it waits for is done."""
         head = self._updates[0] if self._updates else None
         return head if head and all(other.done.is_set() for other in head.waits) else None
 
@@ -396,7 +405,7 @@ class Lanes:
             self._changed.notify_all()
 
     def _finish(self, job: Job, start_s: float, stop_s: float | None = None) -> None:
-        """`stop_s`: now, unless it is known better."""
+        """Record the end of a job, at `stop_s` or now."""
         stop_s = time.perf_counter() if stop_s is None else stop_s
         self._trace.add(Span(job.action.lane, job.action.name, start_s, stop_s))
         self._history.append(job.action)
@@ -409,8 +418,10 @@ class Lanes:
     # -- one after the other ----------------------------------------------------------------------
 
     def _run_in_order_until(self, stop: Job | None) -> None:
-        """Runs queued actions on this thread, up to and without the compute action `stop` (or, for
-        any other action, through it)."""
+        """Run queued actions on this thread up to `stop`.
+
+        The compute action `stop` itself is not run; any other action is.
+        """
         while self._in_order and not (stop is not None and stop.done.is_set()):
             job = self._in_order[0]
             if job.action.lane == "compute":
@@ -471,8 +482,11 @@ class Lanes:
                 queue.finished()
 
     def _ready(self, job: Job) -> bool:
-        """Waits for what a job needs; the caller may take any time to bring it about. A job that
-        is dropped instead counts as done, so that those behind it need not wait."""
+        """Wait for what a job needs, and return whether it can run.
+
+        The caller may take any time to provide it. A job that is dropped counts as done, so
+        that those behind it need not wait.
+        """
         for other in job.waits:
             while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
                 pass
@@ -505,8 +519,10 @@ class Lanes:
             self._run_now(job)
 
     def _computed(self, item: tuple[Job, Event, Begun, Event | None]) -> None:
-        """The device has done what the caller gave it, at times of its own; where it keeps none, it
-        began when it was done with the last."""
+        """Record when the device has done a compute action, by its own clock.
+
+        Without a device clock, the action is taken to begin when the previous one ended.
+        """
         job, event, begun, ended = item
         event.synchronize()
         if begun.stamp is not None and ended is not None:

@@ -60,7 +60,7 @@ class Pack:
         )
 
     def tensors_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in memory that holds the pack."""
+        """Return the tensors in the memory that holds the pack."""
         made = []
         for at, layout in self.parts:
             size = layout.shape.numel() * layout.dtype.itemsize
@@ -89,8 +89,11 @@ class _Spilled:
 
 
 class ActivationSpill(ActivationHooks):
-    """Owner of the buffers and of the space on SSD: a store of its own with scratch regions only,
-    made with a plan's buffers and removed with them. `sizes`: bytes by site number."""
+    """Kept activations on SSD, and the buffers that they pass through.
+
+    The space on SSD is a store of its own with scratch regions only, created with the buffers
+    of a plan and removed with them. `sizes` are bytes by site number.
+    """
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class ActivationSpill(ActivationHooks):
 
 
 def _saved(call: SavedCall) -> list[list[torch.Tensor]]:
-    """What of a call can leave: its inputs, then the saved results of each slice."""
+    """Return the tensors of a call that can be offloaded: its inputs, then each slice's results."""
     return [call.grad_inputs, *([] if saved is None else saved.tensors for saved in call.saved_ops)]
 
 
@@ -382,8 +385,7 @@ class DeviceActivationOffload(ActivationHooks):
         call.saved_ops[number].adopt(self._tensors_in(pack, there))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """Bring the slice after the next into the buffer of this one, once compute is done with
-        it."""
+        """Load the slice after the next into this buffer, when compute is done with this slice."""
         own, following = self._offloaded_call(site, call), number + BUFFERS
         pack = own.slices[following] if own and following < len(own.slices) else None
         if own is None or pack is None:
@@ -416,14 +418,14 @@ class DeviceActivationOffload(ActivationHooks):
     # -- memory: shapes repeat, so after a step or two no buffer grows ----------------------------
 
     def _pack(self, site: int, number: int, tensors: Sequence[torch.Tensor], start: int) -> Pack:
-        """That of the step before, as a rule."""
+        """Return the pack for these tensors, usually that of the step before."""
         known = self._packs.get((site, number))
         if known is None or not known.fits(tensors, start):
             known = self._packs[site, number] = Pack.of(tensors, start)
         return known
 
     def _tensors_in(self, pack: Pack, there: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of a pack in a buffer."""
+        """Return the tensors of a pack in a buffer."""
         key = pack.parts, there.data_ptr()
         known = self._views.get(key)
         if known is None or known[0] is not there:
@@ -448,7 +450,7 @@ class DeviceActivationOffload(ActivationHooks):
         return there
 
     def _fits(self, site: int, own: OffloadedCall, pack: Pack) -> bool:
-        """A host buffer on the way to SSD has a size, any other grows."""
+        """Return whether a pack fits. A host buffer for SSD has a fixed size; any other grows."""
         if own.host_buffer is None or self._spill is None:
             return True
         return pack.start + pack.size <= self._spill.sizes[site]

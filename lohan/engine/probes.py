@@ -66,8 +66,10 @@ class Sizes:
 
     @classmethod
     def of(cls, model: ModelShape) -> Sizes:
-        """As wide as the model's largest block, with as much work for a token. Where that has other
-        projections, or experts of which few work, the inner width makes up for it."""
+        """Return sizes with the width and the work per token of the model's largest block.
+
+        The inner width compensates for other projections and for inactive experts.
+        """
         block, h = max(model.blocks, key=lambda block: block.flops), model.hidden
         heads = next((h // size for size in HEAD_SIZES if h % size == 0), 1)
         inner = round((block.flops / 2 - 4 * h * h) / (3 * h))
@@ -100,17 +102,23 @@ ENDING_S = 120.0  # that a probe in the background may take to end
 
 
 class Figure:
-    """What something takes, measured in several goes: the speed of a machine that others use too
-    changes within seconds."""
+    """The duration of an operation, measured repeatedly.
+
+    The speed of a shared machine changes within seconds, so the measurements are spread out in
+    time.
+    """
 
     def __init__(self, run: Callable[[], float]) -> None:
-        """`run` says what it took."""
+        """Store `run`, which returns the seconds it took."""
         self.run = run
         self._taken: list[float] = []
 
     def measure(self, seconds: float) -> None:
-        """At least two runs and so many seconds. The very first run pays for what is set up once;
-        it counts only where it is long enough not to matter."""
+        """Measure at least two runs, for at least this many seconds.
+
+        The very first run includes one-time set-up. It counts only if it is long enough for
+        that not to matter.
+        """
         taken: list[float] = []
         if not self._taken and (first := self.run()) > seconds:
             taken.append(first)
@@ -124,7 +132,7 @@ class Figure:
 
 
 def end(thread: threading.Thread) -> None:
-    """Waits for a probe that was told to stop."""
+    """Wait for a probe that was asked to stop."""
     thread.join(ENDING_S)
     if thread.is_alive():
         raise LohanError(
@@ -240,8 +248,10 @@ def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class BlockPoint:
-    """A block at so many tokens: FLOP/s of forward and of backward, which counts as twice the
-    work."""
+    """The FLOP/s of a block at one number of tokens, in forward and backward.
+
+    Backward counts as twice the work of forward.
+    """
 
     def __init__(self, probe: BlockProbe, tokens: int) -> None:
         self.tokens, self._flops = tokens, probe.flops(tokens)
@@ -389,8 +399,7 @@ class DriveProbe:
 
     @contextmanager
     def busy(self, kind: str) -> Iterator[list[float]]:
-        """Keeps the drives at work on a thread of its own; bytes per second of the passes so
-        far."""
+        """Keep the drives busy in a thread, and provide the bytes per second of each pass."""
         stop, failed, rates = threading.Event(), list[BaseException](), list[float]()
 
         def work() -> None:
@@ -450,7 +459,7 @@ def requests(kind: str, count: int) -> Iterator[tuple[str, int]]:
 def opened(
     dirs: Sequence[Path], *, total_bytes: int, chunk_bytes: int = 16 * MiB
 ) -> Iterator[DriveProbe]:
-    """A probe in folders of its own below these, removed afterwards with all that it wrote."""
+    """Open a probe in new folders below these, which are removed afterwards."""
     with ExitStack() as stack:
         folders = []
         for path in dirs:
@@ -500,8 +509,10 @@ def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, flo
 
 @contextmanager
 def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
-    """Keeps both directions at work, each on a thread of its own, with copies of so many bytes;
-    tells the bytes that have gone through so far."""
+    """Keep both directions of the link busy with copies of `size` bytes, a thread each.
+
+    The context provides a function that returns the bytes copied so far.
+    """
     stop, failed, moved = threading.Event(), list[BaseException](), {"h2d": 0, "d2h": 0}
     buffers = {lane: device.allocate(size) for lane in moved}
     hosts = {lane: torch.from_numpy(device.host_memory(size)).zero_() for lane in moved}
@@ -533,8 +544,11 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
 
 
 def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tuple[Point, Point]:
-    """Bytes per second through main memory, of copies over both links and of updates: each alone,
-    before and after, against drift; and both at once."""
+    """Return the bytes per second through main memory of copies and of updates.
+
+    The first point is each alone, measured before and after to compensate for drift; the second
+    is both at once.
+    """
     fmt = STATE_FORMATS[device.default_dtype]
     layout = BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)
     update_bytes = sizes.chunk_params * bus_bytes(layout)[Op.UPDATE]
@@ -560,8 +574,11 @@ def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tu
 
 
 def bus_rate(copied: float, alone: Point, shared: Point) -> float:
-    """Bytes per second of main memory. What slows down beside another has found its end: then it is
-    what both reach. Otherwise it is at least that, and what a plain copy reaches."""
+    """Return the bytes per second of main memory.
+
+    If one side slows down beside the other, memory is at its limit, and the sum of both is the
+    rate. Otherwise the rate is at least that sum and the rate of a plain copy.
+    """
     total = sum(shared)
     slower = any(now < LIMITED * before for before, now in zip(alone, shared, strict=True))
     return total if slower and total else max(copied, total)
@@ -592,8 +609,10 @@ def memory_rate(size: int, seconds: float) -> float:
 
 
 def device_memory_rate(device: Device, size: int, seconds: float) -> float:
-    """Return the bytes per second of the memory that compute uses, read and written, by one large
-    addition in place of two fp32 tensors of `size` bytes each."""
+    """Return the bytes per second of the memory that compute uses, read and written.
+
+    It is measured with large in-place additions of two fp32 tensors of `size` bytes each.
+    """
     size = max(SMALLEST, size // FLOAT * FLOAT)
     total, part = (compute_memory(device, size).view(torch.float32).zero_() for _ in range(2))
     return (
@@ -647,8 +666,10 @@ def effort_for(device: Device, model: ModelShape | None = None) -> Effort:
 
 
 def _fitting(sizes: Sizes, device: Device, name: str) -> Sizes:
-    """With one copy of the weights where two, and their gradients, would take more than half of the
-    memory that compute has."""
+    """Return the sizes with one copy of the weights if several would not fit.
+
+    Weights and gradients may use half of the memory of the compute device.
+    """
     memory = device.memory_bytes() if device.has_own_memory else host_memory_bytes()
     h, width = sizes.hidden, dtype_of(STATE_FORMATS[device.default_dtype]).itemsize
     block = (4 * h * h + 3 * h * sizes.inner) * width
@@ -671,8 +692,11 @@ def profile(
     device: Device | None = None,
     model: ModelShape | None = None,
 ) -> Profile:
-    """What this machine does with these folders as its drives and compute on this device; under a
-    minute. `model`: with blocks as wide as those."""
+    """Measure this machine, with these folders as its drives and compute on this device.
+
+    It takes less than a minute. With `model`, the measured blocks are as wide as those of the
+    model.
+    """
     device = device or CpuDevice()
     effort = effort or effort_for(device, model)
     host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
@@ -724,7 +748,7 @@ def free_bytes(path: Path) -> int:
 def _drives(
     ssd: Sequence[Path], effort: Effort, progress: Progress
 ) -> tuple[tuple[Drive, ...], float, list[Rates]]:
-    """The drives one by one, then what they reach together: 0 if that is their sum."""
+    """Measure the drives one by one, and then their common limit, which is 0 if there is none."""
     seconds = min(effort.drive_seconds, effort.all_drives_seconds / (3 * max(1, len(ssd))))
     sizes = {"total_bytes": effort.drive_bytes, "chunk_bytes": effort.chunk_bytes}
     total = len(ssd) + (len(ssd) > 1)
@@ -888,8 +912,11 @@ def launch_seconds(device: Device, folder: Path) -> tuple[float, float]:
 def _contention(
     ssd: Sequence[Path], probe: BlockProbe, effort: Effort, progress: Progress
 ) -> tuple[float, float]:
-    """Shares of their speed that compute loses while drives are busy, in forward and backward
-    together, and that drives lose to compute. Each alone before and after, against drift."""
+    """Return the share of its speed that compute loses to I/O, and that I/O loses to compute.
+
+    Each is measured alone before and after, to compensate for drift. Compute is forward and
+    backward together.
+    """
     task, tokens = "compute and drives together", effort.shared_tokens
     progress(task, 0, 1)
 

@@ -49,8 +49,10 @@ def run_profile(
     measure: Measure | None = None,
     model: ModelShape | None = None,
 ) -> str:
-    """Measures, keeps the result for later runs, writes it to `out`; what to print. `model`: with
-    blocks as wide as those."""
+    """Measure this machine, cache the result, write it to `out`, and return what to print.
+
+    With `model`, the measured blocks are as wide as those of the model.
+    """
     target = None
     if out is not None:
         target = OutputFile(out, "choose another -o", "a profile", WRITTEN_BY.encode())
@@ -72,8 +74,10 @@ def cached_profile(
     fresh: bool = False,
     measure: Measure | None = None,
 ) -> Profile:
-    """The profile of this machine with these folders and this device: from the cache, or measured
-    now. What is free at the moment is always looked up."""
+    """Return the profile of this machine with these folders and this device.
+
+    It comes from the cache or is measured now. Free memory and space are always current.
+    """
     folders = [Path(path).absolute() for path in ssd]
     for folder in folders:
         if not folder.is_dir():
@@ -88,8 +92,7 @@ def cached_profile(
 
 
 def cache_file(ssd: Sequence[Path], where: Where = CPU) -> Path:
-    """Where the profile of this machine, these drives and this device lies: one file for each
-    combination."""
+    """Return the cache file for this machine, these drives and this device."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     text = json.dumps(_identity(ssd, where), sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -97,7 +100,7 @@ def cache_file(ssd: Sequence[Path], where: Where = CPU) -> Path:
 
 
 def latest_profile() -> Profile | None:
-    """What was measured last on this machine, whichever folders it was for."""
+    """Return the latest profile of this machine, with any folders, or None."""
     folder = cache_file([]).parent
     files = sorted(folder.glob(f"{PREFIX}*.toml"), key=lambda file: -file.stat().st_mtime)
     for file in files:
@@ -107,7 +110,7 @@ def latest_profile() -> Profile | None:
 
 
 def describe(profile: Profile) -> list[str]:
-    """The profile for people."""
+    """Return the profile as lines of text."""
     lines = [f"{profile.name}: {profile.device}, {format_bytes(profile.host_bytes)} of host memory"]
     if profile.block_width:
         lines.append(f"a block of {profile.block_width:,} features:")
@@ -173,14 +176,14 @@ def _refreshed(profile: Profile, folders: Sequence[Path]) -> Profile:
 
 
 def _keep(file: Path, profile: Profile) -> None:
-    """A cache that cannot be written is not worth a failure."""
+    """Write the profile to the cache. A cache that cannot be written is ignored."""
     with suppress(OSError, StorageIOError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, profile.to_toml().encode())
 
 
 def _identity(ssd: Sequence[Path], where: Where) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the values that identify the measured hardware."""
     return {
         **({} if where == CPU else {"device": where.device, "link": where.link}),
         "host": platform.node(),

@@ -84,8 +84,10 @@ class ActionScheduler:
     # -- forward ----------------------------------------------------------------------------------
 
     def enter_inference(self) -> None:
-        """A forward without gradients begins: scheduled as a whole, in the order of the last one or
-        of training. If it runs them in another order, they come on demand."""
+        """Schedule a whole forward without gradients, in the order of the last one or of training.
+
+        If it runs in another order, weights are loaded on demand.
+        """
         self._last_inference, self._inference_sites = (
             tuple(self._inference_sites) or self._last_inference,
             [],
@@ -123,8 +125,11 @@ class ActionScheduler:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Allow the weights of one site to be read out of turn: what was scheduled ahead is
-        cancelled, and the order of forwards without gradients is not learnt from it."""
+        """Allow the weights of one site to be read out of order.
+
+        The scheduled actions are cancelled, and the order of forwards without gradients is
+        not learnt from it.
+        """
         self.drain()
         order = self._inference_sites
         self._inference_sites = []
@@ -140,7 +145,7 @@ class ActionScheduler:
         self._whole_phase = self._queued_inference = False
 
     def _write_behind(self) -> None:
-        """What the step before has left to be written: no backward comes during which it would."""
+        """Schedule the remaining writes of the step before, because no backward follows."""
         if self._buffers.behind or self._buffers.second_updates:
             made, self._buffers = sched.write_behind(self._spec, self._buffers)
             self._lanes.enqueue(made, self._waiting_scalars)
@@ -151,7 +156,7 @@ class ActionScheduler:
             self._write_behind()
 
     def wait_updated(self, group: int) -> None:
-        """Waits until a group's updates, if any are queued, are done."""
+        """Wait until the queued updates of a group are done."""
         self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._spec.chunks[group])))
 
     # -- backward ---------------------------------------------------------------------------------
@@ -159,8 +164,12 @@ class ActionScheduler:
     def schedule_backward(
         self, scalars: StepScalars, *, whole: bool = True, speculate: bool = False
     ) -> None:
-        """Forward is over. A known order lets the whole backward be scheduled now, unless it is not
-        the `whole` of its step, and updates in it, if it is to `speculate`."""
+        """Schedule the backward after a forward.
+
+        If the order is known, the whole backward is scheduled now, unless it is only part
+        of a step (`whole` is False). With `speculate`, updates run in it without waiting
+        for the norm.
+        """
         self._scalars, self.skips_norm_wait = scalars, False
         if self._lanes.expected() is not None:
             self.drain()  # sites that did not come this time
@@ -198,7 +207,7 @@ class ActionScheduler:
             self._make_second_updates()
 
     def last_use_groups(self) -> tuple[int, ...] | None:
-        """Groups whose last use the current backward is, if that was scheduled."""
+        """Return the groups whose last use is the current backward, if it was scheduled."""
         return None if self._last_uses is None else self._last_uses[len(self._backward) - 1]
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
@@ -234,7 +243,7 @@ class ActionScheduler:
         self._whole_phase, self._last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
-        """The gradients of `finished` groups are complete and handed over."""
+        """End the backward of a site, after the gradients of `finished` groups were handed over."""
         self._lanes.end()
         self._handed_over.update(finished)
         if not self._whole_phase and finished:
@@ -278,7 +287,7 @@ class ActionScheduler:
         self._paused = True
 
     def _learn(self) -> None:
-        """The next step is expected to go as this one."""
+        """Remember the order of this step for the next one."""
         if self._overlap and not self._paused:
             seen = ExecutionOrder(
                 forward=tuple(self._forward),
@@ -293,8 +302,10 @@ class ActionScheduler:
             self._known = seen
 
     def close_step(self, scalars: StepScalars | None) -> None:
-        """After BACKWARD_DONE: the held updates with their scalars (None: they are dropped), and
-        the next forward as far as it is known."""
+        """Schedule the held updates and the next forward, after BACKWARD_DONE.
+
+        If `scalars` is None, the updates are dropped.
+        """
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
@@ -309,8 +320,10 @@ class ActionScheduler:
         self._schedule_forward(deferred, scalars, end_step=ends)
 
     def roll_back(self) -> None:
-        """Discards the updates of this backward and invalidates all weight slots; what the step
-        before left is committed first."""
+        """Discard the updates of this backward, and invalidate all weight slots.
+
+        The step before is committed first.
+        """
         self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
         self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
@@ -343,8 +356,11 @@ class ActionScheduler:
             self._lanes.enqueue(made, scalars)
 
     def wait_for_squares(self) -> list[int]:
-        """Waits until the squares of all groups that backward has reached are summed; returns the
-        others, whose sums come only after BACKWARD_DONE, which waits for the caller."""
+        """Wait until the squares of all groups that backward has reached are summed.
+
+        Returns the other groups, whose sums follow after BACKWARD_DONE, which waits for the
+        caller.
+        """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
         waits = (f"H{group}" for group in trained if group not in self._unreached)
         self._lanes.wait_for(*waits)
@@ -356,9 +372,11 @@ class ActionScheduler:
         return self._lanes.collectives_checksum
 
     def finish_earlier_steps(self, *, in_backward: bool) -> None:
-        """A step broke off, and no lane has failed: those before it are brought to their commit. In
-        forward their updates may be queued behind its blocks, which pass; in backward they wait for
-        nothing of it."""
+        """Bring the earlier steps to their commit after a step broke off without a failed lane.
+
+        In forward, their updates may be queued behind blocks of this step, which are
+        skipped. In backward, they wait for nothing of this step.
+        """
         if in_backward:
             self._cancel_rest()
         self.drain()

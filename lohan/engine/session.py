@@ -90,12 +90,12 @@ class PlanContext:
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's when a session ends
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
-        """What a plan does on such a machine, of a known batch."""
+        """Forecast a step of a plan on a machine. The batch must be known."""
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
-        """The machine as a step by this plan found it on this rank."""
+        """Return the machine as measured by a step of this plan on this rank."""
         assert self.workload is not None
         work = step_work(
             self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
@@ -110,7 +110,7 @@ class PlanContext:
         )
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:
-        """The batch in the tiles of a plan."""
+        """Return the batch in the tiles of a plan."""
         return None if self.workload is None else self.workload.in_tiles(plan.tiles)
 
     @property
@@ -150,8 +150,10 @@ class Session:
         self._committed_step = self.step  # the last step known to be durable and whole
 
     def _start(self, plan: Plan) -> None:
-        """What was set on executor and head, whose loss it is and who looks on, outlasts them, and
-        so does the last norm."""
+        """Create executor and head for a plan, and apply the settings of the previous ones.
+
+        The last norm is also kept.
+        """
         self._executor, self._head = self._make_executor(plan)
         if self._mean_over is not None:
             self._executor.mean_over = self._mean_over
@@ -186,7 +188,7 @@ class Session:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """The model's modules as they were given: nothing of LoHan's is in them."""
+        """Temporarily restore the model's modules, without anything that LoHan has installed."""
         calls = [*(self._executor.wrapped_sites if self._executor is not None else ())]
         modules: list[tuple[nn.Module, Any]] = [(call.module, call) for call in calls]
         if self._head is not None:
@@ -219,7 +221,7 @@ class Session:
         return self.context.host_bytes
 
     def describe_plan(self) -> list[str]:
-        """The ledger, tier by tier."""
+        """Return the memory ledger, tier by tier, as lines of text."""
         context = self.context
         return self.plan.describe(host_bytes=context.host_bytes, device_bytes=context.device_bytes)
 
@@ -248,8 +250,11 @@ class Session:
         return self.executor.groups.at(self.step).rates[0]
 
     def changed_groups(self) -> str:
-        """Say how parameter groups differ from those of the last committed step, or return an empty
-        string. Their state is that of each parameter, so such a change is allowed."""
+        """Describe how parameter groups differ from those of the last committed step.
+
+        Returns an empty string if they do not. Optimizer state belongs to each parameter,
+        so such a change is allowed.
+        """
         groups = self.executor.groups
         now = groups.to_json(groups.at(self.step))
         return changed_members(self.store.meta.get(META_KEY), now)
@@ -280,9 +285,12 @@ class Session:
         overwrite: bool = False,
         ema: bool = False,
     ) -> Path:
-        """Writes the weights of the last step as a Hugging Face folder, or the adapter of a PEFT
-        model as a PEFT folder. `ema`: their moving average instead, where one is kept. Of several
-        ranks all call it, and the first writes."""
+        """Write the weights of the last step as a Hugging Face folder.
+
+        For a PEFT model, the adapter is written as a PEFT folder. With `ema`, the moving
+        average of the weights is written, if one is kept. With several ranks, all of them
+        call this, and the first writes.
+        """
         source = source_folder or folder_of(self.model)
         return self.export_committed(
             out,
@@ -305,9 +313,11 @@ class Session:
         return made
 
     def take_finished(self) -> list[dict[str, Any]]:
-        """What the manifests of steps carry that have ended, oldest first: committed ones or, where
-        not every step is, also those between two commits. Of those that nobody takes, the last few
-        stay."""
+        """Return the metadata of steps that have ended since the last call, oldest first.
+
+        They are committed, or lie between two commits. If nobody takes them, only the last
+        few are kept.
+        """
         before, self._finished = self._finished, []
         if self._executor is None:
             return before
@@ -315,8 +325,10 @@ class Session:
         return before + [finished.popleft() for _ in range(len(finished))]
 
     def flush(self) -> None:
-        """Waits until every finished step is updated and, where every step is, committed. A loop
-        need not: the next forward waits for what it uses."""
+        """Wait until every finished step is updated and, if every step commits, committed.
+
+        A loop does not need this, because the next forward waits for what it uses.
+        """
         self.executor.flush()
 
     def commit(self) -> None:
@@ -331,18 +343,24 @@ class Session:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """One step over several calls of `backward`: gradients add up inside, as in PyTorch, and
-        the optimizer runs at the end. Weights move once for each call; one larger batch, cut into
-        micro-batches, moves them once in all and needs no room for gradients."""
+        """Make one step of several calls of `backward`.
+
+        Gradients are summed inside, as in PyTorch, and the optimizer runs at the end.
+        Weights are transferred once per call. One larger batch, divided into micro-batches,
+        transfers them once in total and needs no memory for gradients.
+        """
         with self.executor.accumulating():
             yield
 
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
-        """Goes on by another plan: what is in memory is brought to the store and read again.
-        The numbers stay the same, bit for bit, if micro-batch, head slices and chunks do. If it
-        cannot be followed (no room on SSD, say), the old one goes on, and the error comes through;
-        of several ranks, all stop. A plan for other micro-batches is made by a function, when the
-        model runs by itself and can be measured."""
+        """Continue with another plan, after writing what is in memory to the store.
+
+        Results stay the same, bit for bit, if micro-batch, head slices and chunks do. If
+        the plan cannot be followed (for example, because an SSD is full), the old plan
+        continues and the error is raised; with several ranks, all stop. A plan for other
+        micro-batches must be given as a function, which is called when the model runs by
+        itself and can be measured.
+        """
         old = self.plan
         self.commit()
         moved, store = self.counters, self.store.counters
@@ -368,11 +386,14 @@ class Session:
             raise
 
     def replan(self) -> str | None:
-        """For a loop of one's own, after each of its steps and when their losses are let go: after
-        the third, the session goes on by a plan for the machine as it was measured, if that is
-        faster; later, where every step is clipped, by one for such steps. The numbers stay the
-        same, bit for bit. What was found and changed, in words, or None. Of several ranks all call
-        it."""
+        """Choose a better plan if the measured machine allows one. Call it after each step.
+
+        The caller must have released the losses of earlier steps. After the third step, the
+        session continues with a plan for the measured machine if that is faster, and later,
+        if every step is clipped, with one for such steps. Results stay the same, bit for
+        bit. Returns a description of what was measured and changed, or None. With several
+        ranks, all of them call this.
+        """
         if self._closed:
             raise StoreError("the session is closed, so there is no step to plan for")
         if self._replanner is None:
@@ -386,8 +407,11 @@ class Session:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether `backward` is a step. If set to False, backward leaves gradients in `.grad`, as
-        in PyTorch, where they fit in memory, and updates nothing."""
+        """Whether `backward` makes a step.
+
+        If False, backward leaves gradients in `.grad`, as in PyTorch, if they fit in
+        memory, and updates nothing.
+        """
         return self._updates_in_backward
 
     @updates_in_backward.setter
@@ -403,14 +427,18 @@ class Session:
             self._executor.step_gradients.consumed = False
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's current values, streamed into memory, by its name in the
-        model, in the type that its block computes in."""
+        """Return a copy of a parameter's current values, by its name in the model.
+
+        The values have the type in which the block computes.
+        """
         with torch.no_grad():
             return self.model.get_parameter(name).clone()
 
     def write_weights(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write values of parameters to the store, by their names there, and commit them. Optimizer
-        state stays as it is."""
+        """Write values of parameters to the store, by their names there, and commit them.
+
+        Optimizer state is not changed.
+        """
         if self.process_group.several:
             raise ConfigError(
                 f"{next(iter(values), 'a parameter')} cannot be written: its values are spread "
@@ -425,8 +453,10 @@ class Session:
             self._start(plan)
 
     def rewind(self, target: str | os.PathLike[str]) -> None:
-        """Weights, optimizer state and step are again those of a snapshot of this session's store.
-        Until it has succeeded, those of now are in it."""
+        """Return to a snapshot of this session's store: weights, optimizer state and step.
+
+        Until this has succeeded, the store contains the current state.
+        """
         plan = self.plan
         self.commit()
         self._stop()
@@ -437,8 +467,10 @@ class Session:
         self._committed_step = self.step
 
     def _stop(self) -> None:
-        """The model's modules have their own forward again. If it is interrupted, `close` calls it
-        again."""
+        """Give the model's modules their own forward again.
+
+        If this is interrupted, `close` calls it again.
+        """
         self._stopped = True
         if self._head is not None:
             self._of_head = {name: getattr(self._head, name) for name in self._head.SETTINGS}
@@ -449,9 +481,12 @@ class Session:
             self._executor.close()
 
     def close(self, *, flush: bool = True) -> None:
-        """Lets model and store go. With `flush`, the last step is made durable first, unless a
-        failed roll-back has left weights in memory that belong to no step. If it is interrupted,
-        it can be called again."""
+        """Release model and store.
+
+        With `flush`, the last step is made durable first, unless a failed roll-back has
+        left memory in a state that belongs to no step. If this is interrupted, it can be
+        called again.
+        """
         if self._closed:
             return
         if self.process_group.aborted:  # Note [an error on one rank]
@@ -494,8 +529,11 @@ class Session:
 
 
 def config_of(model: nn.Module | None) -> Any:
-    """What can write a config.json: a model of diffusers itself, or the config of another, which
-    names its class as `save_pretrained` does, not that of the checkpoint it came from."""
+    """Return the object that can write config.json for a model, or None.
+
+    This is a diffusers model itself, or the config of another model, which then names the class
+    of the model as `save_pretrained` does.
+    """
     if hasattr(model, "save_config"):
         return model
     config: Any = getattr(model, "config", None)
@@ -521,12 +559,15 @@ def export_store(
     chat_template: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
-    folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
-    is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
-    average of the weights instead. `read` has the weights, if not the stores. `mark` is the id of
-    the run whose own export this is, `chat_template` what it was trained with, if not the source
-    folder's."""
+    """Stream the committed weights of a store into a Hugging Face folder.
+
+    `store` is one store, or the stores of all ranks. The layout is that of `save_pretrained`.
+    `model` is needed only for the config if there is no source folder, and for an adapter, of
+    which only the PEFT folder is written. `ema` selects the average of the weights. `read`
+    provides the weights, if not the stores. `mark` is the id of the run that exports.
+    `chat_template` is the template used in training, if it differs from that of the source
+    folder.
+    """
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
     source = read or store_reader(*stores, ema=ema)
@@ -579,8 +620,10 @@ def export_merged(
     max_shard_bytes: int = SHARD_BYTES,
     mark: str | None = None,
 ) -> Path:
-    """Streams the base of a PEFT model with what its adapters add into a Hugging Face folder.
-    `read` has all parameters by their names in the PEFT model."""
+    """Stream the base of a PEFT model, with its adapters merged, into a Hugging Face folder.
+
+    `read` provides all parameters by their names in the PEFT model.
+    """
     merged, base = MergedReader(model, read), base_of(model)
     plain = base_names(base)
     buffers = {plain[name]: buffer for name, buffer in persistent_buffers(base).items()}
@@ -674,12 +717,13 @@ class Decision:
 
 
 class Replanner:
-    """Compares one of the first steps of each plan, the third or, where not every step is
-    committed, the fourth, with its forecast, and changes the plan twice at most. Then it watches
-    the norm: a run whose every step is clipped goes on by a plan for such steps, until none of the
-    last is. Of several
-    ranks all call it after the same steps: the first measures, plans and decides, and all follow
-    its plan."""
+    """Compares an early step of each plan with its forecast, and changes the plan if that pays.
+
+    The step is the third or, if not every step commits, the fourth. The plan changes at most
+    twice. After that, the class watches the norm: a run in which every step is clipped
+    continues with a plan for such steps, until no recent step is clipped. With several ranks,
+    all of them call this after the same steps; the first measures, plans and decides.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -700,7 +744,7 @@ class Replanner:
             self._promised = context.forecast(known, session.plan)
 
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
-        """What was found and what was changed, in words, or None."""
+        """Describe what was measured and changed, or return None."""
         self._since += 1
         # The first two steps of a plan are committed in any case; some of the second's writes come
         # in the third, which is no step between two commits then.
@@ -726,10 +770,12 @@ class Replanner:
         return self.after_step(spans, step_s=self._last_s - then_s)
 
     def _look(self, spans: list[Span], *, step_s: float) -> Decision:
-        """What a step has shown of the machine and, if there is a plan for it that is worth it,
-        what that promises. Compute before its last forward, and after a call without gradients has
-        begun, was an evaluation, a run of the step that did not count, or a call whose gradients it
-        adds up."""
+        """Measure the machine by one step, and return a better plan with its forecast, if any.
+
+        Compute before the last forward and after the start of a call without gradients is
+        ignored: it was an evaluation, a run of the step that did not count, or a call whose
+        gradients are accumulated.
+        """
         executor = self._session.executor
         began_s, stop_s = executor.forward_began_s, executor.inference_began_s
         spans = [s for s in spans if s.lane != "compute" or began_s <= s.start_s < stop_s]
@@ -754,8 +800,10 @@ class Replanner:
         return Decision(why, other, _faster(now, then))
 
     def _follow_norms(self) -> str | None:
-        """Where the last steps were all clipped, or none of them, and the plan is for the others:
-        goes on by one for such steps, if that soon saves more than it takes; says so."""
+        """Change to a plan for clipped or unclipped steps if all recent steps are of that kind.
+
+        The change must soon save more than it costs. Returns a description, or None.
+        """
         plan = self._session.plan
         if not plan.updates_in_next_forward or not plan.clip:
             return None
@@ -779,7 +827,7 @@ class Replanner:
         return f"{'all' if every else 'none'} of the last {RECENT} steps clipped; {said}"
 
     def _for_norms(self, *, every_clipped: bool) -> Decision:
-        """A plan for clipped steps, or for others, if it pays."""
+        """Return a plan for clipped steps, or for others, if it pays."""
         plan, machine = self._session.plan, self._machine
         other = None if machine is None else self._better(machine, every_clipped=every_clipped)
         if machine is None or other is None or other == plan:
@@ -789,7 +837,7 @@ class Replanner:
         return Decision(plan=other if pays(now, then, machine) else None, faster=_faster(now, then))
 
     def _decided(self, decide: Callable[[], Decision]) -> Decision:
-        """What the first rank decides."""
+        """Return the decision of the first rank."""
         group = self._session.process_group
         try:
             return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
@@ -830,8 +878,10 @@ def _faster(now: Forecast, then: Forecast) -> str:
 
 
 def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:
-    """Whether a change of plan soon saves more than it takes: what stays in memory is read, and
-    the first step is made on demand."""
+    """Return whether a change of plan soon saves more than it costs.
+
+    The cost is that cached data is read again, and that the first step is scheduled on demand.
+    """
     cached = then.plan.owner_bytes(CACHED_WEIGHTS, CACHED_STATE)
     read_s = cached / (machine.ssd_read or UNKNOWN_DRIVE)
     saved_s = PAYS_WITHIN * (now.step_s - then.step_s)
@@ -841,8 +891,10 @@ def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:
 def surprises(
     predicted: Mapping[str, float], measured: Mapping[str, float], *, step_s: float
 ) -> str:
-    """Lanes that were busy for much longer or shorter than predicted, with both numbers. A lane
-    that has little to do decides nothing."""
+    """Describe the lanes that were busy for much longer or shorter than predicted.
+
+    A lane with little work is ignored.
+    """
     lanes = [
         lane
         for lane, seconds in predicted.items()
@@ -882,10 +934,12 @@ Made = TypeVar("Made")
 
 
 class OomGuard:
-    """Runs the steps of a session. If the device has too little memory for a plan (other programs
-    use it, or its kernels need more than was measured), that shows in the first steps: the run goes
-    on with a plan for less. A smaller micro-batch changes results by rounding, so this is said, and
-    done once."""
+    """Runs the steps of a session, and reduces the plan if device memory runs out.
+
+    Other programs may use the memory, or kernels may need more than was measured. This shows in
+    the first steps, and the run then continues with a plan for less memory. A smaller
+    micro-batch changes the rounding of results, so the change is reported, and made only once.
+    """
 
     def __init__(self, session: Session, say: Callable[[str], None]) -> None:
         self._session, self._say = session, say

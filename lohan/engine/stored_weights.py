@@ -79,8 +79,7 @@ class StoredWeights:
         return differentiable
 
     def write(self, parameter: AttachedParameter, values: torch.Tensor) -> None:
-        """Write the values of a parameter to the store: at once, or with others at the end of
-        `writing`."""
+        """Write the values of a parameter to the store, at once or at the end of `writing`."""
         if self._writes is not None:
             self._writes[parameter.stored_as] = values.detach()
             return
@@ -126,8 +125,10 @@ class StoredWeights:
 
     @contextmanager
     def handing_over(self, *, resume: bool) -> Iterator[None]:
-        """While another session is made for the model, which takes its weights from here, or with
-        `resume` from its own store."""
+        """Keep the weights readable while another session is created for the model.
+
+        The new session takes its weights from here or, with `resume`, from its own store.
+        """
         session = self.session
         if session is None and resume:
             yield
@@ -147,7 +148,7 @@ class StoredWeights:
                 yield
 
     def current_reader(self) -> ReadFlat:
-        """What reads the weights while the model changes hands."""
+        """Return a reader of the weights while the model moves to another session."""
         session = self.session
         opened = session.store if session is not None else self._opened
         assert opened is not None
@@ -159,8 +160,10 @@ class StoredWeights:
             yield store_reader(store)
 
     def export(self, out: str | os.PathLike[str], *, merged: bool = False, **how: Any) -> Path:
-        """As `save_pretrained` would write it, in the type that the model was given in: an adapter
-        alone, or with `merged` the model with the adapter added to its weights."""
+        """Write the model as `save_pretrained` would, in the type in which it was given.
+
+        Of a PEFT model, this is the adapter alone or, with `merged`, the merged model.
+        """
         session = self.session
         model = base_of(self.model) if merged else self.model
         how = {"dtype": DTYPE_NAMES[self.dtype], "source_folder": None, **how}
@@ -213,7 +216,7 @@ def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
 def taking_over(
     attach: Callable[Concatenate[nn.Module, P], Session],
 ) -> Callable[Concatenate[nn.Module, P], Session]:
-    """A model comes with what it has learnt in an earlier session, which ends."""
+    """Wrap `attach` so that a model brings its weights from an earlier session, which ends."""
 
     @wraps(attach)
     def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
@@ -240,7 +243,7 @@ def given_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _given_dtype(model: nn.Module) -> torch.dtype:
-    """The type of what will be saved: of an adapter, or of most of the model."""
+    """Return the type of the weights to be saved: of the adapter, or of most of the model."""
     adapted, sizes = is_adapted(model), Counter[torch.dtype]()
     for parameter in model.parameters():
         if parameter.requires_grad or not adapted:
@@ -320,8 +323,10 @@ class _SaveMerged(_SavePretrained):
 
 
 def save_into(target: Path, stored: StoredWeights, *, merged: bool = False, **how: Any) -> None:
-    """The files of an export join what else is in the folder, and take the place of those that were
-    saved there before. Of several ranks all call it, and the first writes."""
+    """Add the files of an export to a folder, and replace those that were saved there before.
+
+    With several ranks, all of them call this, and the first writes.
+    """
     session = stored.session
     group = None if session is None else session.process_group
     adapter = is_adapted(stored.model) and not merged
@@ -337,8 +342,10 @@ def save_into(target: Path, stored: StoredWeights, *, merged: bool = False, **ho
 
 class _MergeAndUnload(_Method):
     def __call__(self, *given: Any, **named: Any) -> nn.Module:
-        """The base model: its calls add the adapter as before, its `save_pretrained` streams the
-        merged weights."""
+        """Return the base model, whose `save_pretrained` streams the merged weights.
+
+        Its calls still add the adapter.
+        """
         base: Any = base_of(self._stored.model)
         with self._stored.reading() as read:
             MergedReader(self._stored.model, read)  # refuses what cannot be merged, now
@@ -368,8 +375,11 @@ class _LoadStateDict(_Method):
     def __call__(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Write values to the store, with the checks of PyTorch. Optimizer state stays as it is, as
-        that of a torch optimizer would; `assign` makes no difference."""
+        """Write values to the store, with the checks of PyTorch.
+
+        Optimizer state is not changed, as with a torch optimizer. `assign` makes no
+        difference.
+        """
         stored = self._stored
         with stored.writing():
             return type(stored.model).load_state_dict(stored.model, state_dict, strict=strict)
@@ -388,7 +398,7 @@ class _ResizeTokenEmbeddings(_Method):
 
 class _Copy(_Method):
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        """A model in memory of its own, with the weights of now."""
+        """Return a copy of the model in memory, with the current weights."""
         stored = self._stored
         held = [p for p in stored.model.parameters() if hasattr(p, "stored_weights")]
         memo |= values_of(stored, held)

@@ -97,8 +97,10 @@ class WatchedParameters:
         )
 
     def hooked(self) -> dict[TensorKey, OffloadedParameter]:
-        """Return the parameters whose gradient hooks LoHan runs; autograd runs those of the others,
-        which are in memory."""
+        """Return the parameters whose gradient hooks LoHan runs.
+
+        Autograd runs those of the others, which are in memory.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return {
                 key: parameter
@@ -122,8 +124,10 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 
 
 def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> torch.Tensor | None:
-    """Run a parameter's hooks over its complete gradient of one backward, in the order of PyTorch,
-    and return the gradient that is left."""
+    """Run a parameter's hooks on its complete gradient of one backward.
+
+    The order is that of PyTorch. Returns the gradient that is left.
+    """
     shape = grad.shape
     with torch._C.DisableTorchFunctionSubclass():
         before = list((parameter._backward_hooks or {}).values())
@@ -179,8 +183,10 @@ def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tenso
 
 
 class WeightRead(torch.autograd.Function):
-    """Values that were read outside the call of their block: the gradient that they get in
-    backward is added to that of the block."""
+    """An autograd function for values that were read outside the call of their block.
+
+    The gradient that they get in backward is added to that of the block.
+    """
 
     @staticmethod
     def forward(

@@ -134,10 +134,12 @@ class WrappedSite:
     def installed(
         self, tensors: dict[str, list[torch.Tensor]], *, with_graph: bool = False
     ) -> Iterator[None]:
-        """Puts tensors in the place of the site's parameters for the duration of a call, as
-        parameters: a parametrization inside the call, as PEFT's of experts, gives back what it
-        finds. `with_graph`: they say which of them take a gradient, on which depends what autograd
-        saves."""
+        """Replace the site's parameters by tensors for the duration of a call.
+
+        They are installed as parameters, because a parametrization inside the call, such as
+        that of PEFT for experts, restores what it finds. With `with_graph`, each tensor
+        states whether it takes a gradient, which determines what autograd saves.
+        """
         others = [
             (parameters, attribute, _as_parameter(tensors[group][index]))
             for parameters, attribute, group, index in self._parameters
@@ -263,8 +265,10 @@ class _Views(NamedTuple):
 
 
 class BlockRunner:
-    """Fetches the weights of a site, runs its forward or backward, releases them. `guarded`: rolls
-    the step back if a call fails."""
+    """Fetches the weights of a site, runs its forward or backward, and releases them.
+
+    `guarded` rolls the step back if a call fails.
+    """
 
     def __init__(
         self,
@@ -312,8 +316,11 @@ class BlockRunner:
         return found
 
     def _views_of(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Slots stay where they are, so most views have been made before, and as parameters. Those
-        that a block has given other data (`module.to(dtype)`, `weight.data = ...`) are no views."""
+        """Return views of a slot as parameters.
+
+        Slots do not move, so most views exist already. A view to which a block has assigned
+        other data (`module.to(dtype)`, `weight.data = ...`) is created again.
+        """
         key = number, flat.data_ptr()
         known = self._made_views.get(key)
         if known is None or known.flat is not flat or not known.unchanged:
@@ -324,7 +331,7 @@ class BlockRunner:
     def forward(
         self, wrapped: WrappedSite, call: SavedCall, *, backward_follows: bool = True
     ) -> tuple[list[Any], Any]:
-        """Runs a site; returns its output as leaves and layout, without a graph."""
+        """Run a site, and return its output as leaves and layout, without a graph."""
         weights = self.weights(wrapped, training=True, backward_follows=backward_follows)
         installed = partial(wrapped.installed, with_graph=backward_follows)
         with weights as tensors, installed(tensors), self._device.computing():
@@ -339,7 +346,7 @@ class BlockRunner:
         return output.leaves, output.spec
 
     def evaluate(self, wrapped: WrappedSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a site without gradients: nothing is kept. What fills a cache is not cut."""
+        """Run a site without gradients and keep nothing; calls that fill a cache are not sliced."""
         call = SavedCall(wrapped.name, args, kwargs)
         wrapped.check_values(call)
         weights = self.weights(wrapped, training=False)
