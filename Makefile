@@ -34,7 +34,7 @@ NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py r
 test-fast: setup
 	$(PY) -m pytest -q -n 2 $(addprefix --ignore=,$(NOT_FAST)) $(FAST)
 
-# Everything else, in slices of at most half an hour; the table in docs/slow-tests.md says how each
+# Everything else, in slices of at most half an hour; a table in docs/reliability.md says how each
 # ended last. One slice: make test-slow SLICE=crash
 test-slow: setup
 	$(PY) -m tests.slow_tier $(SLICE)
