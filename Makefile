@@ -68,7 +68,7 @@ docs: setup
 
 # The documentation as a site in build/site; to read it while writing: .venv/bin/mkdocs serve
 docs-site: setup
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 bench: setup
 	$(PY) benchmarks/step.py --tokens 256 --rounds 1 --steps 3

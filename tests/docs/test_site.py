@@ -17,7 +17,7 @@ LINKED = re.compile(r'<a\b[^>]*\bhref="([^"]+)"')
 
 def test_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(site)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     pages = sorted(site.rglob("*.html"))
