@@ -109,7 +109,6 @@ class ActionRunner:
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._updated_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
@@ -249,9 +248,6 @@ class ActionRunner:
             self.activation_spill.written(number)
         elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
             self._release_gradients(number)
-        elif action.kind == Op.WRITE and self._is_last(action) and number in self._updated_once:
-            self._updated_once.discard(number)
-            self._drop_gradients_of(number)  # of the step before: none of these is kept
 
     # -- the links, and the net lane --------------------------------------------------------------
 
@@ -304,9 +300,6 @@ class ActionRunner:
             if self._keeping:
                 self._used.append(number)
                 return
-        self._drop_gradients_of(number)
-
-    def _drop_gradients_of(self, number: int) -> None:
         self.pending.on_host.pop(number, None)
         if self.device_parts is not None:
             self.device_parts.gradient_offload.release(number)
@@ -345,10 +338,7 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            if number in scalars.updated_twice:
-                self._updated_once.add(number)
-            else:
-                self._release_gradients(number)
+            self._release_gradients(number)
 
     def keep_gradients(self) -> None:
         """Gradients stay until `accept_updates`, or until they are used once more."""
@@ -373,7 +363,6 @@ class ActionRunner:
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
-        self._updated_once.clear()
         self.pending.clear()
         if self.device_parts is not None:
             self.device_parts.gradient_offload.clear()

@@ -72,8 +72,6 @@ class Plan:
     device_grads: int = 2  # Groups whose gradients are on the device at a time.
     # The gradients of the first group in backward leave the device before others are computed.
     head_alone: bool = False
-    # Groups whose delayed updates are computed twice: first for the weights, then to be written.
-    updated_twice: tuple[str, ...] = ()
     # True if the training loop can rerun a clipped step.
     can_rerun: bool = False
     # Speculation is off if more than this fraction of the last steps was clipped.
@@ -109,12 +107,10 @@ class Plan:
         """True if all updates run in the next forward, except those made by speculation."""
         return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
 
-    def always_waits(self, *, every_clipped: bool = False) -> bool:
-        """Return whether all updates of every step run in the next forward.
-
-        This is so if not every step is committed, or if every step is clipped.
-        """
-        return self.updates_in_next_forward and (self.commits_by_interval or every_clipped)
+    @property
+    def always_waits(self) -> bool:
+        """True if all updates of every step run in the next forward."""
+        return self.updates_in_next_forward and self.commits_by_interval
 
     @property
     def commits_by_interval(self) -> bool:
@@ -287,8 +283,6 @@ class PlanOptions:
     # created with the space that the plan needs.
     gradients_on_ssd: bool | None = None
     can_rerun: bool = False  # True if the training loop can rerun a clipped step.
-    # True if every step is expected to be clipped, based on what the run has observed.
-    every_clipped: bool = False
     # True if all held gradients go to SSD, even if there is room for them in memory.
     spill_all: bool = False
     # True to cache whole groups first, instead of all weights and then state.

@@ -154,7 +154,6 @@ class Tuning:
     grads: int = 1
     cached: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
-    twice: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
     own_thread: bool = False  # for updates, instead of the caller's
     device_slots: int = 0  # more than the widest site needs, on a device with its own memory
@@ -170,8 +169,6 @@ class Tuning:
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
-        passing = set(keys) - {*weights, *(key for key, _ in state)}
-        twice = some([key for key in keys if key in passing], self.twice)
         balanced = plan.update_mode == "balanced" and plan.overlap and not plan.needs_all_gradients
         return replace(
             plan,
@@ -182,7 +179,6 @@ class Tuning:
             grad_groups=self.grads,
             host_cached_weights=weights,
             host_cached_state=state,
-            updated_twice=twice if plan.needs_all_gradients and plan.overlap else (),
             spilled_gradients=some(keys, self.spilled) if plan.needs_all_gradients else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
