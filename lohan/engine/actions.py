@@ -39,6 +39,7 @@ from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_o
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
 from lohan.schedule.ops import Op
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store, Ticket
@@ -77,7 +78,7 @@ class ActionRunner:
         self._groups = groups = own.groups
         self._spec, self._store = spec, store
         self._collectives, self._device = collectives, context.device
-        self._needs_norm = plan.needs_all_gradients
+        self._needs_norm = gate_of(plan) is Gate.NORM
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -110,7 +111,6 @@ class ActionRunner:
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._updated_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
@@ -228,12 +228,6 @@ class ActionRunner:
         yield self._ring.write(group, chunk, action.at[0], crc=state)
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
 
-    def _written(self, action: Action) -> None:
-        number = action.index
-        if self._is_last(action) and number in self._updated_once:
-            self._updated_once.discard(number)
-            self._drop_gradients_of(number)  # of the step before: none of these is kept
-
     def _spill_gradients(self, action: Action) -> Iterable[Ticket]:
         assert self._gradient_spill is not None
         grads = self.pending.on_host.get(action.index, {})  # none: no use of it got a gradient
@@ -333,9 +327,6 @@ class ActionRunner:
             if self._keeping:
                 self._used.append(number)
                 return
-        self._drop_gradients_of(number)
-
-    def _drop_gradients_of(self, number: int) -> None:
         self.pending.on_host.pop(number, None)
         if self.device_parts is not None:
             self.device_parts.gradient_offload.release(number)
@@ -367,10 +358,7 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            if number in scalars.updated_twice:
-                self._updated_once.add(number)
-            else:
-                self._release_gradients(number)
+            self._release_gradients(number)
 
     # The branch of each operation. Those of the ssd lane return the tickets of their requests.
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
@@ -393,7 +381,6 @@ class ActionRunner:
     }
     # What follows when the requests of an ssd action have completed.
     _FINISH: ClassVar[dict[str, Callable[[ActionRunner, Action], None]]] = {
-        Op.WRITE: _written,
         Op.SPILL_GRADIENTS: _gradients_spilled,
         Op.SPILL_ACTIVATIONS: _activations_spilled,
         Op.END_STEP: _end_step,
@@ -424,7 +411,6 @@ class ActionRunner:
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
-        self._updated_once.clear()
         self.pending.clear()
         if self.device_parts is not None:
             self.device_parts.gradient_offload.clear()

@@ -27,6 +27,7 @@ from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import sum_of_squares
 from lohan.engine.scheduler import ActionScheduler
 from lohan.model.plan import Plan
+from lohan.schedule.placement import Gate, UpdateOptions
 from lohan.store.store import Store
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Clipping:
     ) -> None:
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
-        self._possible = plan.may_speculate
+        self._updates = UpdateOptions.of(plan)
         self.all_held_in_memory = not plan.spilled_gradients  # in memory, until the norm is known
         self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
@@ -94,7 +95,7 @@ class Clipping:
 
         `repeatable` states that the step can be run again with the same results.
         """
-        able = self._possible and (self.all_held_in_memory or repeatable)
+        able = self._updates.can_speculate and (self.all_held_in_memory or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         return pays or self._known is not None
@@ -111,9 +112,9 @@ class Clipping:
         accepted if the factor is 1. Otherwise they are rolled back and, if their gradients
         were not kept, the step must run again.
         """
-        if not self._plan.needs_all_gradients:
+        if self._updates.gate is Gate.NONE:
             return 1.0
-        speculated, known = self._scheduler.skips_norm_wait, self._known
+        speculated, known = self._scheduler.placed.speculates, self._known
         norm = self._norm(divisor, unsummed)
         if known is not None:
             self._known = None
@@ -127,7 +128,7 @@ class Clipping:
         self._clipped.append(clipped)
         if self._plan.clip:
             self.counts["clipped"] = int(clipped and factor is not None)
-        if self._possible:
+        if self._updates.can_speculate:
             rolled_back = int(speculated and clipped)
             self.counts |= {"speculated": int(speculated), "rolled_back": rolled_back}
         if speculated and not clipped:

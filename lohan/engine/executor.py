@@ -54,7 +54,8 @@ from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, Tensor
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
 from lohan.param_groups import META_KEY, HyperParameters
-from lohan.schedule.steps import deferred_groups, spec_of
+from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.steps import spec_of
 from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
 from lohan.util.units import counted
@@ -198,7 +199,7 @@ class CommitClock:
         if commits:
             self.committed()
         interval = self._plan.commit
-        if not self._plan.commits_by_interval or self._steps < SETTLING:
+        if interval.every_step or self._steps < SETTLING:
             return True
         if interval.steps and self._since + 1 >= interval.steps:
             return True
@@ -272,12 +273,8 @@ class Executor:
             blocks.groups,
             self.spec,
             lanes=self.lanes,
-            overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
-            update_mode=plan.update_mode,
-            deferred=deferred_groups(blocks, plan),
-            speculates=plan.may_speculate,
-            by_interval=plan.commits_by_interval,
+            updates=UpdateOptions.of(plan, blocks),
         )
         self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = GradientCollector(
@@ -458,7 +455,7 @@ class Executor:
                 whole=whole,
                 speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
             )
-            if self.scheduler.skips_norm_wait and self.clipping.all_held_in_memory:
+            if self.scheduler.placed.speculates and self.clipping.all_held_in_memory:
                 self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
@@ -594,7 +591,8 @@ class Executor:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
-            unsummed = self.scheduler.wait_for_squares() if self.plan.needs_all_gradients else ()
+            gated = self.scheduler.placed.gate is Gate.NORM
+            unsummed = self.scheduler.wait_for_squares() if gated else ()
             factor = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
             if self.clipping.must_rerun:
                 self._reset_step()

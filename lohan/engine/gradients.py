@@ -48,6 +48,7 @@ from lohan.errors import BudgetError, ModelError, StorageIOError
 from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
@@ -406,7 +407,7 @@ class GradientCollector:
         gradient_offload: GradientOffload | None,
         collectives: StepCollectives,
     ) -> None:
-        self._needs_norm = plan.needs_all_gradients
+        self._needs_norm = gate_of(plan) is Gate.NORM
         self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending

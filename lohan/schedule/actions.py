@@ -112,7 +112,6 @@ class ScheduleSpec:
     grads: int  # number of groups whose gradients may wait in host memory for their update
     host_cached_weights: tuple[int, ...] = ()  # group of each cache slot
     host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each cache buffer
-    write_through: bool = True  # whether cached weights and state are written in every step
     # Groups whose held gradients are spilled to SSD.
     spilled_gradients: frozenset[int] = frozenset()
     # Sites whose kept activations are spilled to SSD.
@@ -124,6 +123,3 @@ class ScheduleSpec:
     head_alone: bool = False
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded to the host
     net: bool = False  # whether ranks gather weights and reduce gradients on the device
-    # Groups that are updated twice if all updates wait for forward: in forward to obtain the new
-    # weights, and in the backward after it, from the same state, to write the result.
-    updated_twice: frozenset[int] = frozenset()
