@@ -40,9 +40,9 @@ from lohan.device.base import CpuDevice, Device
 from lohan.device.choose import Backend
 from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.actions import MOST_ENDED
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
+from lohan.engine.step import MAX_PENDING_META
 from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
@@ -241,6 +241,40 @@ class Session:
         """Whether a step failed and could not be rolled back."""
         return self._executor is None or bool(self._executor.lost)
 
+    def train_step(
+        self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward of a batch as one step, and return its loss, detached.
+
+        `loss` computes the loss of a batch. By default the model is called with the batch (a
+        dict, a tuple or a tensor), and its output is the loss or has one. If the step is clipped
+        and has to be run again, this is done here, from the same random state.
+        """
+        compute = self._loss if loss is None else loss
+        device = self.executor.device
+        drawn = device.random_state()
+        found = compute(batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        while self.must_run_again:
+            del found  # Its graph holds the activations of the first run.
+            device.set_random_state(drawn)
+            found = compute(batch)
+            found.backward()  # type: ignore[no-untyped-call]
+        return found.detach()
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            out = self.model(**batch)
+        else:
+            out = self.model(*batch) if isinstance(batch, tuple) else self.model(batch)
+        loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"train_step: the output of {type(self.model).__name__} is not a loss and has "
+                "none; call it with labels, or give train_step(batch, loss=...)"
+            )
+        return loss
+
     @property
     def lr(self) -> float:
         """The learning rate of the next step, of parameters that are in no group of their own."""
@@ -318,7 +352,7 @@ class Session:
         before, self._finished = self._finished, []
         if self._executor is None:
             return before
-        finished = self._executor.runner.ended_metas
+        finished = self._executor.steps.ended_metas
         return before + [finished.popleft() for _ in range(len(finished))]
 
     def flush(self) -> None:
@@ -364,7 +398,7 @@ class Session:
         self._before = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
-        self._finished = self.take_finished()[-MOST_ENDED:]
+        self._finished = self.take_finished()[-MAX_PENDING_META:]
         self._planless = True
         self._stop()
         self._executor = self._head = None
