@@ -18,7 +18,7 @@ from lohan.config import UPDATE_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.attach import workload_of
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
 from lohan.planner.planner import PlanOptions, closed_form_plan

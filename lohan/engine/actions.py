@@ -23,13 +23,13 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import (
+from lohan.engine.gradient_transport import (
     GradientOffload,
     GradientSpill,
     GroupGrads,
     PendingGradients,
-    sum_of_squares,
 )
+from lohan.engine.gradients import sum_of_squares
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.engine.step import Steps
 from lohan.errors import BudgetError, LohanError
@@ -46,7 +46,7 @@ from lohan.store.store import Store, Ticket
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.session import PlanContext
+    from lohan.engine.context import PlanContext
 
 
 @dataclass(frozen=True)
