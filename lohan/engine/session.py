@@ -46,7 +46,7 @@ from lohan.engine.head import SlicedHead
 from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import CACHED_STATE, BatchWorkload, Plan
+from lohan.model.plan import CACHED_STATE, BatchWorkload, Plan, PlanOptions
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.forecast import (
@@ -56,13 +56,7 @@ from lohan.planner.forecast import (
     step_work,
 )
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import (
-    WORTH,
-    PlanOptions,
-    closed_form_plan,
-    lower_hint,
-    plan_for_budget,
-)
+from lohan.planner.planner import WORTH, PlanProblem, closed_form_plan, lower_hint, make_plan
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
@@ -84,12 +78,24 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
     check: bool = False  # compare first calls with plain ones
+    plan_is_given: bool = False  # by the caller, so that `replan` keeps it
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's when a session ends
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         """Forecast a step of a plan on a machine. The batch must be known."""
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
+
+    def problem(self, options: PlanOptions, *, profile: Profile | None) -> PlanProblem:
+        """Return the problem of another plan of this rank."""
+        return PlanProblem(
+            self.shards,
+            options,
+            host_bytes=self.host_bytes,
+            workload=self.workload,
+            profile=profile,
+            device_bytes=self.device_bytes,
+        )
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
         """Return the machine as measured by a step of this plan on this rank."""
@@ -725,7 +731,8 @@ class Replanner:
         self._plans = 1
         context = session.context
         chosen = context.options.activations != "holistic"  # by the user
-        self._done = chosen or context.workload is None or not session.plan.overlap
+        able = context.workload is not None and session.plan.overlap
+        self._done = chosen or context.plan_is_given or not able
         self._last_s = time.perf_counter()  # of `after_own_step`
         # The forecast of the plan, or None. Only the first rank has it, if it knows the machine.
         self._promised: Forecast | None = None
@@ -809,14 +816,7 @@ class Replanner:
         context, plan = self._session.context, self._session.plan
         options = replace(context.options.fixed_by(plan), world=plan.world)
         try:
-            return plan_for_budget(
-                context.shards,
-                options,
-                host_bytes=context.host_bytes,
-                workload=context.workload,
-                profile=measured,
-                device_bytes=context.device_bytes,
-            )
+            return make_plan(context.problem(options, profile=measured)).plan
         except BudgetError:
             return None
 
@@ -921,16 +921,8 @@ def _shrunk(session: Session) -> str:
         room = int(used * LEFT)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
     options = replace(context.options, chunk_params=session.plan.chunk_params)
-    session.follow(
-        lambda: closed_form_plan(
-            context.blocks,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=profile,
-            device_bytes=room,
-        )
-    )
+    problem = context.problem(options, profile=profile)
+    session.follow(lambda: closed_form_plan(replace(problem, device_bytes=room)))
     session.context = replace(context, device_bytes=room, profile=profile)
     tiles = f" in tiles of {session.plan.tiles} tokens" if session.plan.tiles else ""
     return f"{session.plan.micro_batch or 'all'}{tiles}"
