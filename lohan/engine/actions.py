@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,14 +23,15 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import (
+from lohan.engine.gradient_transport import (
     GradientOffload,
     GradientSpill,
     GroupGrads,
     PendingGradients,
-    sum_of_squares,
 )
+from lohan.engine.gradients import sum_of_squares
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
+from lohan.engine.step import Steps
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
@@ -39,13 +39,14 @@ from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_o
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
 from lohan.schedule.ops import Op
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store, Ticket
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.session import PlanContext
+    from lohan.engine.context import PlanContext
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,6 @@ class DeviceParts:
     slots: DeviceSlots
     gradient_offload: GradientOffload
     activation_offload: DeviceActivationOffload
-
-
-MOST_ENDED = 16  # steps whose meta is kept until it is taken: a loop need not take any
 
 
 class ActionRunner:
@@ -72,12 +70,14 @@ class ActionRunner:
         store: Store,
         pool: HostPool,
         collectives: StepCollectives,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store = spec, store
         self._collectives, self._device = collectives, context.device
-        self._needs_norm = plan.needs_all_gradients
+        self._needs_norm = gate_of(plan) is Gate.NORM
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -104,16 +104,9 @@ class ActionRunner:
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
         self.pending = PendingGradients()
-        # The meta of each step whose end is to come, and whether that is a commit.
-        self.steps_to_end: deque[tuple[dict[str, Any], bool]] = deque()
-        self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
-        self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
-        self.unfinished = False  # some updates of a step that has not ended have run
-        self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._used: list[int] = []
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
-        # Of `_keeping` and `_used`, which the caller and lanes change.
+        # Of `keeps_gradients` and `used` of the step, which the caller and lanes change.
         self._lock = threading.Lock()
         self.device_parts: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
@@ -163,10 +156,10 @@ class ActionRunner:
 
     def commit_uncommitted(self) -> None:
         """Commit the last step if it has ended without a commit. The lanes must be idle."""
-        if self.uncommitted is not None:
+        if self.steps.uncommitted is not None:
             self.write_back_host_cached()
-            self._store.commit(self.uncommitted)
-            self.uncommitted = None
+            self._store.commit(self.steps.uncommitted)
+            self.steps.uncommitted = None
 
     def write_back_host_cached(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
@@ -253,14 +246,12 @@ class ActionRunner:
         return self.activation_spill.read(action.index, action.at[0])
 
     def _end_step(self, action: Action) -> None:
-        meta, commits = self.steps_to_end.popleft()
-        if commits:
-            self._store.commit(meta)
+        step = self.steps.ending.popleft()
+        if step.commits:
+            self._store.commit(step.meta)
         else:
             self._store.check_present()
-        self.uncommitted = None if commits else meta
-        self.ended_metas.append(meta)
-        self.unfinished = False
+        self.steps.ended(step)
 
     # -- the other lanes --------------------------------------------------------------------------
 
@@ -323,8 +314,9 @@ class ActionRunner:
     def _release_gradients(self, number: int) -> None:
         """Frees the gradients of a group after their update, or after they were spilled."""
         with self._lock:
-            if self._keeping:
-                self._used.append(number)
+            step = self.steps.current
+            if step.keeps_gradients:
+                step.used.append(number)
                 return
         self.pending.on_host.pop(number, None)
         if self.device_parts is not None:
@@ -333,7 +325,7 @@ class ActionRunner:
     def _update(self, action: Action, scalars: StepScalars) -> None:
         number, group = action.index, self._groups[action.index]
         grads = self.pending.on_host.get(number, {})
-        self.unfinished = True
+        self.steps.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
 
@@ -387,10 +379,6 @@ class ActionRunner:
 
     # -- gradients that stay until the step is accepted -------------------------------------------
 
-    def keep_gradients(self) -> None:
-        """Gradients stay until `accept_updates`, or until they are used once more."""
-        self._keeping, self._used = True, []
-
     def accept_updates(self) -> None:
         """Accept the updates of this step.
 
@@ -398,18 +386,19 @@ class ActionRunner:
         used.
         """
         with self._lock:
-            self._keeping, used = False, self._used
-        for number in used:
+            step = self.steps.current
+            step.keeps_gradients = False
+        for number in step.used:
             self._release_gradients(number)
 
     def undo_updates(self) -> None:
         """They do not; the lanes are idle. Kept gradients are there to be used once more."""
-        self._keeping, self.unfinished = False, False
+        self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
-        self._keeping = False
+        self.steps.current.keeps_gradients = False
         self.pending.clear()
         if self.device_parts is not None:
             self.device_parts.gradient_offload.clear()
@@ -417,8 +406,6 @@ class ActionRunner:
     def forget(self) -> None:
         """After an error: discards all that was handed over."""
         self.drop_gradients()
-        self.steps_to_end.clear()
-        self.uncommitted, self.unfinished = None, False
         if self.activation_spill is not None:
             self.activation_spill.forget()
         if self.device_parts is not None:

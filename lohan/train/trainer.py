@@ -20,7 +20,9 @@ from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
-from lohan.engine.session import OomGuard, Replanner, Session
+from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import Replanner
+from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import PlanOptions
 from lohan.planner.forecast import Forecast
@@ -480,7 +482,7 @@ def show_rate(config: Config, display: Display) -> None:
 def show_commits(session: Session, display: Display) -> None:
     """Report how many steps a crash can lose, if commits are by interval."""
     plan = session.plan
-    if plan.commits_by_interval:
+    if not plan.commit.every_step:
         display.note(
             f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
             "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"
