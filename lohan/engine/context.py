@@ -11,16 +11,14 @@ from lohan.device.choose import Backend
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan
+from lohan.model.plan import BatchWorkload, Plan, PlanOptions
 from lohan.planner.forecast import (
     Forecast,
     Simulator,
     profile_of_step,
     step_work,
 )
-from lohan.planner.planner import (
-    PlanOptions,
-)
+from lohan.planner.planner import PlanProblem
 from lohan.util.trace import Span
 
 
@@ -38,12 +36,24 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
     check: bool = False  # compare first calls with plain ones
+    plan_is_given: bool = False  # by the caller, so that `replan` keeps it
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's when a session ends
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         """Forecast a step of a plan on a machine. The batch must be known."""
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
+
+    def problem(self, options: PlanOptions, *, profile: Profile | None) -> PlanProblem:
+        """Return the problem of another plan of this rank."""
+        return PlanProblem(
+            self.shards,
+            options,
+            host_bytes=self.host_bytes,
+            workload=self.workload,
+            profile=profile,
+            device_bytes=self.device_bytes,
+        )
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
         """Return the machine as measured by a step of this plan on this rank."""

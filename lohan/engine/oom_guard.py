@@ -79,16 +79,8 @@ def _shrunk(session: Session) -> str:
         room = int(used * LEFT)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
     options = replace(context.options, chunk_params=session.plan.chunk_params)
-    session.follow(
-        lambda: closed_form_plan(
-            context.blocks,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=profile,
-            device_bytes=room,
-        )
-    )
+    problem = replace(context.problem(options, profile=profile), device_bytes=room)
+    session.follow(lambda: closed_form_plan(problem))
     session.context = replace(context, device_bytes=room, profile=profile)
     tiles = f" in tiles of {session.plan.tiles} tokens" if session.plan.tiles else ""
     return f"{session.plan.micro_batch or 'all'}{tiles}"

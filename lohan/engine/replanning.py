@@ -19,10 +19,7 @@ from lohan.planner.forecast import (
     Forecast,
 )
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import (
-    WORTH,
-    plan_for_budget,
-)
+from lohan.planner.planner import WORTH, make_plan
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
 
@@ -73,7 +70,8 @@ class Replanner:
         self._plans = 1
         context = session.context
         chosen = context.options.activations != "holistic"  # by the user
-        self._done = chosen or context.workload is None or not session.plan.overlap
+        able = context.workload is not None and session.plan.overlap
+        self._done = chosen or context.plan_is_given or not able
         self._last_s = time.perf_counter()  # of `after_own_step`
         # The forecast of the plan, or None. Only the first rank has it, if it knows the machine.
         self._promised: Forecast | None = None
@@ -157,14 +155,7 @@ class Replanner:
         context, plan = self._session.context, self._session.plan
         options = replace(context.options.fixed_by(plan), world=plan.world)
         try:
-            return plan_for_budget(
-                context.shards,
-                options,
-                host_bytes=context.host_bytes,
-                workload=context.workload,
-                profile=measured,
-                device_bytes=context.device_bytes,
-            )
+            return make_plan(context.problem(options, profile=measured)).plan
         except BudgetError:
             return None
 

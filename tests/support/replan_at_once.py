@@ -14,6 +14,7 @@ from lohan.engine.session import Session
 from lohan.errors import StoreError
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
+from lohan.planner.planner import Planned, PlanProblem
 
 # A machine that a step could have measured.
 MEASURED = Profile(
@@ -29,12 +30,13 @@ MEASURED = Profile(
 
 
 def always() -> None:
-    made = replan.plan_for_budget
+    made = replan.make_plan
 
-    def other(blocks: Any, options: Any, **given: Any) -> Plan:
-        return made(blocks, replace(options, activations="all"), **given)
+    def other(problem: PlanProblem) -> Planned:
+        options = replace(problem.options, activations="all")
+        return made(replace(problem, options=options))
 
-    replan.plan_for_budget = other  # type: ignore[assignment]
+    replan.make_plan = other
     replan.WORTH = 0.0
 
 
