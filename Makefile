@@ -26,9 +26,9 @@ test: setup
 
 # The layers that compute without running a model, without the files that take longest, and one
 # training by the command line. Both lists together must end within 60 seconds on 2 cores.
-FAST := tests/util tests/model tests/schedule tests/planner tests/test_units.py tests/test_config.py \
+FAST := tests/util tests/model tests/schedule tests/planner tests/top_level/test_config.py \
 	$(addprefix tests/store/test_,store.py recovery.py extents.py fixed.py) \
-	tests/test_train.py::test_plain_text_file
+	tests/end_to_end/test_train.py::test_plain_text_file
 NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py ranks.py wear.py)
 
 test-fast: setup

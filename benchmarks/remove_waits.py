@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RACES = "tests/engine/test_races.py"
-BACKEND = "tests/test_backend.py"
+BACKEND = "tests/device/test_external_backend.py"
 CUDA_TESTS = "tests/softcuda/check_training.py"
 CUDA_FIRST = "set_aside or four_slices"  # short, and made for waits
 ON_CUDA = "language_models or every_buffer or padded"

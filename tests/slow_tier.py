@@ -23,15 +23,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 LIMIT_S = 1800
-_FILES, _CALLS = "tests/test_no_file_lost.py", "tests/reliability/test_io_faults.py"
-_MODELS, _HALF = "tests/test_every_model.py", "causal or masked or sequence"
+_FILES, _CALLS = "tests/end_to_end/test_no_file_lost.py", "tests/reliability/test_io_faults.py"
+_MODELS, _HALF = "tests/end_to_end/test_every_model.py", "causal or masked or sequence"
 SLICES = {
-    "crash": ["tests/test_crash.py"],
-    "activations": ["tests/test_activations.py"],
+    "crash": ["tests/end_to_end/test_crash.py"],
+    "activations": ["tests/engine/test_kept_activations.py"],
     "planner": ["tests/planner/test_machine_plan.py", "tests/cli/test_plan.py"],
-    "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
-    "benchmarks": ["tests/test_benchmarks.py"],
-    "differential": ["tests/test_differential.py"],
+    "overlap": [
+        "tests/engine/test_overlap.py",
+        "tests/device/test_emulated.py",
+        "tests/device/test_external_backend.py",
+    ],
+    "benchmarks": ["tests/benchmarks/test_benchmarks.py"],
+    "differential": ["tests/benchmarks/test_differential.py"],
     "models": [_MODELS, "-k", _HALF],
     "more-models": [_MODELS, "-k", f"not ({_HALF})"],
     "layouts": [_FILES, "-k", "first"],
@@ -42,7 +46,10 @@ SLICES = {
     "failed-syncs": [_CALLS, "-k", "(write or fsync or fdatasync) and not pwrite"],
     "failed-names": [_CALLS, "-k", "fallocate or rename or io_uring"],
     "trainers": [
-        *(f"tests/test_hf{name}.py" for name in ("", "_preference", "_scripts", "_sft", "_stores")),
+        *(
+            f"tests/hf/test_{name}.py"
+            for name in ("scripts", "stores", "trainer", "trl_preference", "trl_sft")
+        ),
         *(f"tests/train/test_{name}.py" for name in ("preference", "reward", "supervised")),
         "tests/train/test_vision_language.py",
     ],

@@ -14,7 +14,7 @@ import pytest
 from lohan.planner.presets import gpu_of
 from lohan.tools import gpu_checks, self_test
 from lohan.tools.self_test import Bound, Checked, checked, compared, describe, expected
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
+from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
 
 CARD = "NVIDIA GeForce RTX 4090"
 SLOT = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}

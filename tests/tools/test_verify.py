@@ -30,8 +30,8 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
+from tests.cli.test_main import lohan, refused, snapshot  # noqa: F401 - a fixture
 from tests.support.random_checkpoint import write_random_checkpoint
-from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {
     "vocab_size": 67,

@@ -25,6 +25,7 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.train.task import DataRequest
 from lohan.util.settings import Source
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.diffusion_folders import (
     CLASSES,
     POOLED,
@@ -37,7 +38,6 @@ from tests.support.diffusion_folders import (
 )
 from tests.support.recording_display import Watch
 from tests.support.small_models import decay_groups
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 pytest.importorskip("diffusers")
 STEPS, BATCH = 4, 3

@@ -15,10 +15,10 @@ from lohan.checkpoint.sources import InitialValues
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
+from tests.data.test_dataset import save_tokenizer
 from tests.support.recording_display import Watch
 from tests.support.task_runs import STEPS, reference, settings, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
 
 LLAMA = hf.LlamaConfig(
     vocab_size=264,
