@@ -38,5 +38,5 @@ def test_train_help_shows_common_panels_first_within_100_columns(monkeypatch):
 def test_help_texts_are_one_or_two_short_sentences(name):
     group: Any = typer.main.get_command(app)
     for item in group.commands[name].params:
-        text = str(item.help or "").partition(" Default: ")[0]
+        text = re.split(" (?:Default: |On by default)", str(item.help or ""))[0]
         assert len(text) <= LONGEST_HELP and len(re.findall(r"\. [A-Z]", text)) <= 1, item.opts
