@@ -173,9 +173,9 @@ def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> 
         return with_least_values(model, run, least=Known.NUMBERS if long else Known.SHAPES)
     except UNKNOWN as unknown:
         raise ModelError(
-            f"{type(model).__name__} decides by its values what to run ({unknown}), so its memory "
-            "cannot be known beforehand; leave `batch` out, or choose an implementation with fixed "
-            "shapes"
+            f"{type(model).__name__} runs operations that depend on computed values ({unknown}), "
+            "so its memory cannot be planned; leave `batch` out, or choose an implementation with "
+            "fixed shapes"
         ) from None
 
 

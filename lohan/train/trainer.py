@@ -233,8 +233,8 @@ def resume_session(
             claim_new_names(folder, config)
             if not (folder.data / CACHE_FILES[-1]).is_file():
                 display.note(
-                    f"warning: {folder.data} does not hold the run's data any more; it is made "
-                    "again from --data, and is the same only if nothing has changed there since"
+                    f"warning: {folder.data} no longer holds the run's data; it is prepared "
+                    "again from --data, and is the same only if the files there are unchanged"
                 )
             reshard_stores(folder, config, group.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
@@ -284,8 +284,8 @@ def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Di
     again = repair_logs(folder, step=session.step, last=last)
     if again and session.step < total:
         display.note(
-            f"{counted(again, 'step')} after step {session.step} had ended and were not committed: "
-            "done again"
+            f"{counted(again, 'step')} after step {session.step} were not committed and are "
+            "repeated"
         )
 
 
@@ -510,7 +510,7 @@ def show_wear(
     for line in lines:
         display.note(line)
     if len(lines) > 1:
-        display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
+        display.note(f"wear is {ASSUMED_WEAR}, unless the drive's log has it")
 
 
 def sparing_options(session: Session) -> list[Alternative]:
@@ -593,8 +593,8 @@ def write_trace(session: Session, file: Path, display: Display) -> None:
         session.executor.trace.write(file)
     except OSError as error:
         display.note(
-            f"{file}: the trace cannot be written: {error.strerror}; the run itself is whole, "
-            "`lohan resume` with more --steps makes another"
+            f"{file}: the trace cannot be written: {error.strerror}; the run is complete, "
+            "and `lohan resume` with more --steps writes another trace"
         )
         return
     display.note(f"trace of all lanes: {file}")
