@@ -13,8 +13,8 @@ from lohan.checkpoint.packed import dequantise, dequantised_range, quantise
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import TensorSpec
 from lohan.model.state import FORMATS, packed_bytes
-from tests.end_to_end.test_adapters import adapted, train
 from tests.support.small_models import (
+    adapted,
     assert_close,
     assert_same,
     attached,
@@ -23,6 +23,7 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
     small_model,
+    train,
 )
 
 FP8 = torch.float8_e4m3fn

@@ -10,9 +10,8 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
-from tests.data.test_dataset import CHATML, save_tokenizer
 from tests.support.task_runs import train, write_rows
+from tests.support.tokenizer_folders import CHATML, save_tokenizer
 
 LAYERS = 2
 
@@ -42,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_transformers_says_what_lohan_says(run, lohan):  # noqa: F811
+def test_transformers_says_what_lohan_says(run, lohan):
     model = hf.AutoModelForCausalLM.from_pretrained(run / "model", local_files_only=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(run / "model", local_files_only=True)
     asked = tokenizer.apply_chat_template(

@@ -15,7 +15,7 @@ from lohan.store.extents import Region
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.cli.test_main import arguments, data, model  # noqa: F401 - fixtures
+from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
 from tests.support.interrupts import send_while_held
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):  # noqa: F811
+def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):
     out = tmp_path / "run"
     given = arguments(model, data, out, "--steps", 5)
     ended = forge.run(*given, before="interrupts:twice_in_a_step")
@@ -77,7 +77,7 @@ def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):  # n
 
 
 @pytest.mark.parametrize(("count", "steps"), [(1, 3), (2, 2)])
-def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):  # noqa: F811
+def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):
     """The first Ctrl-C finishes the step, the second discards it.
 
     tests/softcuda/check_commands.py tests this on an accelerator, where a device thread runs

@@ -17,26 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan import _core
+from tests.support.reference_updates import aligned, aligned_copy, bf16_bits
 
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def aligned(count: int, dtype: Any, offset: int = 0) -> np.ndarray:
-    """`count` zeros at an address `offset` bytes past a multiple of 64."""
-    itemsize = np.dtype(dtype).itemsize
-    raw = np.zeros(count * itemsize + 128, np.uint8)
-    start = -raw.ctypes.data % 64 + offset
-    return raw[start : start + count * itemsize].view(dtype)
-
-
-def aligned_copy(values: np.ndarray) -> np.ndarray:
-    out = aligned(values.size, values.dtype)
-    out[:] = values
-    return out
-
-
-def bf16_bits(values: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
 
 
 def bf16_floats(bits: np.ndarray) -> np.ndarray:

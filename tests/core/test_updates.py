@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from lohan import _core
-from tests.core.test_adamw import aligned, aligned_copy, bf16_bits
 from tests.support.reference_updates import (
     HYPER,
     SIGNED,
     Reference,
+    aligned,
+    aligned_copy,
+    bf16_bits,
     from_bf16,
     from_int8,
     to_bf16,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
 from lohan.config import UPDATE_MODES
@@ -25,10 +24,10 @@ from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, KINDS, Case, check
 from tests.support.delayed_runs import Result, Tuning, train
+from tests.support.overlap_cases import CLIP, KINDS, Case, check
 from tests.support.setting_grids import pairwise, thinned
-from tests.support.small_models import SMALL, attached, batches, small_model
+from tests.support.small_models import attached, batches, deep_model, small_model
 
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 
@@ -142,12 +141,6 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
 
 
 # -- budgets --------------------------------------------------------------------------------------
-
-
-def deep_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 8}, use_cache=False)
-    return AutoModelForCausalLM.from_config(config).train()
 
 
 def test_a_quarter_of_what_the_model_needs(tmp_path):

@@ -7,8 +7,8 @@ import torch
 
 from lohan.device.base import LinkedCpuDevice
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, Case, check
 from tests.support.delayed_runs import Tuning
+from tests.support.overlap_cases import CLIP, Case, check
 
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 

@@ -23,8 +23,8 @@ from lohan.planner.memory import CARD_OWNERS
 from lohan.planner.planner import PlanOptions
 from lohan.schedule.actions import LANE_OF
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, KINDS, Case, check
 from tests.support.delayed_runs import Tuning, data, memory_engine, net
+from tests.support.overlap_cases import CLIP, KINDS, Case, check
 from tests.support.setting_grids import pairwise
 from tests.support.small_models import attached
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import evaluated_run as evaluation
 from tests.support.forked_commands import Boundary, Ended, Forge, Run
 from tests.support.tiny_run import STEPS, arguments, result, write_inputs
-from tests.train import test_evaluation as evaluation
 
 COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
 

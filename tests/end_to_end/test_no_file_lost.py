@@ -5,7 +5,6 @@ This holds however folders are nested, whether a command succeeds, is refused or
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -46,8 +45,9 @@ from lohan.train.run_folder import (
 )
 from lohan.train.trainer import UnloggedRows
 from lohan.util.files import temporary_of, write_atomic
-from tests.data.test_dataset import save_tokenizer
+from tests.support.kept_files import assert_kept, tree
 from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.tokenizer_folders import save_tokenizer
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -89,25 +89,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"input_ids": [(i * j) % 32 for j in range(1, 8)]} for i in range(4)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
-
-
-def tree(folder: Path) -> dict[str, str]:
-    """Every file and link by its path, with its content."""
-    found = {}
-    for place, folders, files in os.walk(folder):
-        for name in (*files, *folders):
-            path = Path(place) / name
-            if path.is_symlink():
-                found[str(path)] = f"-> {path.readlink()}"
-            elif path.is_file():
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
-
-
-def assert_kept(before: dict[str, str], folder: Path, what: Any) -> None:
-    after = tree(folder)
-    lost = [name for name, content in before.items() if after.get(name) != content]
-    assert not lost, (what, lost)
 
 
 @pytest.fixture

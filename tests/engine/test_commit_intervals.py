@@ -23,10 +23,10 @@ from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
-from tests.engine.test_speculation import DROPS, HALF, LLAMA, PLAIN, TIED, Case
 from tests.support import forked_ranks
 from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
 from tests.support.small_models import attached, stored_bytes
+from tests.support.speculation_cases import DROPS, HALF, LLAMA, PLAIN, TIED, Case
 from tests.support.tiny_run import arguments, result, write_inputs
 
 

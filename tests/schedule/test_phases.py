@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
-from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
-    Schedule,
     ScheduleSpec,
     from_text,
     parse_token,
     to_text,
 )
-from lohan.schedule.buffers import BufferState, empty_buffers
+from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.phases import (
     Upcoming,
     backward,
     forward,
-    last_uses,
     one_backward,
     updates,
-    write_behind,
 )
+from tests.support.schedule_chains import Run, Step, chain_of, runs
 
 # -- text -----------------------------------------------------------------------------------------
 
@@ -367,164 +363,6 @@ def test_what_came_before_counts():
 
 
 # -- any shape ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """A shape, and how each of its steps goes."""
-
-    spec: ScheduleSpec
-    mode: str
-    deferred: tuple[int, ...]
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    order: tuple[int, ...]
-    back: tuple[int, ...]
-    ahead: bool  # scheduled as a whole, or block by block
-    evaluated: tuple[int, ...]  # sites that ran without gradients before it
-    speculates: bool  # updates do not wait for the norm, where all would
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    groups = draw(st.integers(1, 5))
-    moving = range(groups)
-    sites = tuple(
-        tuple(draw(st.lists(st.sampled_from(moving), min_size=1, max_size=2, unique=True)))
-        for _ in range(draw(st.integers(1, 6)))
-    )
-    resident = draw(st.booleans())
-    chunks = tuple(draw(st.integers(1, 3)) for _ in range(groups + resident))
-    cached = [g for g in moving if draw(st.booleans())] if draw(st.booleans()) else []
-    everything = [(g, c) for g, n in enumerate(chunks) for c in range(n)]
-    host_cached_state = (
-        [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
-    )
-    widest = max(len([g for g in site if g not in cached]) for site in sites)
-    mode = draw(st.sampled_from(UPDATE_MODES))
-    if mode == "serial" or draw(st.booleans()):
-        deferred = list(range(len(chunks)))
-        spilled = [g for g in moving if draw(st.booleans())]
-    else:
-        deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
-        spilled = []
-    in_memory = {*cached, *(g for g, _ in host_cached_state)}
-    again = [g for g in moving if g not in in_memory and draw(st.booleans())]
-    spec = ScheduleSpec(
-        sites=sites,
-        chunks=chunks,
-        slots=draw(st.integers(max(1, widest), 5)),
-        ring=draw(st.integers(1, 4)),
-        window=draw(st.integers(0, 4)),
-        grads=draw(st.integers(1, 3)),
-        host_cached_weights=(*([groups] if resident else []), *cached),
-        host_cached_state=tuple(host_cached_state),
-        write_through=draw(st.booleans()),
-        spilled_gradients=frozenset(spilled),
-        updated_twice=frozenset(again),
-    )
-    steps = []
-    order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
-    for _ in range(3):
-        if draw(st.integers(0, 3)) == 0:
-            some = st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)
-            order = tuple(draw(some))
-        back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
-        evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
-        ahead, speculates = draw(st.booleans()), draw(st.booleans())
-        steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
-    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps))
-
-
-@st.composite
-def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
-    """Draw the same shape with spilled activations, and perhaps a device or several ranks."""
-    once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
-    moved = frozenset(site for site in once if draw(st.booleans()))
-    spec = replace(spec, spilled_sites=moved, act_buffers=draw(st.integers(1, 3)))
-    if not draw(st.booleans()):
-        return spec
-    wide = max(map(len, spec.sites))
-    others = {site for site in range(len(spec.sites)) if draw(st.booleans())}
-    return replace(
-        spec,
-        device_slots=draw(st.integers(wide, wide + 3)),
-        offloaded=moved | others,
-        net=draw(st.booleans()),
-    )
-
-
-class Chain:
-    """Calls the phases as ActionScheduler does; checks each schedule alone, keeps all of them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.spec = run, run.spec
-        self.buffers = empty_buffers(run.spec)
-        self.all: list[Action] = []
-
-    def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.spec, self.buffers)
-        self.all += made[0]
-        self.buffers = made[1]
-
-    def write_behind(self) -> None:
-        if self.buffers.second_updates:
-            self.add(write_behind(self.spec, self.buffers))
-
-    def step(self, step: Step, after: Step | None) -> None:
-        if step.evaluated or not step.ahead:
-            self.write_behind()
-        for site in step.evaluated:
-            self.add(forward(self.spec, self.buffers, [site], training=False))
-        if not step.ahead:
-            for site in step.order:
-                self.add(forward(self.spec, self.buffers, [site]))
-        groups = range(len(self.spec.chunks))
-        deferred = self.run.deferred
-        waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.write_through
-        deferred = () if speculate else deferred
-        last_use_groups = last_uses(self.spec, step.back)
-        rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
-        if speculate or not waits:
-            self.write_behind()
-        if step.ahead:
-            self.add(
-                backward(
-                    self.spec,
-                    self.buffers,
-                    step.back,
-                    update_mode=self.run.mode,
-                    unreached=rest,
-                    deferred=deferred,
-                    speculate=speculate,
-                )
-            )
-        else:
-            for site, final in zip(step.back, last_use_groups, strict=True):
-                self.add(one_backward(self.spec, self.buffers, site))
-                if final:
-                    self.add(updates(self.spec, self.buffers, final, deferred=deferred))
-            self.add(updates(self.spec, self.buffers, rest, deferred=deferred, end=True))
-        deferred, ends = deferred, bool(deferred) or speculate
-        if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
-            deferred, ends = (), False
-        order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, deferred=deferred, end_step=ends))
-
-
-def chain_of(run: Run) -> Schedule:
-    chain = Chain(run)
-    if run.steps[0].ahead:
-        chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
-    for number, step in enumerate(run.steps):
-        chain.step(step, run.steps[number + 1] if number < 2 else None)
-    chain.add(write_behind(run.spec, chain.buffers))
-    return tuple(chain.all)
 
 
 def commit_between_spill_and_fetch() -> Run:

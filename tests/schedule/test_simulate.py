@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
 from lohan.schedule.simulate import simulate
-from tests.schedule.test_phases import chain_of, runs
+from tests.support.schedule_chains import chain_of, runs
 
 SECONDS = {"R": 2.0, "F": 3.0, "B": 4.0, "S": 1.0, "W": 1.0, "U": 5.0, "K": 1.5}
 

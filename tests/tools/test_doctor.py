@@ -16,7 +16,7 @@ from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
 from lohan.util import system
 from lohan.util.system import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.util.units import GiB
-from tests.cli.test_main import lohan, snapshot  # noqa: F401 - a fixture
+from tests.support.command_line import snapshot
 from tests.support.memory_engine import MemoryEngine
 
 MEMORY = Path("/dev/shm")
@@ -29,7 +29,7 @@ def states(found: list[Finding]) -> dict[str, str]:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_this_machine(lohan, tmp_path):  # noqa: F811
+def test_this_machine(lohan, tmp_path):
     ended = lohan("doctor", "--ssd", tmp_path)
     assert ended.code == 0, ended
     assert "a run can start here" in ended.out
@@ -39,7 +39,7 @@ def test_this_machine(lohan, tmp_path):  # noqa: F811
     assert snapshot(tmp_path) == {}
 
 
-def test_for_programs(lohan, tmp_path):  # noqa: F811
+def test_for_programs(lohan, tmp_path):
     ended = lohan("doctor", "--ssd", tmp_path, "--ssd", tmp_path / "none", "--json")
     assert ended.code == 1
     made = json.loads(ended.out)

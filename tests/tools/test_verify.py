@@ -30,7 +30,7 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
-from tests.cli.test_main import lohan, refused, snapshot  # noqa: F401 - a fixture
+from tests.support.command_line import refused, snapshot
 from tests.support.random_checkpoint import write_random_checkpoint
 
 SIZES = {
@@ -82,7 +82,7 @@ def remembered(find):
 
 
 @pytest.fixture
-def verify(lohan, inputs: Path, tmp_path: Path):  # noqa: F811
+def verify(lohan, inputs: Path, tmp_path: Path):
     """Return a function that runs `lohan verify` and returns how it ended and its JSON."""
 
     def run(*more: object, model: Path | None = None, steps: int = 2):
@@ -244,7 +244,7 @@ def test_dropout_is_off_in_both(verify, inputs, tmp_path_factory):
     assert "attn_pdrop" in made["notes"][0] and "resid_pdrop" in made["notes"][0]
 
 
-def test_for_people(lohan, inputs, tmp_path):  # noqa: F811
+def test_for_people(lohan, inputs, tmp_path):
     (tmp_path / "run.toml").write_text(
         f'model = "{inputs}/model"\ndata = "{inputs}/data.jsonl"\nout = "run"\n'
         '[train]\nbatch = 2\nseq = 16\nlr = 1e-3\n[budget]\nhost = "2MiB"\n'

@@ -20,7 +20,6 @@ from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 from lohan.param_groups import META_KEY, matches
 from lohan.tools.reference import in_memory
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
 from tests.support.small_models import (
     assert_close,
@@ -134,7 +133,7 @@ def test_lion_takes_the_values_of_groups(tmp_path):
 def test_lora_plus(tmp_path):
     """The second matrix of every adapter learns faster, and the base stays as it is."""
     pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
-    from tests.end_to_end.test_adapters import adapted
+    from tests.support.small_models import adapted
 
     rows, optimizer = batches(4, batch=3, seq=16), AdamW(lr=lr)
     groups = [{"params": "lora_B", "lr": lambda step: 16 * lr(step)}]
@@ -327,7 +326,7 @@ def test_refused_settings(before, after, message):
         config(TABLES.partition("[[")[0] + 'param_groups = "bias"')
 
 
-def test_a_run_with_groups_is_resumed(lohan, tmp_path):  # noqa: F811
+def test_a_run_with_groups_is_resumed(lohan, tmp_path):
     """After an edit of run.toml, `lohan resume` says that the groups have changed."""
     inputs, out = write_inputs(tmp_path), tmp_path / "run"
     group = 'train.param_groups=[{params = "%s", lr = 1e-4}]'

@@ -19,11 +19,16 @@ from lohan.train.preference import Reward
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.train.test_preference import PAIRS, RATED, ROWS, model, rows_of
+from tests.support.preference_data import (
+    PAIRS,
+    RATED,
+    ROWS,
+    model_fixture,  # noqa: F401 - fixtures
+    rows_of,
+)
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 STEPS, BATCH = 5, 4
-assert model  # a fixture
 
 
 def settings(model: Path, out: Path, **more: Any) -> Any:
