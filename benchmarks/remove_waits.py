@@ -1,6 +1,6 @@
 """Takes one wait at a time out of the code and asks whether a test notices.
 
-    python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT] [--softcuda PYTHON]
+    python benchmarks/remove_waits.py [--out FILE] [--only TEXT] [--softcuda PYTHON]
 
 Each row below names a wait of the engine or of a device by the text that makes it and by what is
 left without it. The package is copied and changed in one place. tests/engine/test_races.py then

@@ -437,37 +437,46 @@ Minimise = Annotated[
     str,
     typer.Option(
         "--minimise",
-        help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
+        help="What to minimise: time, writes to the drives, or cost of machine time and wear.",
     ),
 ]
 MaxModel = Annotated[
-    bool, typer.Option("--max-model", help="The largest model of this preset's family.")
+    bool,
+    typer.Option("--max-model", help="Find the largest model of this preset's family that fits."),
 ]
-MaxBatch = Annotated[bool, typer.Option("--max-batch", help="The largest batch.")]
+MaxBatch = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits.")]
 ShowSchedule = Annotated[
-    bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
+    bool, typer.Option("--schedule", help="Also print the actions of a step, one token each.")
 ]
 ShowClasses = Annotated[
-    bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
+    bool,
+    typer.Option(
+        "--classes", help="Also print the activations that a block could keep, by benefit."
+    ),
 ]
 
 
-@settings_options(*PLANNED)
+@settings_options(*PLANNED, panels=True)
 def plan(
     overrides: dict[str, Any],
     model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
     machine: Machine = None,
     config: ConfigFile = None,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="Memory of the GPU, such as 24GiB.")
+        str | None,
+        typer.Option(
+            "--device-memory",
+            help="Memory of the GPU, such as 24GiB. Default: that of the machine.",
+        ),
     ] = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
     examples: Annotated[
-        int | None, typer.Option("--examples", min=1, help="Examples of an epoch.")
+        int | None, typer.Option("--examples", min=1, help="Number of examples in an epoch.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Count the examples of an epoch in this file.")
+        Path | None,
+        typer.Option("--data", help="Data file whose examples are counted for an epoch."),
     ] = None,
     minimise: Minimise = "time",
     max_model: MaxModel = False,
@@ -476,7 +485,7 @@ def plan(
     classes: ShowClasses = False,
     as_json: Json = False,
 ) -> None:
-    """Plan a run: does it fit, how fast is it, what limits it? Nothing is written.
+    """Say whether a run fits, how fast it is and what limits it.
 
     With --machine, or for a preset, the plan is computed from shapes alone. For a model folder
     on this machine, the blocks of the model are traced, as in a run. No weights are read.

@@ -569,7 +569,7 @@ class Executor:
             if step != self.train_state.step:
                 raise LohanError(
                     f"{label}: this loss depends on values from before the last step, and the "
-                    "weights have moved on; compute the loss again"
+                    "weights have changed since; compute the loss again"
                 )
             self.enter_backward(wanted=wanted)
             if self.collector.is_handed_over(self.numbers[key]):

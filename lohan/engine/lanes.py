@@ -320,7 +320,7 @@ class Lanes:
     def reset(self) -> None:
         """After an error: drops what is queued, completes what is in flight, forgets the error."""
         if self._error is None:
-            self._error = LohanError("the step was given up")
+            self._error = LohanError("the step was aborted")
         for queue in self._queues.values():
             queue.drop()
         for queue in self._queues.values():

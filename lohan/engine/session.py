@@ -167,8 +167,8 @@ class Session:
     def executor(self) -> Executor:
         if self._executor is None or self._planless:
             raise StoreError(
-                "the session has no plan: a change of plan failed, and the old one could not be "
-                "taken up again; close the session and resume from the last step"
+                "the session has no plan: a change of plan failed, and the old plan could not be "
+                "restored; close the session and resume from the last step"
             )
         return self._executor
 
@@ -1004,7 +1004,7 @@ def _refusal(session: Session, problem: str, number: int) -> str:
     room = format_bytes(context.device_bytes or 0)
     lower = lower_hint(context.workload, context.options)
     return (
-        f"device out of memory in step {number} with a plan for {room} ({problem}); end what else "
-        f"uses the device, or lower --device-memory below {room}"
+        f"device out of memory in step {number} with a plan for {room} ({problem}); stop "
+        f"other programs that use the device, or lower --device-memory below {room}"
         f"{lower}; what was committed is safe: resume the run"
     )

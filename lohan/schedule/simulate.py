@@ -180,7 +180,7 @@ class _Shared:
                     best = (start, rank, lane)
         if best is None:
             stuck = [queue[0].action.token() for queue in self._queues.values() if queue]
-            raise LohanError(f"the schedule locks up at {' '.join(stuck)}")
+            raise LohanError(f"the schedule deadlocks at {' '.join(stuck)}")
         self._start(best[2], best[0])
 
     def _start(self, lane: str, start_s: float) -> None:

@@ -370,7 +370,7 @@ MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     ),
     "broken generation config": (
         lambda d: d.model(lambda f: (f / "generation_config.json").write_text("{")),
-        (r"generation_config\.json", "mend or remove"),
+        (r"generation_config\.json", "correct or remove"),
     ),
 }
 
@@ -428,7 +428,7 @@ COMMANDS: dict[str, tuple[list[object], tuple[str, ...]]] = {
     ),
     "more layers than there are": (
         ["verify", "--model", "MODEL", "--data", "DATA", "--layers", 9, "--seq", 16],
-        ("has 2 layers, 9 were asked for",),
+        ("has 2 layers, 9 were requested",),
     ),
 }
 

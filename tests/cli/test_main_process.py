@@ -20,7 +20,7 @@ from tests.support.interrupts import send_while_held
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ("plan", "--model", "llama-3-8b", "--machine", "rtx4090")
-GIVEN_UP = "lohan: given up; every committed step is safe\n"
+GIVEN_UP = "lohan: interrupted; all committed steps are on disk\n"
 
 
 def process(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     """What has no steps says nothing of them; of several ranks the first speaks."""
     script = ROOT / "tests" / "support" / "interrupts.py"
     ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
-    assert (ended.returncode, ended.stderr) == (130, "lohan: given up\n")
+    assert (ended.returncode, ended.stderr) == (130, "lohan: interrupted\n")
     monkeypatch.setenv("RANK", "1")
     ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
     assert (ended.returncode, ended.stderr) == (130, "")

@@ -476,7 +476,7 @@ def test_a_folder_that_only_has_the_name_of_an_exports_stays(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.tex").write_text("mine")
     replaces = replacing(tmp_path / "best", check=lambda: None)
-    with pytest.raises(ModelError, match="is left as it is"), replaces:
+    with pytest.raises(ModelError, match="was left unchanged"), replaces:
         pass
     assert (tmp_path / name / "thesis.tex").read_text() == "mine"
 

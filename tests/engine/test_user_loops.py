@@ -122,7 +122,7 @@ def test_stale_loss_is_refused(tmp_path):
         stale = model(x).square().mean()
         model(x).square().mean().backward()
         after = stored_bytes(session)
-        with pytest.raises(LohanError, match="weights have moved on; run forward again"):
+        with pytest.raises(LohanError, match="weights have changed since; run forward again"):
             stale.backward()
         assert session.step == 1
         assert stored_bytes(session) == after

@@ -54,7 +54,7 @@ def test_a_phase_begins_when_the_compute_of_the_one_before_has_ended():
 
 
 def test_what_can_never_start_is_an_error():
-    with pytest.raises(LohanError, match="locks up at F0"):
+    with pytest.raises(LohanError, match="deadlocks at F0"):
         _lock_up()
 
 

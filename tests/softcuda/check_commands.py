@@ -206,7 +206,7 @@ HELD = (
 )
 STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is said
     (1, 3, r"stopped after step 3 of 5"),
-    (2, 2, r"^lohan: given up; every committed step is safe$"),
+    (2, 2, r"^lohan: interrupted; all committed steps are on disk$"),
     (3, 2, r"^lohan: stopped at once; resume goes on from the last committed step$"),
 ]
 

@@ -120,7 +120,7 @@ def test_options_that_do_not_fit(lohan, tmp_path):
     refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")
     foreign = tmp_path / "mine.json"
     foreign.write_text("{}")
-    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left as it is")
+    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left unchanged")
     assert foreign.read_text() == "{}"
 
 

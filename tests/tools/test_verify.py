@@ -376,7 +376,7 @@ def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
 def test_not_even_one_layer_fits(verify, monkeypatch):
     monkeypatch.setattr(whole, "host_memory_bytes", lambda: 1000)
     ended, _ = verify()
-    refused(ended, "one layer needs .* 800 B can be had; lower --batch or --seq")
+    refused(ended, "one layer needs .* 800 B is available; lower --batch or --seq")
 
 
 def test_estimate_of_memory(inputs):

@@ -373,7 +373,7 @@ WRONG = {
     "unlike": r"latents is 4 x 16 x 16 of float32, that of .* 4 x 8 x 8 of float32; all examples",
     "not finite": r"holds values that are not finite; write it again",
     "pickle": r"not an array of numpy .*; write it again",
-    "loose": r"loose\.npy: lies in no folder of a class; put every example into a folder",
+    "loose": r"loose\.npy: is not in the folder of a class; put every example into a folder",
     "classes": rf"9: is class 9, the model has {CLASSES} of them",
     "mixed": r"1 image and 7 latents are mixed; give a folder with one kind",
     "images": r"an image, and DiT.* takes latents of 4 channels; give the folder of a pipeline",

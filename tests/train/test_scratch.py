@@ -121,7 +121,7 @@ def test_the_command_line(lohan, place, tmp_path):
         ({"init": "none.json"}, "no such file; give a config.json"),
         ({"tokenizer": "."}, "no tokenizer there"),
         ({"small": True}, "has 260 tokens, vocab_size in .* is 100; raise vocab_size"),
-        ({"train.lora": 4}, "an adapter needs a model that has learnt"),
+        ({"train.lora": 4}, "an adapter needs a trained model"),
         ({"init": None}, "tokenizer: goes with --init"),
     ],
 )
