@@ -22,6 +22,7 @@ from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.planner.sizer import Sizer
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
 from tests.support.delayed_runs import Result, Tuning, train
@@ -172,7 +173,7 @@ def test_leftover_memory_caches_weights():
         spec = spec_of(blocks, plan)
         sites = tuple(range(len(blocks.sites)))
         order = ExecutionOrder(
-            forward=sites, backward=sites[::-1], update_mode="balanced", deferred=()
+            forward=sites, backward=sites[::-1], updates=UpdateOptions(mode="balanced")
         )
         loads = [a for a in steady_step(spec, order)["backward"] if a.kind == "L"]
         assert len(loads) == max(0, len(sites) - plan.device_slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -11,6 +12,21 @@ from lohan.schedule.actions import Action, Schedule, ScheduleSpec
 from lohan.schedule.buffers import BufferState, empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward, last_uses, one_backward, updates, write_behind
+from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions, place
+
+
+def placed(
+    spec: ScheduleSpec,
+    mode: str = "optimized",
+    late: Sequence[int] = (),
+    *,
+    speculates: bool = False,
+    commits: bool = True,
+) -> StepPlacement:
+    """Return the placements of a step in which the `late` groups are updated in forward."""
+    gate = Gate.NORM if speculates else Gate.NONE
+    options = UpdateOptions(mode=mode, late=frozenset(late), gate=gate)
+    return place(spec, options, speculates=speculates, commits=commits)
 
 
 @dataclass(frozen=True)
@@ -21,6 +37,7 @@ class Run:
     mode: str
     deferred: tuple[int, ...]
     steps: tuple[Step, ...]
+    commits: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,8 +72,6 @@ def runs(draw: st.DrawFn) -> Run:
     else:
         deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
-    in_memory = {*cached, *(g for g, _ in host_cached_state)}
-    again = [g for g in moving if g not in in_memory and draw(st.booleans())]
     spec = ScheduleSpec(
         sites=sites,
         chunks=chunks,
@@ -66,9 +81,7 @@ def runs(draw: st.DrawFn) -> Run:
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
         host_cached_state=tuple(host_cached_state),
-        write_through=draw(st.booleans()),
         spilled_gradients=frozenset(spilled),
-        updated_twice=frozenset(again),
     )
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
@@ -80,7 +93,7 @@ def runs(draw: st.DrawFn) -> Run:
         evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
         ahead, speculates = draw(st.booleans()), draw(st.booleans())
         steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
-    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps))
+    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps), draw(st.booleans()))
 
 
 @st.composite
@@ -110,17 +123,11 @@ class Chain:
         self.all: list[Action] = []
 
     def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.spec, self.buffers)
+        validate(made[0], self.spec, self.buffers, by_interval=not self.run.commits)
         self.all += made[0]
         self.buffers = made[1]
 
-    def write_behind(self) -> None:
-        if self.buffers.second_updates:
-            self.add(write_behind(self.spec, self.buffers))
-
     def step(self, step: Step, after: Step | None) -> None:
-        if step.evaluated or not step.ahead:
-            self.write_behind()
         for site in step.evaluated:
             self.add(forward(self.spec, self.buffers, [site], training=False))
         if not step.ahead:
@@ -129,36 +136,26 @@ class Chain:
         groups = range(len(self.spec.chunks))
         deferred = self.run.deferred
         waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.write_through
-        deferred = () if speculate else deferred
+        speculate = step.speculates and step.ahead and waits and self.run.commits
+        now = placed(
+            self.spec, self.run.mode, deferred, speculates=speculate, commits=self.run.commits
+        )
         last_use_groups = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
-        if speculate or not waits:
-            self.write_behind()
         if step.ahead:
-            self.add(
-                backward(
-                    self.spec,
-                    self.buffers,
-                    step.back,
-                    update_mode=self.run.mode,
-                    unreached=rest,
-                    deferred=deferred,
-                    speculate=speculate,
-                )
-            )
+            self.add(backward(self.spec, self.buffers, step.back, now, unreached=rest))
         else:
             for site, final in zip(step.back, last_use_groups, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
                 if final:
-                    self.add(updates(self.spec, self.buffers, final, deferred=deferred))
-            self.add(updates(self.spec, self.buffers, rest, deferred=deferred, end=True))
-        deferred, ends = deferred, bool(deferred) or speculate
+                    self.add(updates(self.spec, self.buffers, final, now))
+            self.add(updates(self.spec, self.buffers, rest, now, end=True))
+        left: StepPlacement | None = now
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
-            deferred, ends = (), False
+            self.add(forward(self.spec, self.buffers, (), now))
+            left = None
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, deferred=deferred, end_step=ends))
+        self.add(forward(self.spec, self.buffers, order, left))
 
 
 def chain_of(run: Run) -> Schedule:
