@@ -106,7 +106,7 @@ def test_peers_are_within_20_percent_on_most_points(points, name):
     assert len(found) > 1 and share_within(found, 0.2) >= 0.8, found
 
 
-def test_what_runs_out_of_memory_and_the_largest_models_are_right(points):
+def test_predicts_out_of_memory_and_largest_models_as_published(points):
     memory = [p for p in points if p.is_memory]
     assert len(memory) > 40
     assert [p for p in memory if not p.right] == []

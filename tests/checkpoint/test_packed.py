@@ -182,7 +182,7 @@ def test_resumed_with_the_same_base_only(tmp_path):
         assert_same(master_weights(session), last)
 
 
-def test_what_cannot_be_packed_is_refused(tmp_path):
+def test_rejects_models_and_formats_that_cannot_be_packed(tmp_path):
     with pytest.raises(ConfigError, match="no linear layer in a block that is frozen"):
         attached(small_model("llama"), tmp_path, base="nf4")
     with pytest.raises(ConfigError, match="base is 'nf3'; choose nf4, int8, fp8"):

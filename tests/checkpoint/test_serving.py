@@ -58,7 +58,7 @@ def test_transformers_says_what_lohan_says(run, lohan):
     assert json.loads(ended.out)[0]["text"] == text and len(text) > 2
 
 
-def test_what_a_server_reads_is_there(run):
+def test_export_has_the_files_and_keys_that_servers_read(run):
     """vLLM, TGI and others go by these files and keys."""
     config = json.loads((run / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"

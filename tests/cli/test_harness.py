@@ -128,7 +128,7 @@ def without_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
 
 
-def test_what_cannot_be(lohan, place, without_harness):
+def test_rejects_combinations_of_options_without_a_meaning(lohan, place, without_harness):
     said = ("eval", place / "model", "--host", "64MiB")
     refused(lohan(*said), "--data or --tasks")
     refused(lohan(*said, "--tasks", "a", "--data", place / "data.jsonl"), "give one of them")

@@ -138,7 +138,7 @@ def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):
     refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run"), "is a file")
 
 
-def test_one_example_is_not_several(lohan, folder, tmp_path):
+def test_counts_one_example_in_the_singular(lohan, folder, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": "w1 w2 w3"}')
     given = ["--model", folder / "model", "--data", tmp_path / "one.jsonl", "--host", "16MiB"]
     ended = lohan("train", *given, "--out", tmp_path / "run", "--batch", 1, "--dry-run")

@@ -109,7 +109,7 @@ def test_equals_torch_over_many_steps(mode: str, each_isa: str) -> None:
     np.testing.assert_allclose(state.master(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_one_step_is_within_rounding_of_torch() -> None:
+def test_first_step_equals_torch_up_to_rounding() -> None:
     state = State("fp32", 4096)
     expected = torch_adamw(state.p, [state.gradient(1)])
     state.step(1)

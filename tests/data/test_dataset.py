@@ -576,7 +576,7 @@ def test_large_file_streams(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(rows=rows, seq=st.integers(2, 12))
-def test_what_goes_in_comes_out(
+def test_rows_survive_tokenising_and_truncation(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[tuple[int, bool]]], seq: int
 ) -> None:
     folder = tmp_path_factory.mktemp("d")

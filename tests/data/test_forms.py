@@ -81,7 +81,7 @@ def test_other_names_and_forms_of_the_same(row: Any, model_dir: Models) -> None:
     assert encode(folder, row) == encode(folder, {"messages": [ONE, TWO]})
 
 
-def test_what_comes_before_the_question(model_dir: Models) -> None:
+def test_includes_context_history_and_system_prompt_without_loss(model_dir: Models) -> None:
     """A context, earlier turns, a system prompt: none is left out. Loss is on the answer alone."""
     row = {
         "instruction": "i",

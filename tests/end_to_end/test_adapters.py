@@ -186,7 +186,7 @@ def test_16_bit_base_with_fp32_adapters(tmp_path):
     assert losses[-1] != losses[0]
 
 
-def test_it_learns_in_a_budget_that_cannot_hold_the_base(tmp_path):
+def test_trains_with_a_host_budget_smaller_than_the_base(tmp_path):
     data = batches(3, batch=1, seq=8)
     model = adapted(small_model("llama"))
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad) * 4
@@ -206,7 +206,7 @@ def test_it_learns_in_a_budget_that_cannot_hold_the_base(tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' cannot start"),
     ],
 )
-def test_what_needs_base_weights_is_refused_without_them(lora, message, tmp_path):
+def test_rejects_adapters_that_need_base_weights_of_a_meta_model(lora, message, tmp_path):
     base = lohan.load(folder(tmp_path))
     try:
         model = adapted(base, **lora)

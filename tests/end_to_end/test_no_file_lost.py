@@ -339,7 +339,7 @@ def test_a_store_where_the_model_would_be_exported_is_refused(inputs, tmp_path, 
 
 
 @pytest.mark.parametrize("option", ["--init", "--tokenizer"])
-def test_what_random_weights_start_from_is_not_exported_over(option, inputs, tmp_path, call):
+def test_rejects_export_over_the_config_of_random_weights(option, inputs, tmp_path, call):
     """Neither at the end of a run nor by a later export."""
     out, start = tmp_path / "run", tmp_path / "start"
     shutil.copytree(inputs / "model", start)
@@ -435,7 +435,7 @@ def test_the_holder_is_whoever_has_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_what_a_killed_export_left_is_settled(replaced, tmp_path):
+def test_recovers_folder_that_a_killed_export_set_aside(replaced, tmp_path):
     """The folder that it had set aside is put back, or goes if it has been replaced."""
     target, rename = tmp_path / "best", Path.rename
     target.mkdir()
@@ -645,7 +645,7 @@ def test_prepared_data_does_not_follow_a_link(inputs, tmp_path):
     assert not list(place.glob("*.part"))
 
 
-def test_what_a_mark_names_is_nothing_outside_of_its_folder(tmp_path):
+def test_ignores_names_in_a_mark_that_lead_outside(tmp_path):
     (tmp_path / "precious.bin").write_text("mine")
     place = tmp_path / "run" / "data"
     place.mkdir(parents=True)

@@ -104,7 +104,7 @@ def test_runs_are_private_but_for_the_model(lohan, model, data, place):
         os.umask(before)
 
 
-def test_what_others_have_made_stays_as_it_is(lohan, model, data, place):
+def test_keeps_permissions_of_existing_folders(lohan, model, data, place):
     (place / "run").mkdir(mode=0o755)
     (place / "run").chmod(0o755)
     assert lohan(*arguments(model, data, place / "run")).code == 0

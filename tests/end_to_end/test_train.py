@@ -180,7 +180,7 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):
     [(["--device", "cuda"], "--device: "), (["--host", "500TiB"], "host is 500.00 TiB, this mach")],
     ids=["device", "host"],
 )
-def test_what_the_machine_has_not_is_refused_before_data_is_read(
+def test_rejects_missing_device_before_reading_data(
     options,
     said,
     dry,

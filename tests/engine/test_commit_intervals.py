@@ -85,7 +85,7 @@ def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatc
     replace(found, norms=plain.norms).check(plain)  # serial ones have the norm too
 
 
-def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
+def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
     """Steps between two commits do not change a byte of the committed generation.
 
     What stays in memory is not written in these steps.
@@ -227,7 +227,7 @@ def test_intervals_are_read(text, means):
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "1.5 steps", "never", "", "10 minutes", True])
-def test_what_is_no_interval_is_refused(text):
+def test_rejects_text_that_is_no_interval(text):
     with pytest.raises(ConfigError, match=r"commit_every: got .*wants step, a number of steps"):
         parse_interval(text, name="commit_every")
 

@@ -42,7 +42,7 @@ from tests.support.small_models import attached, stored_bytes
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-def test_one_after_the_other_does_not_depend_on_the_mode(clip, tmp_path):
+def test_serial_path_does_not_depend_on_update_mode(clip, tmp_path):
     for mode in UPDATE_MODES:
         check(Case(kind="several", clip=clip), tmp_path / mode, PLAIN, mode=mode, overlap=False)
 

@@ -149,7 +149,7 @@ def test_the_command_writes_a_file_that_can_be_used(ssd, tmp_path):
     assert data["drives"][0]["read"] > 0 and len(data["compute"]) == 2
 
 
-def test_what_cannot_be_done_is_said(ssd, tmp_path):
+def test_rejects_missing_and_unwritable_places(ssd, tmp_path):
     with pytest.raises(ConfigError, match="nowhere: no such folder"):
         cached_profile([tmp_path / "nowhere"], measure=Measure())
     with pytest.raises(ConfigError, match="choose another -o"):

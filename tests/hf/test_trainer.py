@@ -309,7 +309,7 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
         ({"torch_compile": True}, "blocks are compiled on accelerators only"),
     ],
 )
-def test_what_cannot_work_is_refused(changes, message, tmp_path):
+def test_rejects_unsupported_arguments(changes, message, tmp_path):
     with pytest.raises(lohan.LohanError, match=message):
         script(lohan.hf.Trainer, tmp_path, **changes)
 

@@ -218,7 +218,7 @@ def test_no_full_logits_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert rows and max(rows) <= trainer.session.executor.plan.head_tokens
 
 
-def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
+def test_rejects_unsupported_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sync_ref_model cannot be used"):
         script("dpo", tmp_path / "a", ours=True, sync_ref_model=True)
     stream = datasets.Dataset.from_list(PAIRS).to_iterable_dataset()

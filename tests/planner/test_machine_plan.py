@@ -106,7 +106,7 @@ def test_a_card_that_is_large_enough_is_named():
     ("optimizer", "moments", "each"),
     [("adamw", "bf16", 8), ("adamw", "int8", 6.25), ("lion", "fp32", 8), ("sgd", "int8", 5.125)],
 )
-def test_what_other_optimizers_save(optimizer, moments, each):
+def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, each):
     """Disk, writes and time by the bytes of their table, next to the default."""
     asked = request("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     made = with_alternatives(plan_for_machine(asked))

@@ -263,7 +263,7 @@ ONE = ScheduleSpec(
 )
 
 
-def test_what_is_right_passes():
+def test_accepts_correct_schedules():
     validate(from_text(STEP), TWO, empty_buffers(TWO), whole=True)
     validate(from_text(HELD), ONE, empty_buffers(ONE), whole=True)
 
@@ -324,7 +324,7 @@ def test_what_is_right_passes():
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
 )
-def test_what_is_wrong_is_named(text, spec, change, problem):
+def test_names_the_action_that_makes_a_schedule_wrong(text, spec, change, problem):
     assert change[0] in text
     with pytest.raises(LohanError) as raised:
         schedule = from_text(text.replace(change[0], change[1], 1))
@@ -349,7 +349,7 @@ def test_a_write_waits_for_the_commit_before_it():
         validate(from_text(f"R0@0 R1@1 {step} {early}"), spec, empty_buffers(spec), whole=True)
 
 
-def test_what_came_before_counts():
+def test_validates_against_the_buffers_of_earlier_schedules():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
     _, buffers = backward(TIGHT, buffers, (1, 0), placed(TIGHT))

@@ -54,7 +54,7 @@ def test_a_phase_begins_when_the_compute_of_the_one_before_has_ended():
     assert {span.name: span.start_s for span in after.spans}["R1"] == 6
 
 
-def test_what_can_never_start_is_an_error():
+def test_reports_deadlock():
     with pytest.raises(LohanError, match="deadlocks at F0"):
         _lock_up()
 

@@ -40,7 +40,7 @@ def made(path: Path, *, durability: str = "step") -> Store:
 
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
-def test_one_copy_serves_every_generation(tmp_path: Path, durability: str):
+def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durability: str):
     with made(tmp_path / "s", durability=durability) as store:
         before = (tmp_path / "s" / FIXED).stat()
         for _ in range(3):

@@ -98,7 +98,7 @@ def test_a_snapshot_shares_blocks_until_the_store_is_written(
             assert values(again) == [value + n for n in range(CHUNKS)]
 
 
-def test_what_a_file_system_refuses_is_copied_and_an_error_is_told(
+def test_copies_if_the_file_system_refuses_reflinks_and_reports_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the error of the call, wherever the tests run."""

@@ -76,7 +76,7 @@ def test_the_committed_generation_stays_readable_while_the_next_is_written(tmp_p
         assert_holds(store, 2)
 
 
-def test_what_was_not_committed_is_forgotten(tmp_path: Path, engine):
+def test_drops_uncommitted_writes_on_open(tmp_path: Path, engine):
     with new_store(tmp_path / "s", engine=engine) as store:
         write_all(store, 1)
     with Store.open(tmp_path / "s", engine=engine) as store:

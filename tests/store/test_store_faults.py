@@ -332,7 +332,7 @@ def test_when_reads_are_verified(whole: Path):
         assert len(verify(store)) == 1
 
 
-def test_what_this_process_wrote_is_not_checked_again(whole: Path):
+def test_verifies_only_chunks_that_this_process_did_not_write(whole: Path):
     with Store.open(whole, engine="threads") as store:
         step(store)
         damage(whole / "slot-a.bin", 9)

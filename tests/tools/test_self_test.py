@@ -56,7 +56,7 @@ def test_a_check_that_crashes_hangs_or_exits_hides_nothing(ends, tmp_path):
 # -- expectations ---------------------------------------------------------------------------------
 
 
-def test_what_a_card_should_reach_comes_from_its_preset_and_its_slot():
+def test_expects_rates_of_the_preset_and_the_slot():
     made = expected(CARD, SLOT)
     assert made["matmul"].least == pytest.approx(150e12, rel=0.01)
     assert made["block_forward"].least == pytest.approx(120e12, rel=0.01)

@@ -444,7 +444,7 @@ def test_single_weights_that_go_the_other_way():
     assert not step[2].passed
 
 
-def test_what_is_not_a_number_never_passes():
+def test_nan_never_passes():
     nan = float("nan")
     (step,) = judge_weights([[difference(5.0), difference(nan)]], TOLERANCES["fp32"], None)
     assert not step[1].passed and worst(step) is step[1]

@@ -97,7 +97,7 @@ def test_overrides_alone_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert got.budget.ssd == (tmp_path / "x", tmp_path / "y")
 
 
-def test_one_ssd_may_be_plain_text() -> None:
+def test_accepts_one_ssd_as_plain_text() -> None:
     assert config(budget={"ssd": "/nvme0"}).budget.ssd == (Path("/nvme0"),)
 
 

@@ -75,7 +75,7 @@ def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):
     assert ended.code == 0 and "snapshot" in ended.out, ended.err
 
 
-def test_what_appears_at_the_target_meanwhile_stays(tmp_path):
+def test_keeps_files_that_appear_at_the_target_during_an_export(tmp_path):
     target = tmp_path / "model"
     check = target_check(target, overwrite=False, mark=None)
     with pytest.raises(ModelError, match="exists and holds 1 file"), replacing(target, check=check):

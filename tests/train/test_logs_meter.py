@@ -53,7 +53,7 @@ def test_rows_follow_each_other(clock):
     assert (second["ssd_read_bytes"], second["ssd_written_bytes"]) == (0, 16)
 
 
-def test_what_is_no_step_does_not_count(clock):
+def test_leaves_time_and_bytes_outside_of_steps_out(clock):
     drive = Drive()
     meter = Meter(drive, Trace())
     with meter.aside():

@@ -322,7 +322,7 @@ ANSWER = {"question": "a", "context": "bcd"}
         ("image-classification", [{"image": 3, "label": 0}], {}, "image is a number"),
     ],
 )
-def test_what_cannot_be(name, rows, more, message, place, tmp_path):
+def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_path):
     (tmp_path / "0.png").symlink_to(place / "pictures" / "cat" / "0.png")
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):

@@ -175,7 +175,7 @@ def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
     assert sum("eval_loss" in row for row in ours) == 2
 
 
-def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
+def test_rejects_settings_without_a_meaning_for_rewards(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--sample-prompts: a reward model generates no text"):
         train(settings(model, tmp_path / "a", **{"sample.prompts": "x"}), Display())
     other = tmp_path / "rated.jsonl"

@@ -125,7 +125,7 @@ def test_the_command_line(lohan, place, tmp_path):
         ({"init": None}, "tokenizer: goes with --init"),
     ],
 )
-def test_what_cannot_be(more, message, place, tmp_path):
+def test_rejects_configs_and_settings_that_do_not_match(more, message, place, tmp_path):
     own = tmp_path / "config.json"
     raw = json.loads((place / "config.json").read_text())
     own.write_text(json.dumps({**raw, "vocab_size": 100} if more.pop("small", None) else raw))

@@ -254,7 +254,7 @@ def test_the_command_line(lohan, place, tmp_path):
         ("t5", PAIRS, {"train__freeze": ["wings"]}, "has no part of that name"),
     ],
 )
-def test_what_cannot_be(name, rows, more, message, place, tmp_path):
+def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):
         trainer.train(settings(place / name, data, tmp_path / "run", **more), Watch())

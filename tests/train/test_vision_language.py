@@ -326,7 +326,7 @@ def conversation(content: Any, **more: Any) -> list[dict[str, Any]]:
         (conversation("?"), {"train__pack": True}, "--pack: is for causal language models"),
     ],
 )
-def test_what_cannot_be(rows, more, message, place, tmp_path):
+def test_rejects_wrong_rows_and_settings(rows, more, message, place, tmp_path):
     for name in ("0.png", "data.jsonl"):
         (tmp_path / name).symlink_to(place / name)
     data = write_rows(tmp_path / "rows.jsonl", rows)

@@ -111,7 +111,7 @@ def test_lines_elsewhere() -> None:
     assert lines[1].startswith("step 3/10  loss 12.3457") and len(lines) == 2
 
 
-def test_what_a_model_says_does_not_steer_the_terminal() -> None:
+def test_escapes_control_characters_in_notes() -> None:
     console = Console(file=io.StringIO(), width=40)
     open_display(console).note("a\x1b[2Jb\nc [bold]d[/bold]")
     assert console.file.getvalue() == "a\ufffd[2Jb\nc [bold]d[/bold]\n"  # type: ignore[attr-defined]

@@ -107,7 +107,7 @@ def test_spans_that_nobody_takes_do_not_pile_up():
     assert [span.name for span in trace.take_step()] == ["F100", "W0.0"]
 
 
-def test_of_many_passes_without_gradients_the_last_is_kept():
+def test_keeps_only_the_last_pass_without_gradients():
     trace = Trace()
     trace.add(Span("compute", "B0", 0, 1))
     trace.end_step()

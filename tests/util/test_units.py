@@ -78,7 +78,7 @@ def test_printed_size_reads_back_within_its_two_digits(count: int) -> None:
         (2, ("class", "classes"), "2 classes"),
     ],
 )
-def test_one_thing_is_not_several(count: int, words: tuple[str, ...], text: str) -> None:
+def test_counts_in_singular_and_plural(count: int, words: tuple[str, ...], text: str) -> None:
     assert counted(count, *words) == text
 
 
