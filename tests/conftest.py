@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 # The asserts of helpers then show their values, as those of tests do.
@@ -17,6 +18,12 @@ pytest.register_assert_rewrite("tests.support")
 from tests.support.isolation import isolate_from_user  # noqa: E402
 
 HOME = isolate_from_user()
+
+# Examples have no time limit: on a machine with other work, any of them can take a second.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 # Models here are so small that a second compute thread only waits for the first; with other work
 # on the machine that wait dominates. Children inherit it. It must be set before torch is imported.

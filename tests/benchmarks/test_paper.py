@@ -14,6 +14,7 @@ import pytest
 from lohan.errors import LohanError
 from lohan.planner import presets
 from lohan.planner.systems import fits, policy, run
+from tests.support import HANG_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "paper"
 DOCUMENT = FOLDER.parents[1] / "docs" / "paper.md"
@@ -141,7 +142,7 @@ def test_the_script_prints_and_draws(tmp_path):
         env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
         check=True,
     )
     rows = json.loads(ended.stdout)

@@ -15,6 +15,7 @@ from lohan.store.extents import Region
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
+from tests.support import HANG_S
 from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
 from tests.support.interrupts import send_while_held
 
@@ -29,7 +30,7 @@ def process(*words: object, **options: object) -> subprocess.CompletedProcess[st
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         **options,
     )
 
@@ -126,7 +127,7 @@ def test_the_first_line_alone():
     command = f"'{sys.executable}' -m lohan {' '.join(PLAN)} | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=60
+        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.stderr == "" and ended.stdout.startswith("llama-3-8b on rtx4090")
     assert ended.stdout.count("\n") == 1

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan import _core
+from tests.support import HANG_S
 from tests.support.reference_updates import aligned, aligned_copy, bf16_bits
 
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -228,7 +229,7 @@ def test_pool_survives_fork_and_exit() -> None:
         "if pid == 0: sys.exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANG_S)
     assert (result.returncode, result.stderr) == (0, b"")
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from lohan.device.launch import environment, is_rank, launch, says_first
 from lohan.model.layout import RankInfo
+from tests.support import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 20
+WAIT_S = HANG_S
 
 
 def program(tmp_path: Path, body: str) -> list[str]:

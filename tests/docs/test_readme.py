@@ -24,6 +24,7 @@ from lohan.model.machine import Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.simulate import SiteWork, Traffic
 from lohan.util.trace import Span, write_chrome_trace
+from tests.support import HANG_S
 from tests.support.model_families import CONFIGS, GROUPED, save_model
 from tests.support.tokenizer_folders import save_tokenizer
 
@@ -85,7 +86,7 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "my-model-tuned" / "config.json").is_file()

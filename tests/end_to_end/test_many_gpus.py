@@ -20,7 +20,7 @@ from lohan.tools.report import read_run, read_traces, timeline
 from lohan.train.run_folder import RunFolder
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
-from tests.support import forked_ranks
+from tests.support import HANG_S, forked_ranks
 from tests.support.forked_ranks import (
     alike,
     arguments,
@@ -43,7 +43,7 @@ def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("step 3/5") == 1, "one rank speaks"

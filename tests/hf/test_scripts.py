@@ -24,6 +24,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
+from tests.support import HANG_S
 from tests.support.small_models import CONFIGS, small_model
 from tests.support.trainer_scripts import SETTINGS, collate, examples, logged, made, script, weights
 
@@ -233,7 +234,7 @@ def test_two_trainers_of_one_model_end_with_the_process(tmp_path):
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0 and "trained 3" in ended.stdout, ended.stderr
     for sign in ("Traceback", "Exception ignored", "was not closed", "Error"):

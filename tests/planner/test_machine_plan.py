@@ -33,6 +33,7 @@ from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
+from tests.support import HANG_S
 from tests.support.setting_grids import thinned
 
 GB = 10**9
@@ -374,7 +375,7 @@ def test_seconds_for_people():
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=HANG_S
     )
 
 
@@ -401,7 +402,7 @@ def test_plan_of_a_large_model_does_not_import_torch():
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'imported'"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.returncode == 0, ended.stderr
     assert "tokens/s" in ended.stdout

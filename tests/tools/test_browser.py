@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import HANG_S
 from tests.support.report_pages import finished_fixture, page_fixture  # noqa: F401 - fixtures
 from tests.support.word_model import model_fixture  # noqa: F401 - fixtures
 
@@ -65,7 +66,7 @@ def browse(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     )
 

@@ -25,6 +25,7 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.task import mean_stats
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
+from tests.support import HANG_S
 from tests.support.preference_data import (
     BATCH,
     PAIRS,
@@ -303,7 +304,7 @@ def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     both = rows_of(tmp_path / "two")
