@@ -378,7 +378,7 @@ MISTAKES = {**SETTINGS, **BUDGETS, **DATA, **MODELS}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake(mistake, lohan, model, data, place):
+def test_mistake_gets_one_message_and_leaves_nothing(mistake, lohan, model, data, place):
     wrong, patterns = MISTAKES[mistake]
     arguments = wrong(Desk(place, model, data))
     before = snapshot(place)
@@ -443,7 +443,7 @@ def test_mistake_with_another_command(mistake, lohan, model, data, place, monkey
 
 
 @pytest.mark.parametrize("locked", ["--data", "--out", "--ssd"])
-def test_permissions(locked, lohan, model, data, place):
+def test_names_files_without_permission(locked, lohan, model, data, place):
     given = {"--model": model, "--data": data, "--out": place / "run"}
     shut = place / "shut"
     shut.mkdir()

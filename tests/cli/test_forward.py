@@ -199,7 +199,7 @@ def test_weights_of_a_folder_take_no_state(tmp_path):
         (["--prompt", "w1", "--dtype", "int8"], r"--dtype: unknown 'int8'"),
     ],
 )
-def test_refusals(lohan, tmp_path, args, pattern):
+def test_rejects_wrong_options(lohan, tmp_path, args, pattern):
     folder = write_model(tmp_path / "model", "llama")
     refused(lohan("generate", folder, *args, "--ssd", tmp_path), pattern)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

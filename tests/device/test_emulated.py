@@ -41,7 +41,7 @@ def emulated() -> EmulatedDevice:
 
 
 @pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
-def test_every_mode(kind, mode, clip, tmp_path):
+def test_every_mode_works_with_the_least_memory(kind, mode, clip, tmp_path):
     """Every mode works with one spare weight slot and the gradients of one block.
 
     With so little, every buffer is used again and again.
@@ -82,7 +82,7 @@ def test_a_backward_that_takes_another_way(kind, still, skip, mode, clip, tmp_pa
     check(case, tmp_path, replace(TINY, window=2), mode=mode, seed=5, device=emulated())
 
 
-def test_fp16_overflow(tmp_path):
+def test_fp16_overflow_skips_its_step(tmp_path):
     case = Case(kind="llama", dtype=torch.float16, overflow=1)
     check(case, tmp_path, TINY, mode="balanced", seed=6, device=emulated())
 
@@ -228,7 +228,7 @@ def test_choosing_a_device():
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_no_accelerator():
+def test_rejects_accelerator_on_a_machine_without_one():
     assert isinstance(open_device("auto"), CpuDevice)
     with pytest.raises(LohanError, match=r"finds no accelerator.*--device cpu"):
         open_device("accelerator")

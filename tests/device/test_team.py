@@ -81,7 +81,7 @@ def test_the_run_of_one_rank(world, own, more, together, alone):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
-def test_16_bits(dtype, inputs, together, alone):
+def test_ranks_equal_one_rank_in_16_bits(dtype, inputs, together, alone):
     """Ranks sum gradients in fp32, one rank rounds them once more: within a few roundoffs."""
     u, more = {"bf16": 2**-9, "fp16": 2**-12}[dtype], ("--dtype", dtype, *CLIPPED)
     out = together(2, *more)
@@ -114,7 +114,7 @@ def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_diffusion(forge, tmp_path):
+def test_ranks_equal_one_rank_in_diffusion(forge, tmp_path):
     """The loss is each rank's own mean, of three and of two rows; places of tokens are shared."""
     pytest.importorskip("diffusers")
     save_pipeline(tmp_path / "flux", "flux")
@@ -169,7 +169,7 @@ def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
     assert 0 < ours <= theirs * padding * late * 1.01
 
 
-def test_two_machines(forge, inputs, tmp_path):
+def test_each_machine_has_a_run_folder(forge, inputs, tmp_path):
     """Each has a run folder and stores of its own; the first has log and export."""
     boxes = [tmp_path / f"box{rank}" / "run" for rank in range(2)]
 
@@ -221,7 +221,7 @@ def test_ranks_with_other_settings(forge, inputs, tmp_path):
         (("--batch", 1), "--batch 1 is less than one row for each of 2 ranks"),
     ],
 )
-def test_refusals(more, message, forge, inputs, tmp_path):
+def test_rejects_settings_that_ranks_cannot_share(more, message, forge, inputs, tmp_path):
     ended = forked_ranks.run(forge, 2, *arguments(inputs, tmp_path / "run", *more))
     assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
     assert message in ended[0].err and "Traceback" not in ended[0].err + ended[1].err
@@ -275,7 +275,7 @@ def instants(names: list[list[str]], count: int, *, seed: int) -> list[tuple[int
     return chosen
 
 
-def test_kill(forge, inputs, whole, tmp_path):
+def test_killed_rank_stops_the_others_and_both_resume(forge, inputs, whole, tmp_path):
     ((rank, boundary),) = instants(whole[1], 1, seed=3)
     kill_and_go_on(forge, inputs, whole, tmp_path / "run", rank=rank, boundary=boundary)
 

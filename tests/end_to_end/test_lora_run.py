@@ -134,7 +134,7 @@ def test_the_plan_shows_what_is_saved(lohan, inputs):
         (["--lora", 4, "--base", "nf3"], 'got text "nf3", wants one of nf4, int8, fp8'),
     ],
 )
-def test_mistakes(options, message, lohan, inputs, tmp_path):
+def test_rejects_wrong_lora_options(options, message, lohan, inputs, tmp_path):
     ended = lohan("train", *inputs, *options, "--out", tmp_path / "run", "--steps", 1)
     assert ended.code == 2
     assert message in ended.err.replace("\n", " ")

@@ -207,7 +207,7 @@ def test_rejects_missing_device_before_reading_data(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_export(lohan, model, tmp_path):
+def test_run_without_export_can_be_exported_later(lohan, model, tmp_path):
     data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
     given = ["train", "--model", model, "--data", data, "--out", out, "--host", "64MiB"]
     ended = lohan(*given, "--steps", 1, "--batch", 2, "--seq", 16, "--no-export")

@@ -196,7 +196,7 @@ def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
 # -- when ---------------------------------------------------------------------------------------
 
 
-def test_by_time(monkeypatch):
+def test_commits_by_time(monkeypatch):
     """A step commits if the next would end too late; the first ones of a plan in any case."""
     now = 0.0
     monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)
@@ -240,7 +240,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_two_ranks(forge, inputs, tmp_path):
+def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
     """Ranks commit the same steps, and all rows are in the log."""
     made = []
     for every in ("step", "3"):

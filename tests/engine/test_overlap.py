@@ -178,14 +178,14 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
-def test_bf16(mode, clip, tmp_path):
+def test_overlap_changes_no_bit_in_bf16(mode, clip, tmp_path):
     case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
     check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=7)
 
 
 @pytest.mark.parametrize("spilled", [0.0, 1.0])
 @pytest.mark.parametrize("overflow", [0, 2])
-def test_fp16_overflow(overflow, spilled, tmp_path):
+def test_overlap_changes_no_bit_of_a_skipped_step(overflow, spilled, tmp_path):
     case = Case(kind="gpt2", dtype=torch.float16, overflow=overflow, clip=CLIP * (spilled == 1))
     assert plain(case).progress.skipped_steps == 1
     for mode in ("serial", "balanced"):
@@ -427,7 +427,7 @@ def stress(seed: int, place: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_stress(seed, tmp_path):
+def test_random_cases_equal_the_serial_path(seed, tmp_path):
     stress(seed, tmp_path)
 
 

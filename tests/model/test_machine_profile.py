@@ -54,7 +54,7 @@ def test_drives_add_up_to_the_limit_and_no_further():
         read(drives=[]).with_drives(2)
 
 
-def test_price():
+def test_price_is_the_sum_of_the_parts():
     profile = read(
         server_usd=1000,
         gpu_usd=500,

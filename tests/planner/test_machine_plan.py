@@ -328,7 +328,7 @@ def test_a_refusal_names_changes_that_are_enough():
     assert fits(replace(asked, batch=batch)) and not fits(replace(asked, batch=batch + 1))
 
 
-def test_searches():
+def test_searches_find_the_largest_size_that_fits():
     assert [largest(lambda n: n <= 13, limit) for limit in (5, 13, 100)] == [5, 13, 13]
     assert largest(lambda n: False, 100) == 0
     asked = request("gpt-13b", "ratel-4080", batch=1)

@@ -106,7 +106,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "deferred", "back", "after"), MODES)
-def test_modes(mode, deferred, back, after):
+def test_no_mode_reads_what_is_still_in_a_slot(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
@@ -195,7 +195,7 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
 
 
-def test_on_demand():
+def test_schedules_single_blocks_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = one_backward(TWO, buffers, 1)
     assert to_text(made) == "B1@1"

@@ -232,7 +232,7 @@ def test_long_curves_are_thinned():
     assert curve(rows, "loss") == {"x": [3], "y": [2.0]}
 
 
-def test_the_sentence():
+def test_advice_is_one_sentence():
     advice = Advice(
         [
             Change("--host 16GiB", 1.9),

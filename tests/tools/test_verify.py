@@ -183,7 +183,7 @@ def test_a_model_without_weights(verify, inputs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_adapters(verify, dtype, tmp_path):
+def test_verifies_adapters_against_peft(verify, dtype, tmp_path):
     """The base stays as it is, the adapters learn as PEFT's would."""
     pytest.importorskip("peft")
     config = tmp_path / "lora.toml"
@@ -412,7 +412,7 @@ def difference(distance: float, name: str = "w", count: int = 100) -> Difference
     return Difference(name, distance, distance, update=1.0, size=0.0, count=count)
 
 
-def test_limits():
+def test_compares_differences_with_the_tolerances():
     fp32 = TOLERANCES["fp32"]
     (step,) = judge_weights([[difference(0.9e-3)]], fp32, None)
     assert step[0].passed and step[0].share == pytest.approx(0.9)

@@ -317,7 +317,7 @@ def test_every_field_is_documented_once() -> None:
     assert [info.dotted for info in infos if info.required] == ["model", "data", "out"]
 
 
-def test_frozen() -> None:
+def test_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().train.lr = 1.0  # type: ignore[misc]
 

@@ -130,7 +130,7 @@ def test_lion_takes_the_values_of_groups(tmp_path):
     assert off < 1e-3 * sum(p.numel() for p in expected.values())
 
 
-def test_lora_plus(tmp_path):
+def test_lora_plus_trains_second_matrices_faster(tmp_path):
     """The second matrix of every adapter learns faster, and the base stays as it is."""
     pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     from tests.support.small_models import adapted
@@ -269,7 +269,7 @@ def test_refused_groups(groups, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_patterns():
+def test_patterns_match_parts_of_names():
     name = "model.layers.10.self_attn.q_proj.weight"
     for pattern in ("q_proj", "layers.10", "layers.*.self_attn", "*_proj", "layers.1?", name):
         assert matches(pattern, name), pattern

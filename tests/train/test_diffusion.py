@@ -332,7 +332,7 @@ def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
             trainer.train(config, Watch())
 
 
-def test_tables_agree():
+def test_tables_of_tasks_agree():
     assert set(table.TASKS) == set(TASKS)
 
 

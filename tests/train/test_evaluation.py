@@ -163,7 +163,7 @@ def test_evaluation_mode_and_random_state_are_put_back(tmp_path):
     assert evaluate(model, Rows(), batch=1, task=CausalLM(), stop=lambda: True) is None  # type: ignore[arg-type]
 
 
-def test_history() -> None:
+def test_history_finds_the_best_step() -> None:
     rows = [{"step": n, "eval_loss": loss} for n, loss in enumerate([3.0, 2.0, 2.5, 2.0], 1)]
     found = History.of(rows)
     assert (found.best, found.best_step, found.since_best) == (2.0, 2, 2)

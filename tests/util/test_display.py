@@ -99,7 +99,7 @@ def test_the_last_step_stays_and_long_work_leaves_a_line() -> None:
     assert lines[5].startswith("exporting: done in ")
 
 
-def test_lines_elsewhere() -> None:
+def test_prints_lines_without_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=40)
     shown = open_display(console)
     assert isinstance(shown, LineDisplay)
@@ -118,7 +118,7 @@ def test_escapes_control_characters_in_notes() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (5025, "1:23:45")])
-def test_clock(seconds: float, text: str) -> None:
+def test_formats_durations(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
