@@ -134,7 +134,7 @@ def keeping_on_cpu(clip: float) -> Any:
 
 
 @pytest.mark.parametrize("late", LANES)
-def test_activations(late):
+def test_delayed_lanes_change_no_activation(late):
     """Four slices a block: halves of a buffer on the device are used again within it."""
     clip = 0.3 if late in ("ssd", "optimizer") else 0.0  # with it, updates do not come between
     assert keeping_run(clip, late, device=EmulatedDevice(64 * MiB)) == keeping_on_cpu(clip)

@@ -54,7 +54,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     assert made.update_mode == "balanced" and bool(made.deferred) is deferring_pays
 
 
-def test_of_a_large_model_too():
+def test_best_plan_of_a_large_model():
     """Only its levels of activations take too long to simulate."""
     model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
     asked = PlanRequest(

@@ -34,6 +34,7 @@ from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
+from tests.support import HANG_S
 from tests.support.setting_grids import thinned
 
 GB = 10**9
@@ -107,7 +108,7 @@ def test_a_card_that_is_large_enough_is_named():
     ("optimizer", "moments", "each"),
     [("adamw", "bf16", 8), ("adamw", "int8", 6.25), ("lion", "fp32", 8), ("sgd", "int8", 5.125)],
 )
-def test_what_other_optimizers_save(optimizer, moments, each):
+def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, each):
     """Disk, writes and time by the bytes of their table, next to the default."""
     asked = request("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     made = with_alternatives(plan_for_machine(asked))
@@ -330,7 +331,7 @@ def test_a_refusal_names_changes_that_are_enough():
     assert fits(replace(asked, batch=batch)) and not fits(replace(asked, batch=batch + 1))
 
 
-def test_searches():
+def test_searches_find_the_largest_size_that_fits():
     assert [largest(lambda n: n <= 13, limit) for limit in (5, 13, 100)] == [5, 13, 13]
     assert largest(lambda n: False, 100) == 0
     asked = request("gpt-13b", "ratel-4080", batch=1)
@@ -377,7 +378,7 @@ def test_seconds_for_people():
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=HANG_S
     )
 
 
@@ -404,7 +405,7 @@ def test_plan_of_a_large_model_does_not_import_torch():
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'imported'"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.returncode == 0, ended.stderr
     assert "tokens/s" in ended.stdout

@@ -93,7 +93,7 @@ def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
     assert apart.busy_s["net"] < own.busy_s["net"] / 50
 
 
-def test_what_goes_over_the_links_adds_up():
+def test_step_is_not_shorter_than_the_traffic_of_a_shared_link():
     """GPUs without a net of their own: no step is shorter than a link is busy with both."""
     made = plan_for_machine(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
     busy = made.busy_s
@@ -120,7 +120,7 @@ def test_a_share_of_a_machine():
         (asked(4, 8, device_bytes=0), "--gpus 4: ratel-4090 has no GPU"),
     ],
 )
-def test_what_cannot_be_is_refused(impossible, words):
+def test_rejects_impossible_rank_settings(impossible, words):
     with pytest.raises(ConfigError, match=words):
         plan_for_machine(impossible)
 

@@ -163,7 +163,7 @@ def test_a_machine_without_prices_has_no_cheapest_plan():
     assert ended.exit_code and "--minimise writes" in str(ended.exception)
 
 
-def test_what_a_step_writes_needs_no_machine():
+def test_written_bytes_of_a_step_equal_the_forecast():
     made = plan_for_machine(asked())
     written = written_per_step(made.blocks, made.workload, made.plan, has_own_memory=True)
     assert written == made.forecast.written_bytes

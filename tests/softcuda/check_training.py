@@ -28,10 +28,10 @@ from lohan.engine.oom_guard import OomGuard
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, Case, check_norm_of_device, plain
 from tests.softcuda import extension, unordered, waits
 from tests.support.delayed_runs import WIDTH, Result, Tuning, net, train
 from tests.support.missing_waits import CARELESS, ComputesAtOnce, SaysDone, kept_slices, shows
+from tests.support.overlap_cases import CLIP, Case, check_norm_of_device, plain
 from tests.support.small_models import SMALL, attached, batches, small_model
 
 pytestmark = pytest.mark.gpu

@@ -61,7 +61,7 @@ def test_rates_come_from_the_spans():
     assert found.ssd_read == found.ssd_mixed == pytest.approx((50 * 4 + 32 * 12) / 4)
 
 
-def test_what_goes_between_ranks_has_a_rate():
+def test_measures_the_rate_between_ranks():
     """Of two ranks each hears the other's shard: 50 parameters, 4 bytes each way."""
     spans = [
         Span("compute", "F0", 0.0, 1.0),
