@@ -37,7 +37,7 @@ from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
-from lohan.engine.buffers import Dequantised, HostPool, StepScalars
+from lohan.engine.buffers import Dequantised, HostPool, SharedSlots, StepScalars
 from lohan.engine.clipping import Clipping
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import (
@@ -273,7 +273,9 @@ class Executor:
             self.spec,
             lanes=self.lanes,
             overlap=plan.overlap,
-            slots=self.runner.slots if on_device is None else on_device.slots,
+            slots=(
+                SharedSlots(self.runner.slots, self.pool) if on_device is None else on_device.slots
+            ),
             update_mode=plan.update_mode,
             deferred=deferred_groups(blocks, plan),
             speculates=plan.may_speculate,
