@@ -86,9 +86,9 @@ class _LiveBytes(DispatchMode):
         self._seen[key] = weakref.finalize(storage, dead)
 
 
-FLASH, EFFICIENT = (
+FLASH, EFFICIENT, CUDNN = (
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward").default
-    for name in ("flash", "efficient")
+    for name in ("flash", "efficient", "cudnn")
 )
 
 
@@ -96,9 +96,10 @@ def attention_workspace(func: Any, args: Sequence[Any]) -> int:
     """Return the bytes of workspace that an attention kernel takes on an accelerator.
 
     No tensor shows them. They hold sums of gradients in fp32 and, if query heads share keys and
-    values, the gradients of keys and values for every query head.
+    values, the gradients of keys and values for every query head. cuDNN's kernel, which torch
+    prefers on cards for servers, is taken to need what flash attention needs.
     """
-    if func not in (FLASH, EFFICIENT) or args[1].device.type == "cpu":
+    if func not in (FLASH, EFFICIENT, CUDNN) or args[1].device.type == "cpu":
         return 0
     query, key, value = args[1:4]
     if func is EFFICIENT:

@@ -555,9 +555,10 @@ def machine_with(device: Device, profile: Profile | None) -> Profile | None:
 def device_overhead(
     device: Device, model: nn.Module, host_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """Return the bytes of device memory, by owner, apart from blocks and schedule."""
-    if not device.has_own_memory:
-        return ()
+    """Return the bytes of device memory, by owner, apart from blocks and schedule.
+
+    Those of a GPU that shares the host's memory are part of the host budget.
+    """
     lines = device.overhead(host_bytes)
     if device.torch_device.type != "cpu":  # the model's buffers go there
         buffers = {id(buffer): buffer for buffer in model.buffers()}.values()

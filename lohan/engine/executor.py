@@ -34,7 +34,7 @@ from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
 from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
-from lohan.engine.buffers import Dequantised, HostPool, StepScalars
+from lohan.engine.buffers import Dequantised, HostPool, SharedSlots, StepScalars
 from lohan.engine.clipping import Clipping
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.commit_clock import CommitClock
@@ -122,7 +122,9 @@ class Executor:
             blocks.groups,
             self.spec,
             lanes=self.lanes,
-            slots=self.runner.slots if on_device is None else on_device.slots,
+            slots=(
+                SharedSlots(self.runner.slots, self.pool) if on_device is None else on_device.slots
+            ),
             updates=UpdateOptions.of(plan, blocks),
             steps=self.steps,
         )

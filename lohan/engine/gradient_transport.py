@@ -186,7 +186,7 @@ class GradientOffload:
             flat = self._device.allocate(own.numel() * FLOAT)
             made[index] = flat.view(torch.float32).view(own.shape)
             pairs.append((made[index], own))
-        self._device.wait(self._device.copy("h2d", pairs, after=aside.event))
+        self._device.wait(self._device.copy("slices", pairs, after=aside.event))
         return made
 
     def offload(

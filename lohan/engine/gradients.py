@@ -227,8 +227,8 @@ class GradientCollector:
         handed = finished if scheduled is None else scheduled
         there = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:
-            grads = there[number] = self._hooked_gradients(
-                number, self.sink.take(self._blocks.groups[number].key)
+            grads = there[number] = self._for_update(
+                self._hooked_gradients(number, self.sink.take(self._blocks.groups[number].key))
             )
             self.steps.current.gradients[number] = frozenset(grads)
             self._pending.squares_on_device[number] = self._sum_squares(grads)
@@ -240,6 +240,17 @@ class GradientCollector:
         if self._offload is None or not (self._needs_norm and alone):
             return None
         return self._offload.sum_squares(grads)
+
+    def _for_update(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return gradients as the next lane takes them.
+
+        Without copies in the schedule, updates read them on the host. There they already are,
+        except for those of a GPU that shares the host's memory: its allocator's is not readable by
+        the CPU. Each is freed when it has been copied.
+        """
+        if self._offload is not None:
+            return grads
+        return {index: grads.pop(index).cpu() for index in list(grads)}
 
     def _hooked_gradients(
         self, number: int, grads: dict[int, torch.Tensor]
@@ -323,6 +334,8 @@ class GradientCollector:
             if summed is not None:
                 self._pending.squares[number] = float(summed)
             grads = {index: grad.cpu() for index, grad in grads.items()} | aside
+        elif isinstance(grads, dict):  # sums in a file are read one by one
+            grads = self._for_update(dict(grads))
         self.steps.current.gradients[number] = frozenset(grads)
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)

@@ -624,7 +624,7 @@ def compute_memory(device: Device, count: int) -> torch.Tensor:
     """Return a buffer of `count` bytes where compute reads them."""
     if device.has_own_memory:
         return device.allocate(count)
-    return torch.from_numpy(device.host_memory(count))
+    return device.compute_view(torch.from_numpy(device.host_memory(count)))
 
 
 def silent(task: str, done: int, total: int) -> None:

@@ -89,7 +89,7 @@ class Session:
 
     @property
     def planless(self) -> bool:
-        """A change of plan failed, and the old plan could not be taken up again."""
+        """True if a change of plan failed and the old plan could not be restored."""
         return self._planless
 
     @property
