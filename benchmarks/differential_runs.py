@@ -279,7 +279,7 @@ class SessionRun:
         try:
             self.attach(build_for(self.case), "probe", {**self.limits, tier: TINY}).close()
         except RankError as error:
-            if not error.told:
+            if not error.reported:
                 raise
         except BudgetError as error:
             size = re.search(rf"raise {option} to ([\d.]+ \w+)", str(error))
