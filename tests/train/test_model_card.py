@@ -31,7 +31,7 @@ def lohan(*words, **env):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run of a model and a dataset that lie in the hub's cache."""
+    """Train a model and a dataset that lie in the hub's cache."""
     root = tmp_path_factory.mktemp("card")
     plain = write_inputs(root)
     inputs = root / "hub"
