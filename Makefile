@@ -6,7 +6,7 @@ STAMP := .venv/.lohan-setup
 CUDA_TORCH ?= 2.14.1
 CUDA_VENV := build/cuda-venv-$(CUDA_TORCH)
 
-.PHONY: setup demo test test-fast test-slow test-cuda test-browser lint format docs docs-site bench sanitize clean
+.PHONY: setup demo wheel test test-fast test-slow test-cuda test-browser lint format docs docs-site bench sanitize clean
 
 setup: $(STAMP)
 
@@ -71,6 +71,11 @@ docs: setup
 docs-site: setup
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
+# Wheels for CPython 3.11 and, with the stable ABI, for 3.12 and later, in dist/. They need glibc 2.28.
+WHEEL_PYTHONS ?= python3.11 python3.12
+wheel:
+	$(PYTHON) csrc/wheels.py $(addprefix --python ,$(WHEEL_PYTHONS))
+
 bench: setup
 	$(PY) benchmarks/step.py --tokens 256 --rounds 1 --steps 3
 	$(PY) benchmarks/adam.py --chunks 256Ki 4Mi --rounds 5
@@ -82,4 +87,4 @@ sanitize: setup
 	$(PY) csrc/sanitize.py
 
 clean:
-	rm -rf .venv build runs demo-run .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist runs demo-run .pytest_cache .mypy_cache .ruff_cache

@@ -63,6 +63,7 @@ def export_store(
     read: ReadFlat | None = None,
     mark: str | None = None,
     chat_template: str | None = None,
+    card: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Stream the committed weights of a store into a Hugging Face folder.
@@ -72,7 +73,7 @@ def export_store(
     which only the PEFT folder is written. `ema` selects the average of the weights. `read`
     provides the weights, if not the stores. `mark` is the id of the run that exports.
     `chat_template` is the template used in training, if it differs from that of the source
-    folder.
+    folder. `card` is the text of the model card.
     """
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
@@ -95,6 +96,7 @@ def export_store(
             dtype=torch_dtype,
             overwrite=overwrite,
             mark=mark,
+            card=card,
         )
     if buffers is None:
         buffers = {} if model is None else persistent_buffers(model)
@@ -109,6 +111,7 @@ def export_store(
         overwrite=overwrite,
         mark=mark,
         chat_template=chat_template,
+        card=card,
         max_shard_bytes=max_shard_bytes,
     )
 
@@ -123,6 +126,7 @@ def export_merged(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     chat_template: str | None = None,
+    card: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     mark: str | None = None,
 ) -> Path:
@@ -143,6 +147,7 @@ def export_merged(
         source_folder=source_folder,
         overwrite=overwrite,
         chat_template=chat_template,
+        card=card,
         max_shard_bytes=max_shard_bytes,
         mark=mark,
     )

@@ -47,6 +47,7 @@ from lohan.train.inputs import (
     open_session,
 )
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
+from lohan.train.model_card import model_card
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
 from lohan.train.run_folder import (
     Mark,
@@ -614,6 +615,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
                 overwrite=True,
                 ema=out == folder.ema,
                 chat_template=chosen_template(config.train.chat_template),
+                card=model_card(folder, config, step=session.step, averaged=out == folder.ema),
                 progress=lambda done, all_: display.advance("exporting", done, all_),
             )
         display.note(f"{what}: {out}")

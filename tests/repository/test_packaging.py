@@ -27,7 +27,7 @@ DATA = {
 def test_data_files_are_part_of_the_package() -> None:
     """The build takes the folder as it is, less what .gitignore names."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert settings["wheel"] == {"packages": ["lohan"]}
+    assert settings["wheel"] == {"packages": ["lohan"], "py-api": "cp312"}
     ignored = (ROOT / ".gitignore").read_text().split()
     there = {p.relative_to(ROOT) for p in (ROOT / "lohan").rglob("*") if p.is_file()}
     kept = {str(p) for p in there if not any(_matches(p, pattern) for pattern in ignored)}

@@ -18,12 +18,12 @@ from lohan.device.integrated import IntegratedDevice
 from lohan.errors import ConfigError
 from lohan.util.units import MiB
 from tests import test_activations
+from tests.engine.test_kept_activations import SLOW, folder, smaller  # noqa: F401 - a fixture
+from tests.engine.test_overlap import CLIP, KINDS, Case, check
 from tests.softcuda import extension
 from tests.support.delayed_runs import Tuning, train
 from tests.support.setting_grids import pairwise
 from tests.support.small_models import attached, batches, small_model
-from tests.engine.test_kept_activations import SLOW, folder, smaller  # noqa: F401 - a fixture
-from tests.engine.test_overlap import CLIP, KINDS, Case, check
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
