@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lohan.config import field_of
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("cards_page", ROOT / "docs" / "cards_page.py")
 assert SPEC is not None and SPEC.loader is not None
-cards_page = importlib.util.module_from_spec(SPEC)
+cards_page = sys.modules["cards_page"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(cards_page)
 
 MODELS = {model.preset: model for model in cards_page.MODELS}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.engine.actions import MOST_ENDED
+from lohan.engine.step import MAX_PENDING_META
 from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
 from tests.support.command_line import CONFIG
 from tests.support.random_checkpoint import write_random_checkpoint
@@ -127,7 +127,7 @@ def test_a_loop_of_its_own_leaves_nothing_behind(tmp_path):
         names = [span.name for span in session.executor.trace.take_step()]
         assert 1 <= names.count("F0") <= 2
         finished = [meta["progress"]["step"] for meta in session.take_finished()]
-        assert finished == list(range(40 - MOST_ENDED + 1, 41))
+        assert finished == list(range(40 - MAX_PENDING_META + 1, 41))
 
 
 # -- the Chrome trace -----------------------------------------------------------------------------
