@@ -74,8 +74,9 @@ class Session:
             self._executor.mean_over = self._mean_over
         self._executor.clipping.norm = self._norm
         self._executor.step_gradients.updates = self._updates_in_backward
-        for name, value in self._of_head.items():
-            setattr(self._head, name, value)
+        if self._head is not None:  # user code may have changed the loss since
+            for name, value in self._of_head.items():
+                setattr(self._head, name, value)
         self._stopped = self._planless = False
 
     @property
@@ -310,7 +311,7 @@ class Session:
         micro-batches must be given as a function, which is called when the model runs by
         itself and can be measured.
         """
-        old = self.plan
+        old, consumed = self.plan, self.executor.step_gradients.consumed
         self.commit()
         moved, store = self.counters, self.store.counters
         self._before = Counters(
@@ -324,6 +325,7 @@ class Session:
         self.context.device.release_cached_memory()
         try:
             self._start(plan() if callable(plan) else plan)
+            self.executor.step_gradients.consumed = consumed
         except BaseException as error:  # memory may have run out, or Ctrl-C come
             if self.process_group.several:  # Note [an error on one rank]: others may have begun
                 self.process_group.abort()

@@ -60,6 +60,8 @@ class WrappedSite:
         ]
         self.refresh()
         self.state = BlockState(site.name, module)
+        self._forward: Callable[..., Any] = module.forward
+        self._removed = False
         self.original: Callable[..., Any] = with_writes(module.forward)
         if executor.tiling is not None:
             self.original = executor.tiling.forward(module, self.original)
@@ -78,10 +80,13 @@ class WrappedSite:
             self._trained = any(parameter.requires_grad for parameter in self._owned)
 
     def remove(self) -> None:
+        self._removed = True
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._removed:  # user code has put a function around it before the plan changed
+            return self._forward(*args, **kwargs)
         executor = self.executor
         if any(map(self.within, executor.sites_with_weights)):
             return self.original(*args, **kwargs)
