@@ -22,29 +22,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take longest, most of them for the processes they start. Workers take whole files, in
 # this order and then as collected, so that none of these is left for the end.
 LONG = (
-    "test_readme",
-    "test_no_file_lost",
-    "test_crash",
-    "test_backend",
-    "test_team",
-    "test_many_gpus",
-    "test_activations",
-    "test_overlap",
-    "test_devices",
-    "test_demo",
-    "test_verify",
-    "test_team_loops",
-    "test_architectures",
-    "test_memory",
-    "test_device_memory",
-    "test_evaluation",
-    "test_examples",
+    "docs/test_readme",
+    "end_to_end/test_no_file_lost",
+    "end_to_end/test_crash",
+    "device/test_external_backend",
+    "device/test_team",
+    "end_to_end/test_many_gpus",
+    "engine/test_kept_activations",
+    "engine/test_overlap",
+    "device/test_emulated",
+    "examples/test_demo",
+    "tools/test_verify",
+    "device/test_team_loops",
+    "end_to_end/test_architectures",
+    "end_to_end/test_memory",
+    "end_to_end/test_device_memory",
+    "train/test_evaluation",
+    "examples/test_examples",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(LONG)))
 
 
 def pytest_collection_finish() -> None:

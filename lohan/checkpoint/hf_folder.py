@@ -316,7 +316,7 @@ def build_model(
             )
         except Exception as error:
             raise ModelError(
-                f"{path}/generation_config.json: {first_line(error)}; mend or remove the file"
+                f"{path}/generation_config.json: {first_line(error)}; correct or remove the file"
             ) from error
     if has_weights(path):
         load_buffers(model, path)

@@ -245,8 +245,8 @@ def _recover_leftovers(target: Path) -> None:
             continue
         if path.is_symlink() or path.stat().st_ino != recorded[what]:
             raise ModelError(
-                f"{path}: is there and is not known to be of an export to {target}, it is left as "
-                "it is; move it away, or give another --out"
+                f"{path}: was not written by an export to {target} and was left "
+                "unchanged; move it away, or give another --out"
             )
         if what == REPLACED and not target.exists():
             path.rename(target)

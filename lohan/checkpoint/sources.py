@@ -486,7 +486,7 @@ class InitialValues:
         empty = [name for name, values in drawn.items() if values.isnan().any()]
         if empty:
             raise ModelError(
-                f"{type(model).__name__} does not say what parameter {empty[0]} starts with; "
+                f"{type(model).__name__} does not initialise parameter {empty[0]}; "
                 "make a folder of weights with transformers, and give it as --model"
             )
         return drawn

@@ -26,7 +26,7 @@ from lohan.util.units import counted
 if TYPE_CHECKING:
     from lohan.util.display import Display
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
 # Settings without an option of their own.
 ONLY_BY_SET = (
     "train.min_lr_ratio",
@@ -49,18 +49,23 @@ Set = Annotated[
         "--set",
         metavar="KEY=VALUE",
         show_default=False,
-        help="Any setting by its name in the file, such as train.beta2=0.95; may be repeated.",
+        help="Any setting by its name in a file, such as train.beta2=0.95; may be repeated.",
     ),
 ]
 
 
-@settings_options(*(info.dotted for info in fields_of() if info.dotted not in ONLY_BY_SET))
+@settings_options(
+    *(info.dotted for info in fields_of() if info.dotted not in ONLY_BY_SET), panels=True
+)
 def train(
     overrides: dict[str, Any],
     config: ConfigFile = None,
     assignments: Set = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only the plan; nothing is written.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check settings and data, print the plan, and write nothing."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -103,12 +108,12 @@ def resume(
         bool,
         typer.Option(
             "--keep-schedule",
-            help="With --steps: the learning rate goes on as it was planned before.",
+            help="With --steps: keep the learning-rate schedule of the original number of steps.",
         ),
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="Ranks to go on with. Not given: as many as before."),
+        typer.Option("--gpus", min=1, help="Number of ranks. Default: the same as before."),
     ] = None,
     assignments: Set = None,
     as_json: Json = False,
@@ -143,7 +148,7 @@ def export(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run or, to merge it, of an adapter.",
+            help="Run folder or, with --merge, adapter folder.",
             show_default=False,
         ),
     ],
@@ -153,19 +158,19 @@ def export(
         typer.Option("--dtype", help=field_of("output.export_dtype").help, show_default=False),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="The moving average of the weights instead.")
+        bool, typer.Option("--ema", help="Export the moving average of the weights instead.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what an export has written there.")
+        bool, typer.Option("--overwrite", help="Replace an earlier export in this folder.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="An adapter added to the weights of its base.")
+        bool, typer.Option("--merge", help="Add the adapter to the weights of its base model.")
     ] = False,
     model: Annotated[
         Path | None,
         typer.Option(
             "--model",
-            help="Base of an adapter folder. Not given: the one that it names.",
+            help="Base model of an adapter folder. Default: the model that it names.",
             show_default=False,
         ),
     ] = None,
@@ -175,7 +180,7 @@ def export(
             "--as-lora",
             min=1,
             metavar="RANK",
-            help="The best LoRA approximation of what was trained, as a PEFT folder.",
+            help="Write the best LoRA approximation of a full fine-tune, as a PEFT folder.",
             show_default=False,
         ),
     ] = None,

@@ -301,7 +301,7 @@ class AcceleratorDevice:
                 raise
             raise BudgetError(
                 f"{self.name}: no memory even for the libraries of the device "
-                f"({str(error).splitlines()[0]}); end what else uses it"
+                f"({str(error).splitlines()[0]}); stop other programs that use it"
             ) from error
 
     def memory_bytes(self) -> int:
@@ -309,7 +309,7 @@ class AcceleratorDevice:
         limits = [count for count in (self._memory, free) if count is not None]
         if not limits:
             raise ConfigError(
-                f"{self.name} does not say how much memory it has; give --device-memory, say 24GiB"
+                f"{self.name} does not report its memory; give --device-memory, such as 24GiB"
             )
         return min(limits)
 
@@ -506,7 +506,9 @@ class AcceleratorDevice:
 def found_type() -> str:
     """Return the type of the accelerator that torch was built for and that is available."""
     if not hasattr(torch, "accelerator"):
-        raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
+        raise ConfigError(
+            "--device: this version of torch has no torch.accelerator; use 2.6 or newer"
+        )
     backend = _built_for()
     if backend is not None and torch.accelerator.is_available():
         return backend.type

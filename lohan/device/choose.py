@@ -28,10 +28,12 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
     """
     name, number = _parted(known_name(name))
     if link is not None and name != "emulated":
-        raise ConfigError(f"link: --device {name} has the link it has; leave --link out")
+        raise ConfigError(
+            f"--link applies only to emulated devices, not to --device {name}; leave it out"
+        )
     if name == "emulated":
         if memory is None:
-            raise ConfigError("device emulated: how much memory? add --device-memory, say 2GiB")
+            raise ConfigError("--device emulated requires --device-memory, such as 2GiB")
         return EmulatedDevice(memory, h2d=link, d2h=link)
     if name == "accelerator":
         return _accelerator(memory, number)
@@ -60,7 +62,7 @@ def known_name(name: str) -> str:
     if (named := _AN_ACCELERATOR.fullmatch(name)) is not None:
         if named[1] in BACKENDS and (available := found_type()) != named[1]:
             raise ConfigError(
-                f"device: {name} was asked for, but the accelerator of this machine is {available}"
+                f"device: {name} was requested, but the accelerator of this machine is {available}"
                 f"; use --device {available}"
             )
         return f"accelerator:{named[2]}" if named[2] is not None else "accelerator"

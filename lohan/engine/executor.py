@@ -47,6 +47,7 @@ from lohan.engine.gradients import (
 )
 from lohan.engine.lanes import Lanes
 from lohan.engine.scheduler import ActionScheduler
+from lohan.engine.step import Decision, Factor, State, Step, Steps
 from lohan.engine.user_code import KeptGradients, UnwantedGradients, WatchedParameters
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, ModelError, RankError, StoreError
@@ -54,7 +55,8 @@ from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, Tensor
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
 from lohan.param_groups import META_KEY, HyperParameters
-from lohan.schedule.steps import deferred_groups, spec_of
+from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.steps import spec_of
 from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
 from lohan.util.units import counted
@@ -198,7 +200,7 @@ class CommitClock:
         if commits:
             self.committed()
         interval = self._plan.commit
-        if not self._plan.commits_by_interval or self._steps < SETTLING:
+        if interval.every_step or self._steps < SETTLING:
             return True
         if interval.steps and self._since + 1 >= interval.steps:
             return True
@@ -222,7 +224,6 @@ class Executor:
     inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
     forward_began_s = 0.0  # of the last call of the model with gradients
     inference_began_s = math.inf  # of the first one without, since then
-    _in_backward = False
     _lost = ""  # why weights in memory are of no step, if they are
     _resident_current = True  # resident parameters are those of the last step
 
@@ -248,6 +249,7 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.step_gradients = StepGradients(self.refresh_resident)
+        self.steps = Steps()
         self.collectives = StepCollectives(context.process_group, blocks.groups)
         self.spec = spec_of(context.shards, plan)
         self.pool = HostPool(context.host_bytes, device)
@@ -258,6 +260,7 @@ class Executor:
             store=store,
             pool=self.pool,
             collectives=self.collectives,
+            steps=self.steps,
         )
         self.lanes = Lanes(
             self.runner,
@@ -272,14 +275,11 @@ class Executor:
             blocks.groups,
             self.spec,
             lanes=self.lanes,
-            overlap=plan.overlap,
             slots=(
                 SharedSlots(self.runner.slots, self.pool) if on_device is None else on_device.slots
             ),
-            update_mode=plan.update_mode,
-            deferred=deferred_groups(blocks, plan),
-            speculates=plan.may_speculate,
-            by_interval=plan.commits_by_interval,
+            updates=UpdateOptions.of(plan, blocks),
+            steps=self.steps,
         )
         self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = GradientCollector(
@@ -289,6 +289,7 @@ class Executor:
             pending=self.runner.pending,
             gradient_offload=self.runner.gradient_offload,
             collectives=self.collectives,
+            steps=self.steps,
         )
         self.block_runner = self._make_block_runner(context, save_plans)
         self.train_state = TrainState.of(store.meta)
@@ -307,6 +308,7 @@ class Executor:
             runner=self.runner,
             store=store,
             collectives=self.collectives,
+            steps=self.steps,
         )
         try:
             self._take_over(model, blocks)
@@ -419,7 +421,7 @@ class Executor:
     def _roll_back_unfinished(self) -> None:
         """Roll back a step whose backward failed outside LoHan before it finished."""
         self._check_usable()
-        if self._in_backward:
+        if self.in_backward:
             if self.process_group.several:
                 self.process_group.abort()
                 raise RankError(
@@ -437,7 +439,7 @@ class Executor:
         determined here.
         """
         self._check_usable()
-        if not self._in_backward:
+        if not self.in_backward:
             if wanted is None:
                 wanted = torch._C._will_engine_execute_node(self._anchor_node)
             if not wanted:
@@ -446,7 +448,7 @@ class Executor:
                 self.collector.accumulated = UnwantedGradients()
             elif not self.step_gradients.updates:
                 self._keep_gradients()
-            self._in_backward = self.step_gradients.in_backward = True
+            self._begin_backward()
             hooked = self.collector.hooked = self.watched.hooked()
             if hooked:
                 self._check_hooks(next(iter(hooked.values())).label[0])
@@ -460,8 +462,12 @@ class Executor:
                 whole=whole,
                 speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
             )
-            if self.scheduler.skips_norm_wait and self.clipping.all_held_in_memory:
-                self.runner.keep_gradients()
+            step = self.steps.current
+            step.keeps_gradients = step.speculates and self.clipping.all_held_in_memory
+
+    def _begin_backward(self) -> None:
+        self.steps.current.state = State.BACKWARD
+        self.step_gradients.in_backward = True
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """Begin a backward that may reach no block, so that resident parameters are updated."""
@@ -502,7 +508,7 @@ class Executor:
             yield
             self._roll_back_unfinished()
             if sums.numbers() or (self.resident is not None and self.resident.has_gradients):
-                self._in_backward = True
+                self._begin_backward()
                 with self.guarded():
                     self.scheduler.schedule_backward(self._scalars(1.0), whole=False)
                 self.on_backward_done()
@@ -520,7 +526,8 @@ class Executor:
             self.collector.accumulate_rest()
             self.scheduler.pause()
             self.collector.clear()
-            self._in_backward = self.step_gradients.in_backward = False
+            self.steps.current.gradients.clear()
+            self.step_gradients.in_backward = False
             if isinstance(self.collector.accumulated, Accumulated):
                 self.step_gradients.consumed = True
             self._end_backward_without_step()
@@ -571,7 +578,7 @@ class Executor:
             if step != self.train_state.step:
                 raise LohanError(
                     f"{label}: this loss depends on values from before the last step, and the "
-                    "weights have moved on; compute the loss again"
+                    "weights have changed since; compute the loss again"
                 )
             self.enter_backward(wanted=wanted)
             if self.collector.is_handed_over(self.numbers[key]):
@@ -596,56 +603,63 @@ class Executor:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
-            unsummed = self.scheduler.wait_for_squares() if self.plan.needs_all_gradients else ()
-            factor = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
-            if self.clipping.must_rerun:
+            step = self.steps.current
+            gated = self.clipping.gate is Gate.NORM
+            unsummed = self.scheduler.wait_for_squares() if gated else ()
+            decision = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
+            if decision is Decision.RERUN:
+                assert self.clipping.norm is not None
+                self.steps.run_again(Factor(step.factor, self.clipping.norm))
                 self._reset_step()
                 return
-            scalars = None if factor is None else self._scalars(factor)
-            committed = self.store.meta
-            if scalars is None:
-                self.train_state = self.train_state.overflowed()
-            else:
-                scaled = self.plan.dtype == "fp16"
-                self.train_state = self.train_state.updated(
-                    scaled=scaled, absent=self.collector.absent()
-                )
-            recorded = {} if scalars is None else {META_KEY: self.groups.to_json(scalars.groups)}
-            meta = {
-                **committed,
-                **recorded,
-                **self.train_state.to_meta(self.device.random_state()),
-                **self.buffers.to_meta(),
-                **self.extra_meta(),
-            }
-            commits = self.scheduler.commits
-            next_commits = self.commit_clock.after_step(commits=commits)
-            if scalars is not None:
-                self.runner.steps_to_end.append((meta, commits))
+            skipped = decision is Decision.SKIP
+            scalars = None if skipped else self._scalars(step.factor)
+            self._count_step(step, scalars)
+            next_commits = self.commit_clock.after_step(commits=step.commits)
+            if not skipped:
+                self.steps.ending.append(step)
             self.scheduler.close_step(scalars)
-            if scalars is None:  # lanes are idle, and the step before has ended
-                self._skip(meta, commits=commits)
-            self.scheduler.commits = next_commits
+            if skipped:  # lanes are idle, and the step before has ended
+                self._skip(step)
+            self.steps.next(commits=next_commits)
             self.trace.end_step()
             self._reset_step()
             self.step_gradients.consumed = True
 
-    def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
+    def _count_step(self, step: Step, scalars: StepScalars | None) -> None:
+        """Count a step, and collect what its commit records."""
+        committed, recorded = self.store.meta, dict[str, Any]()
+        if scalars is None:
+            self.train_state = self.train_state.overflowed()
+        else:
+            scaled = self.plan.dtype == "fp16"
+            absent = self.collector.absent()
+            self.train_state = self.train_state.updated(scaled=scaled, absent=absent)
+            recorded = {META_KEY: self.groups.to_json(scalars.groups)}
+        step.meta = {
+            **committed,
+            **recorded,
+            **self.train_state.to_meta(self.device.random_state()),
+            **self.buffers.to_meta(),
+            **self.extra_meta(),
+        }
+
+    def _skip(self, step: Step) -> None:
         """End a step that changes no weight."""
         self.runner.drop_gradients()
-        self.runner.ended_metas.append(meta)
-        if self.runner.uncommitted is None:
-            self.store.commit(meta, advance=False)
+        self.steps.ended_metas.append(step.meta)
+        if self.steps.uncommitted is None:
+            self.store.commit(step.meta, advance=False)
         else:
-            self.runner.uncommitted = meta
-            if commits:
+            self.steps.uncommitted = step.meta
+            if step.commits:
                 self.runner.commit_uncommitted()
 
     def _reset_step(self) -> None:
         self.collector.clear()
         self.collector.sink.end_period()
         self._end_backward_without_step()
-        self._in_backward = self.step_gradients.in_backward = False
+        self.step_gradients.in_backward = False
         self._resident_current = False
 
     def flush(self) -> None:
@@ -680,7 +694,7 @@ class Executor:
     @property
     def in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
-        return self._in_backward
+        return self.steps.current.state is State.BACKWARD
 
     @property
     def lost(self) -> bool:
@@ -700,16 +714,16 @@ class Executor:
         self._lost = "the roll-back of a step that failed was interrupted"
         lost = 0
         try:
-            if self.runner.steps_to_end or self.runner.uncommitted is not None:
+            if self.steps.ending or self.steps.uncommitted is not None:
                 # Steps whose backward has returned are not given up with the one after them, unless
                 # a lane has failed. What counts is the error of the step that failed.
                 with suppress(Exception):
-                    self.scheduler.finish_earlier_steps(in_backward=self._in_backward)
-                    if not self.runner.unfinished:  # no update of the step that failed has run
+                    self.scheduler.finish_earlier_steps(in_backward=self.in_backward)
+                    if not self.steps.unfinished:  # no update of the step that failed has run
                         self.runner.commit_uncommitted()
-            lost = len(self.runner.steps_to_end)
-            if self.runner.uncommitted is not None:
-                lost += TrainState.of(self.runner.uncommitted).step
+            lost = len(self.steps.ending)
+            if self.steps.uncommitted is not None:
+                lost += TrainState.of(self.steps.uncommitted).step
                 lost -= TrainState.of(self.store.meta).step
             self.scheduler.reset()
             self.store.discard()
@@ -723,12 +737,11 @@ class Executor:
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
-        self.clipping.forget()
+        self.steps.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
         self._reset_step()
-        self.scheduler.commits = True
         self.commit_clock.committed()
         if lost:
             warnings.warn(

@@ -38,6 +38,7 @@ from lohan.capture.placeholders import OffloadedParameter
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
 from lohan.engine.collectives import StepCollectives
+from lohan.engine.step import Steps
 from lohan.engine.user_code import (
     KeptGradients,
     UnwantedGradients,
@@ -48,6 +49,7 @@ from lohan.errors import BudgetError, ModelError, StorageIOError
 from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.io_engine import Buffer
 from lohan.store.store import Store, Ticket
 from lohan.util.units import PAGE, align_up, format_bytes
@@ -405,14 +407,15 @@ class GradientCollector:
         pending: PendingGradients,
         gradient_offload: GradientOffload | None,
         collectives: StepCollectives,
+        steps: Steps,
     ) -> None:
-        self._needs_norm = plan.needs_all_gradients
+        self.steps = steps
+        self._needs_norm = gate_of(plan) is Gate.NORM
         self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-        self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
         # By id of the parameter over whose values each is: those of slots stay, and so do these.
         self._leaves: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # Where gradients go until a step takes them, or for good, if backward is not a step.
@@ -480,7 +483,7 @@ class GradientCollector:
             grads = there[number] = self._for_update(
                 self._hooked_gradients(number, self.sink.take(self._blocks.groups[number].key))
             )
-            self._seen[number] = frozenset(grads)
+            self.steps.current.gradients[number] = frozenset(grads)
             self._pending.squares_on_device[number] = self._sum_squares(grads)
         self._scheduler.end_backward(site, handed)
 
@@ -522,7 +525,7 @@ class GradientCollector:
 
     def is_handed_over(self, number: int) -> bool:
         """Return whether the gradients of a group have gone to the update of this step."""
-        return number in self._seen
+        return number in self.steps.current.gradients
 
     def add_outside(self, key: str, index: int, grad: torch.Tensor) -> None:
         """Add a gradient that was made outside the calls of the group's blocks."""
@@ -567,7 +570,9 @@ class GradientCollector:
         """Return the groups whose gradients have not been handed over."""
         aside = {} if self._offload is None else self._offload.aside
         waiting = [self._numbers[key] for key in self.sink.waiting()]
-        return waiting + [n for n in aside if n not in self._seen and n not in waiting]
+        return waiting + [
+            n for n in aside if n not in self.steps.current.gradients and n not in waiting
+        ]
 
     def hand_over_late(self, number: int, grads: GroupGrads) -> None:
         """When backward has ended: past what the schedule brings to host memory."""
@@ -584,7 +589,7 @@ class GradientCollector:
             grads = {index: grad.cpu() for index, grad in grads.items()} | aside
         elif isinstance(grads, dict):  # sums in a file are read one by one
             grads = self._for_update(dict(grads))
-        self._seen[number] = frozenset(grads)
+        self.steps.current.gradients[number] = frozenset(grads)
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
         self._pending.on_host[number] = grads
@@ -598,7 +603,7 @@ class GradientCollector:
         if self._offload is None or self._collectives.process_group.several:
             self.hand_over_late(number, grads)
             return
-        self._seen[number] = frozenset(grads)
+        self.steps.current.gradients[number] = frozenset(grads)
         group, squares = self._blocks.groups[number], self._sum_squares(grads)
         self._pending.on_host[number] = (
             self._offload.offload_async(number, group, grads, squares=squares) if grads else {}
@@ -610,13 +615,12 @@ class GradientCollector:
             tensor.name
             for number, group in enumerate(self._blocks.groups)
             for index, tensor in enumerate(group.tensors)
-            if tensor.trainable and index not in self._seen.get(number, ())
+            if tensor.trainable and index not in self.steps.current.gradients.get(number, ())
         ]
         return self._collectives.absent(names)
 
     def clear(self) -> None:
         self.sink.clear()
-        self._seen.clear()
 
 
 def layout(tensor: torch.Tensor) -> Any:

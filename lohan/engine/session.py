@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,18 +40,16 @@ from lohan.device.base import CpuDevice, Device
 from lohan.device.choose import Backend
 from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.actions import MOST_ENDED
-from lohan.engine.clipping import RECENT
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
+from lohan.engine.step import MAX_PENDING_META
 from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
+from lohan.model.plan import CACHED_STATE, BatchWorkload, Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.forecast import (
-    UNKNOWN_DRIVE,
     Forecast,
     Simulator,
     profile_of_step,
@@ -167,8 +164,8 @@ class Session:
     def executor(self) -> Executor:
         if self._executor is None or self._planless:
             raise StoreError(
-                "the session has no plan: a change of plan failed, and the old one could not be "
-                "taken up again; close the session and resume from the last step"
+                "the session has no plan: a change of plan failed, and the old plan could not be "
+                "restored; close the session and resume from the last step"
             )
         return self._executor
 
@@ -243,6 +240,40 @@ class Session:
     def lost(self) -> bool:
         """Whether a step failed and could not be rolled back."""
         return self._executor is None or bool(self._executor.lost)
+
+    def train_step(
+        self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward of a batch as one step, and return its loss, detached.
+
+        `loss` computes the loss of a batch. By default the model is called with the batch (a
+        dict, a tuple or a tensor), and its output is the loss or has one. If the step is clipped
+        and has to be run again, this is done here, from the same random state.
+        """
+        compute = self._loss if loss is None else loss
+        device = self.executor.device
+        drawn = device.random_state()
+        found = compute(batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        while self.must_run_again:
+            del found  # Its graph holds the activations of the first run.
+            device.set_random_state(drawn)
+            found = compute(batch)
+            found.backward()  # type: ignore[no-untyped-call]
+        return found.detach()
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            out = self.model(**batch)
+        else:
+            out = self.model(*batch) if isinstance(batch, tuple) else self.model(batch)
+        loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"train_step: the output of {type(self.model).__name__} is not a loss and has "
+                "none; call it with labels, or give train_step(batch, loss=...)"
+            )
+        return loss
 
     @property
     def lr(self) -> float:
@@ -321,7 +352,7 @@ class Session:
         before, self._finished = self._finished, []
         if self._executor is None:
             return before
-        finished = self._executor.runner.ended_metas
+        finished = self._executor.steps.ended_metas
         return before + [finished.popleft() for _ in range(len(finished))]
 
     def flush(self) -> None:
@@ -367,7 +398,7 @@ class Session:
         self._before = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
-        self._finished = self.take_finished()[-MOST_ENDED:]
+        self._finished = self.take_finished()[-MAX_PENDING_META:]
         self._planless = True
         self._stop()
         self._executor = self._head = None
@@ -389,10 +420,9 @@ class Session:
         """Choose a better plan if the measured machine allows one. Call it after each step.
 
         The caller must have released the losses of earlier steps. After the third step, the
-        session continues with a plan for the measured machine if that is faster, and later,
-        if every step is clipped, with one for such steps. Results stay the same, bit for
-        bit. Returns a description of what was measured and changed, or None. With several
-        ranks, all of them call this.
+        session continues with a plan for the measured machine if that is faster. Results stay
+        the same, bit for bit. Returns a description of what was measured and changed, or None.
+        With several ranks, all of them call this.
         """
         if self._closed:
             raise StoreError("the session is closed, so there is no step to plan for")
@@ -525,7 +555,7 @@ class Session:
         """
         if self._stopped or self._executor is None:
             return False
-        return isinstance(error, Exception) or self.plan.commits_by_interval
+        return isinstance(error, Exception) or not self.plan.commit.every_step
 
 
 def config_of(model: nn.Module | None) -> Any:
@@ -696,7 +726,6 @@ FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a 
 TOLERANCE = 0.2  # between predicted and measured seconds of a lane
 LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
 MOST_PLANS = 3
-PAYS_WITHIN = 4 * RECENT  # steps: what a plan for clipped steps, or for others, must save by then
 
 
 @dataclass(frozen=True)
@@ -720,9 +749,8 @@ class Replanner:
     """Compares an early step of each plan with its forecast, and changes the plan if that pays.
 
     The step is the third or, if not every step commits, the fourth. The plan changes at most
-    twice. After that, the class watches the norm: a run in which every step is clipped
-    continues with a plan for such steps, until no recent step is clipped. With several ranks,
-    all of them call this after the same steps; the first measures, plans and decides.
+    twice. With several ranks, all of them call this after the same steps; the first measures,
+    plans and decides.
     """
 
     def __init__(self, session: Session) -> None:
@@ -730,28 +758,21 @@ class Replanner:
         self._since = 0  # steps with the current plan
         self._plans = 1
         context = session.context
-        self._able = context.workload is not None
         chosen = context.options.activations != "holistic"  # by the user
-        self._done = chosen or not self._able or not session.plan.overlap
-        self._clipped: deque[bool] = deque(maxlen=RECENT)  # of the last steps
-        self._every_clipped = False  # the plan is for such steps
-        self._refused = False  # another plan was not worth it
+        self._done = chosen or context.workload is None or not session.plan.overlap
         self._last_s = time.perf_counter()  # of `after_own_step`
-        # What only the first rank knows.
-        self._machine = known = context.profile  # as measured, once it is
-        self._promised: Forecast | None = None  # of the plan; None: the machine is not known
-        if known is not None and not self._done and session.process_group.ranks.first:
-            self._promised = context.forecast(known, session.plan)
+        # The forecast of the plan, or None. Only the first rank has it, if it knows the machine.
+        self._promised: Forecast | None = None
+        if context.profile is not None and not self._done and session.process_group.ranks.first:
+            self._promised = context.forecast(context.profile, session.plan)
 
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """Describe what was measured and changed, or return None."""
         self._since += 1
         # The first two steps of a plan are committed in any case; some of the second's writes come
         # in the third, which is no step between two commits then.
-        first_look = FIRST_LOOK + self._session.plan.commits_by_interval
-        if self._done or self._since > first_look:
-            return self._follow_norms() if self._able else None
-        if self._since < first_look:
+        first_look = FIRST_LOOK + (not self._session.plan.commit.every_step)
+        if self._done or self._since != first_look:
             return None
         found = self._decided(partial(self._look, spans, step_s=step_s))
         self._done = True  # unless another plan is followed
@@ -789,7 +810,6 @@ class Replanner:
         found = context.measured(spans, plan) if why else None
         if found is None or self._plans >= MOST_PLANS:
             return stays
-        self._machine = found
         other = self._better(found)
         if other is None:
             return stays
@@ -798,43 +818,6 @@ class Replanner:
             return stays
         self._promised = then
         return Decision(why, other, _faster(now, then))
-
-    def _follow_norms(self) -> str | None:
-        """Change to a plan for clipped or unclipped steps if all recent steps are of that kind.
-
-        The change must soon save more than it costs. Returns a description, or None.
-        """
-        plan = self._session.plan
-        if not plan.updates_in_next_forward or not plan.clip:
-            return None
-        self._clipped.append(self._session.executor.clipping.over_limit)
-        every = all(self._clipped)
-        if len(self._clipped) < RECENT or any(self._clipped) is not every:
-            return None
-        if every is self._every_clipped:
-            self._refused = False
-            return None
-        if self._refused:
-            return None
-        self._refused = True  # unless it is followed
-        found = self._decided(partial(self._for_norms, every_clipped=every))
-        if found.plan is None:
-            return None
-        said, followed = self._follow(found.plan, found.faster)
-        if followed:
-            self._every_clipped, self._refused = every, False
-            self._clipped.clear()
-        return f"{'all' if every else 'none'} of the last {RECENT} steps clipped; {said}"
-
-    def _for_norms(self, *, every_clipped: bool) -> Decision:
-        """Return a plan for clipped steps, or for others, if it pays."""
-        plan, machine = self._session.plan, self._machine
-        other = None if machine is None else self._better(machine, every_clipped=every_clipped)
-        if machine is None or other is None or other == plan:
-            return Decision()
-        forecast = partial(self._session.context.forecast, machine, clipped=every_clipped)
-        now, then = forecast(plan), forecast(other)
-        return Decision(plan=other if pays(now, then, machine) else None, faster=_faster(now, then))
 
     def _decided(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision of the first rank."""
@@ -856,10 +839,9 @@ class Replanner:
             return f"a new plan could not be followed, the old one goes on: {error}", False
         return f"a new plan should make steps {faster}: {_difference(old, plan)}", True
 
-    def _better(self, measured: Profile, *, every_clipped: bool = False) -> Plan | None:
+    def _better(self, measured: Profile) -> Plan | None:
         context, plan = self._session.context, self._session.plan
-        options = context.options.fixed_by(plan)
-        options = replace(options, every_clipped=every_clipped, world=plan.world)
+        options = replace(context.options.fixed_by(plan), world=plan.world)
         try:
             return plan_for_budget(
                 context.shards,
@@ -875,17 +857,6 @@ class Replanner:
 
 def _faster(now: Forecast, then: Forecast) -> str:
     return f"{now.step_s / then.step_s:.2f}x as fast"
-
-
-def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:
-    """Return whether a change of plan soon saves more than it costs.
-
-    The cost is that cached data is read again, and that the first step is scheduled on demand.
-    """
-    cached = then.plan.owner_bytes(CACHED_WEIGHTS, CACHED_STATE)
-    read_s = cached / (machine.ssd_read or UNKNOWN_DRIVE)
-    saved_s = PAYS_WITHIN * (now.step_s - then.step_s)
-    return now.step_s >= WORTH * then.step_s and saved_s > read_s + now.step_s
 
 
 def surprises(
@@ -1004,7 +975,7 @@ def _refusal(session: Session, problem: str, number: int) -> str:
     room = format_bytes(context.device_bytes or 0)
     lower = lower_hint(context.workload, context.options)
     return (
-        f"device out of memory in step {number} with a plan for {room} ({problem}); end what else "
-        f"uses the device, or lower --device-memory below {room}"
+        f"device out of memory in step {number} with a plan for {room} ({problem}); stop "
+        f"other programs that use the device, or lower --device-memory below {room}"
         f"{lower}; what was committed is safe: resume the run"
     )

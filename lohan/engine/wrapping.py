@@ -197,13 +197,13 @@ class Uses:
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
-                "backward, since its inputs are given up and the weights move on"
+                "backward, which frees its inputs and updates the weights"
             )
         if executor.collector.sink.period != self._period:
             raise LohanError(
                 f"{name}: this loss is from before the last step, or from before a step that "
-                "failed, and the weights have moved on; run forward again, or add the losses and "
-                "call backward once"
+                "failed, and the weights have changed since; run forward again, or add the "
+                "losses and call backward once"
             )
 
 

@@ -72,8 +72,6 @@ class Plan:
     device_grads: int = 2  # Groups whose gradients are on the device at a time.
     # The gradients of the first group in backward leave the device before others are computed.
     head_alone: bool = False
-    # Groups whose delayed updates are computed twice: first for the weights, then to be written.
-    updated_twice: tuple[str, ...] = ()
     # True if the training loop can rerun a clipped step.
     can_rerun: bool = False
     # Speculation is off if more than this fraction of the last steps was clipped.
@@ -83,43 +81,6 @@ class Plan:
     # Ranks that share the state. All other numbers in the plan are per rank.
     world: int = 1
     ledger: tuple[LedgerEntry, ...] = ()
-
-    @property
-    def needs_all_gradients(self) -> bool:
-        """True if an update is valid only once all gradients are known, or backward has ended.
-
-        An update may run earlier if the plan `may_speculate`.
-        """
-        return self.clip > 0 or self.dtype == "fp16" or self.update_mode == "serial"
-
-    @property
-    def may_speculate(self) -> bool:
-        """True if updates may run in backward as if no step were clipped.
-
-        If the step is clipped after all, the updates are rolled back and repeated, with the held
-        gradients if all of them are in memory, or by running the step again. The committed
-        generation is that of the previous step only if every step is committed; otherwise updates
-        wait.
-        """
-        every_step = self.updates_in_next_forward and not self.commits_by_interval
-        return every_step and (self.can_rerun or not self.spilled_gradients)
-
-    @property
-    def updates_in_next_forward(self) -> bool:
-        """True if all updates run in the next forward, except those made by speculation."""
-        return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
-
-    def always_waits(self, *, every_clipped: bool = False) -> bool:
-        """Return whether all updates of every step run in the next forward.
-
-        This is so if not every step is committed, or if every step is clipped.
-        """
-        return self.updates_in_next_forward and (self.commits_by_interval or every_clipped)
-
-    @property
-    def commits_by_interval(self) -> bool:
-        """True if not every step is committed."""
-        return self.commit != EVERY_STEP
 
     @property
     def kept_counts(self) -> dict[str, int]:
@@ -287,8 +248,6 @@ class PlanOptions:
     # created with the space that the plan needs.
     gradients_on_ssd: bool | None = None
     can_rerun: bool = False  # True if the training loop can rerun a clipped step.
-    # True if every step is expected to be clipped, based on what the run has observed.
-    every_clipped: bool = False
     # True if all held gradients go to SSD, even if there is room for them in memory.
     spill_all: bool = False
     # True to cache whole groups first, instead of all weights and then state.

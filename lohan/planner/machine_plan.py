@@ -30,13 +30,12 @@ from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast, Simulator, on_machine
 from lohan.planner.memory import card_overhead
 from lohan.planner.planner import (
-    WORTH,
     PlanOptions,
     check_fits,
     foreseen,
     plan_with_forecast,
 )
-from lohan.planner.wear import Alternative, adds_much, alternatives
+from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
 from lohan.schedule.steps import (
     ExecutionOrder,
@@ -268,14 +267,6 @@ class MachinePlan(PlanProblem):
         return self.forecast.step_s
 
     @property
-    def changes_plan(self) -> bool:
-        """Whether a run continues with another plan if every step is clipped."""
-        if self.clipped is None:
-            return False
-        parts = ("commit", "spilled_gradients", "host_cached_weights", "host_cached_state")
-        return any(getattr(self.clipped.plan, p) != getattr(self.plan, p) for p in parts)
-
-    @property
     def spec(self) -> ScheduleSpec:
         return spec_of(self.blocks, self.plan)
 
@@ -334,8 +325,6 @@ def solve(problem: PlanProblem) -> MachinePlan:
         plan, made, clipped = foreseen(problem.simulator, plan, known)
         tokens = problem.batch * problem.workload.seq
         made = replace(made, tokens=tokens)
-        if clipped is not None and plan.world == 1:
-            clipped = _if_every_clipped(problem, clipped)
         clipped = None if clipped is None else replace(clipped, tokens=tokens)
         assert problem.machine is not None
         faster = without_lane(problem.machine, made.binding).share(plan.world)
@@ -353,23 +342,6 @@ def solve(problem: PlanProblem) -> MachinePlan:
         without_binding_s=faster_s,
         scarce=scarce,
     )
-
-
-def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
-    """Return the forecast of a run in which every step is clipped.
-
-    `made` is the forecast with the initial plan. If another plan is sufficiently faster, the run
-    changes to it, and its forecast is returned.
-    """
-    plan = made.plan
-    if not adds_much(plan, made):  # With little cached state, the plans hardly differ.
-        return made
-    options = replace(problem.options.fixed_by(plan), every_clipped=True)
-    other, known, _ = _within_drives(replace(problem, options=options))
-    assert problem.simulator is not None
-    if known is None or known.work.joined:
-        known = problem.simulator.forecast(other, clipped=True)
-    return known if made.step_s >= WORTH * known.step_s else made
 
 
 def with_alternatives(made: MachinePlan) -> MachinePlan:

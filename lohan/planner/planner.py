@@ -24,11 +24,9 @@ from lohan.planner.memory import (
     MemoryModel,
     dequantised_ledger,
 )
-from lohan.planner.sizer import DEVICE_SLOTS, Sizer, spread
+from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
-from lohan.schedule.actions import Action, Op
-from lohan.schedule.simulate import ActionCosts
-from lohan.util.trace import busy_s
+from lohan.schedule.placement import Update, UpdateOptions, rule_of
 from lohan.util.units import EVERY_STEP, Interval, format_bytes, format_bytes_up
 
 # -- The closed-form plan, or an error that says what would fit ------------------------------------
@@ -263,10 +261,8 @@ def plan_for_budget(
         device_bytes=device_bytes,
         simulator=simulator,
     )
-    if simulator is None or not plan.may_speculate:
+    if simulator is None or not UpdateOptions.of(plan).can_speculate:
         return plan
-    if options.every_clipped:  # The forecast assumes clipped steps, so it cannot be used here.
-        known = None
     return foreseen(simulator, plan, known)[0]
 
 
@@ -275,18 +271,14 @@ def foreseen(
 ) -> tuple[Plan, Forecast, Forecast | None]:
     """Complete a plan and return it with its forecasts.
 
-    The plan gets the groups that are updated twice if updates wait, and the share of clipped steps
-    up to which updates are speculative. The first forecast assumes that no step is clipped. It is
-    `known`, unless that is a rough one. The second assumes that every step is clipped, and is None
-    if updates are never speculative.
+    The plan gets the share of clipped steps up to which updates are speculative. The first forecast
+    assumes that no step is clipped. It is `known`, unless that is a rough one. The second assumes
+    that every step is clipped, and is None if updates are never speculative.
     """
     if known is None or known.work.joined:
         known = simulator.forecast(plan)
-    if not plan.may_speculate:
+    if not UpdateOptions.of(plan).can_speculate:
         return plan, known, None
-    if not plan.updated_twice:
-        waits = simulator.forecast(plan, clipped=True, rough=True)
-        plan = _with_updates_twice(simulator, waits).plan
     clipped = simulator.forecast(plan, clipped=True)
     most = most_clipped(simulator.profile, known, clipped)
     return replace(plan, most_clipped=most), known, clipped
@@ -350,7 +342,7 @@ class _PlanSearch:
         return choose_commit_interval(
             simulator.profile,
             lambda commit: self._with_interval(replace(options, commit=commit)),
-            partial(simulator.forecast, clipped=options.every_clipped, rough=True),
+            partial(simulator.forecast, rough=True),
         )
 
     def _with_micro_batch(self, options: PlanOptions) -> PlanOptions:
@@ -424,11 +416,10 @@ class _PlanSearch:
         gradients in memory.
         """
         held, made = self._simulated_plan(options)
-        every_clipped = options.every_clipped
-        if held.commits_by_interval or every_clipped:
-            fixed = not held.always_waits(every_clipped=every_clipped)
+        if not held.commit.every_step:
+            fixed = rule_of(UpdateOptions.of(held)).update is not Update.NEXT_FORWARD
         else:
-            fixed = not (options.can_rerun and held.may_speculate)
+            fixed = not (options.can_rerun and UpdateOptions.of(held).can_speculate)
         if made is None or fixed or options.spill_all:
             return held, made
         simulator = self._simulator
@@ -437,8 +428,7 @@ class _PlanSearch:
             spilling = replace(options, spill_all=True)
             _, other = self._simulated_plan(spilling, near=[held.kept])
             assert other is not None
-            clipped = 0.0 if every_clipped else CLIPPED  # 0: the forecasts are of clipped steps.
-            made = min(made, other, key=partial(_expected_s, simulator, clipped=clipped))
+            made = min(made, other, key=partial(_expected_s, simulator, clipped=CLIPPED))
             held = made.plan
         return held, made
 
@@ -454,7 +444,7 @@ class _PlanSearch:
         if simulator is None:
             return plan, None
         blocks, workload = simulator.blocks, simulator.workload
-        simulated = partial(simulator.forecast, clipped=options.every_clipped, rough=True)
+        simulated = partial(simulator.forecast, rough=True)
         made = simulated(plan)
         if options.minimise != "time" or not plan.overlap:
             return plan, made
@@ -474,12 +464,6 @@ class _PlanSearch:
             at_once = simulated(plan_of(replace(options, update_mode="optimized")))
             if at_once.step_s < made.step_s:
                 made, options = at_once, replace(options, update_mode="optimized")
-
-        def updated_twice(made: Forecast) -> Forecast:
-            if not made.plan.always_waits(every_clipped=options.every_clipped):
-                return made
-            return _with_updates_twice(simulator, made)
-
         best, plan = made, made.plan
         if (
             0 < len(plan.host_cached_weights) < len(memory.moving)
@@ -487,9 +471,8 @@ class _PlanSearch:
         ):
             whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
             if whole.host_cached_state != plan.host_cached_state:
-                best = updated_twice(simulated(whole))
-        if best.step_s >= BETTER * made.step_s:
-            best = updated_twice(made)
+                cached_whole = simulated(whole)
+                best = cached_whole if cached_whole.step_s < BETTER * made.step_s else made
         plan = replace(best.plan, update_mode=update_mode)
         return plan, replace(best, plan=plan)
 
@@ -515,58 +498,11 @@ def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> floa
 
     `made` is the forecast of a step that is not clipped.
     """
-    speculates = made.plan.may_speculate
+    speculates = UpdateOptions.of(made.plan).can_speculate
     if not clipped or not speculates:
         return made.step_s
     other = simulator.forecast(made.plan, clipped=True, rough=True)
     return made.step_s + clipped * (other.step_s - made.step_s)
-
-
-def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
-    """Return the forecast with some groups updated twice, if that is faster than `waiting`.
-
-    If all updates wait for forward, forward is limited by their writes, while the drives are idle
-    in backward. Some groups are then updated twice: in forward to compute their weights, and again
-    in backward, from the old state, to write the result. As many groups are chosen as the drives
-    have time for in backward. Gradients are needed for longer, but no more of them at a time.
-    `waiting` is a rough forecast in which no group is updated twice.
-    """
-    plan, blocks = waiting.plan, simulator.blocks
-    groups = _passing(blocks, plan) if simulator.profile.has_link else []
-    if not groups:
-        return waiting
-    costs, work = ActionCosts(simulator.profile, waiting.work), waiting.work
-    numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled_gradients else [])]
-
-    def second_update_s(key: str) -> float:
-        number = numbers[key]
-        parts = [Action(op, number, chunk) for op in ops for chunk in range(work.chunks(number))]
-        return costs.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(costs.seconds, parts))
-
-    each_s = sum(map(second_update_s, groups)) / len(groups)
-    count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
-    if not count:
-        return waiting
-    twice = replace(plan, updated_twice=spread(groups, count))
-    other = simulator.forecast(twice, clipped=True, rough=True)
-    return other if other.step_s < BETTER * waiting.step_s else waiting
-
-
-def _passing(blocks: Blocks, plan: Plan) -> list[str]:
-    """Return the trained groups that belong to one site and of which nothing is cached."""
-    uses = Counter(key for site in blocks.sites for key in site.groups)
-    stay = {*plan.host_cached_weights, *(key for key, _ in plan.host_cached_state)}
-    trained = (group.key for group in blocks.trained if not group.resident)
-    return [key for key in trained if uses[key] == 1 and key not in stay]
-
-
-def _resting_s(made: Forecast) -> float:
-    """Return the seconds for which the drives are idle in backward."""
-    timeline = made.timeline
-    stop = timeline.step_ends[-1]
-    start = stop - timeline.step_s + timeline.forward_s
-    return stop - start - busy_s(timeline.spans, start, stop)["ssd"]
 
 
 def _best_level(

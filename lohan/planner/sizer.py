@@ -11,6 +11,7 @@ from lohan.model.plan import BatchWorkload, Kept, Plan, PlanOptions
 from lohan.model.state import FLOAT, chunks
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.memory import LOGIT_COPIES, MemoryModel
+from lohan.schedule.placement import Gate, gate_of
 from lohan.util.units import EVERY_STEP, MiB, align_up
 
 # -- Uses of the remaining memory, each as far as the budgets allow --------------------------------
@@ -157,7 +158,7 @@ def _spreads(plan: Plan) -> bool:
     They should if all updates of every step wait for the next forward: forward then never waits for
     many uncached chunks in a row.
     """
-    return plan.commits_by_interval and plan.needs_all_gradients
+    return not plan.commit.every_step and gate_of(plan) is Gate.NORM
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class Sizer:
             staying=self.memory.staying,
             world=options.world,
         )
-        if plan.needs_all_gradients:
+        if gate_of(plan) is Gate.NORM:
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
             )
@@ -350,7 +351,7 @@ class Sizer:
         if kept is None:
             kept = choice.kept if choice else ()
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
-        if plan.needs_all_gradients:
+        if gate_of(plan) is Gate.NORM:
             plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.update_mode == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)

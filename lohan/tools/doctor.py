@@ -181,7 +181,7 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
 
 def check_memory() -> Iterator[Finding]:
     total, free = total_memory_bytes(), host_memory_bytes()
-    text = f"{format_bytes(free)} of {format_bytes(total)} can be had"
+    text = f"{format_bytes(free)} of {format_bytes(total)} is available"
     if free < LITTLE_MEMORY:
         yield Finding("memory", WARNING, text, "close other programs, or set --host below that")
     else:

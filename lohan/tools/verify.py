@@ -228,7 +228,7 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
     if layers is not None and layers != whole:
         if not 1 <= layers < whole:
             raise ModelError(
-                f"{model}: has {counted(whole, 'layer')}, {layers} were asked for; give fewer"
+                f"{model}: has {counted(whole, 'layer')}, {layers} were requested; give fewer"
             )
         reduced = _cut(reduced, whole, layers)
     (into / "config.json").write_text(json.dumps(reduced, indent=1), encoding="utf-8")
@@ -707,7 +707,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
         if needed(count) <= free:
             notes.append(
                 f"an in-memory run of all {whole} layers needs {format_bytes(needed(whole))}, "
-                f"{format_bytes(free)} can be had: this is a copy with the first {count} layers, "
+                f"{format_bytes(free)} is available: this is a copy with the first {count} layers, "
                 "same shapes"
             )
             return count

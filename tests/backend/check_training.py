@@ -22,12 +22,12 @@ from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register
+from tests.cli.test_main import arguments, data, lohan, model  # noqa: F401 - fixtures
+from tests.device.test_emulated import deep_model
+from tests.engine.test_overlap import CLIP, Case, check_norm_of_device, plain
 from tests.support.delayed_runs import Result, Tuning, train
 from tests.support.missing_waits import CARELESS, shows
 from tests.support.small_models import attached, batches, small_model
-from tests.test_cli import arguments, data, lohan, model  # noqa: F401 - fixtures
-from tests.test_devices import deep_model
-from tests.test_overlap import CLIP, Case, check_norm_of_device, plain
 
 pytestmark = pytest.mark.gpu
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)

@@ -72,7 +72,7 @@ def test_generation_config_comes_from_the_folder(tmp_path: Path) -> None:
     model = build_model(tmp_path, dtype=torch.float32)
     assert model.generation_config.max_new_tokens == 7
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json: .*mend or remove"):
+    with pytest.raises(ModelError, match=r"generation_config\.json: .*correct or remove"):
         build_model(tmp_path, dtype=torch.float32)
 
 

@@ -135,5 +135,5 @@ def test_one_block_is_in_memory_at_a_time():
 def test_what_a_class_does_not_say_is_refused(monkeypatch):
     model = build_from_config(CONFIGS["llama"], dtype=torch.float32)
     monkeypatch.setattr(type(model), "initialize_weights", lambda self: None)
-    with pytest.raises(LohanError, match="does not say what parameter model"):
+    with pytest.raises(LohanError, match="does not initialise parameter model"):
         InitialValues(model, 1).read_flat("model.embed_tokens.weight", 0, 1)

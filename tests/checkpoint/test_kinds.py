@@ -16,11 +16,11 @@ from transformers import BertConfig, ViTConfig
 import lohan
 from lohan.checkpoint.hf_folder import KINDS, kind_of
 from lohan.errors import ModelError
+from tests.cli.test_main import data, model  # noqa: F401 - fixtures
+from tests.cli.test_main import lohan as cli  # noqa: F401 - a fixture
+from tests.end_to_end.test_architectures import without_noise
 from tests.support.architectures import data_of, model_of
 from tests.support.small_models import assert_close, attached, loss_of, master_weights, plain_run
-from tests.test_architectures import without_noise
-from tests.test_cli import data, model  # noqa: F401 - fixtures
-from tests.test_cli import lohan as cli  # noqa: F401 - a fixture
 
 LOADED = {
     "bert": "AutoModelForSequenceClassification",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lohan.checkpoint.low_rank import best_factors
-from tests.test_evaluation import inputs, run  # noqa: F401 - a fixture
+from tests.train.test_evaluation import inputs, run  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (7, 7)])

@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
+from tests.data.test_dataset import CHATML, save_tokenizer
 from tests.support.task_runs import train, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import CHATML, save_tokenizer
 
 LAYERS = 2
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import transformers as hf
 
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
+from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
+from tests.data.test_dataset import save_tokenizer
 
 TASKS = {
     "colour_choice": """

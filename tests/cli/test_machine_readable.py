@@ -13,7 +13,7 @@ from typer.utils import get_params_from_function
 from lohan.cli.main import app, store_app
 from lohan.cli.schema import settings_schema
 from lohan.config import fields_of, load_config
-from tests.test_evaluation import given, inputs  # noqa: F401 - a fixture
+from tests.train.test_evaluation import given, inputs  # noqa: F401 - a fixture
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 

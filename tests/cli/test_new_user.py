@@ -13,8 +13,8 @@ from lohan.cli.recipes import USUAL_BATCH, init
 from lohan.config import load_config
 from lohan.planner import presets
 from lohan.tools.report import _ratio
+from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
 from tests.support.tiny_run import arguments, write_inputs
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 
 SHAPE = {
     "model_type": "llama",

@@ -9,8 +9,8 @@ import pytest
 
 from lohan.config import fields_of
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows
-from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
-from tests.test_generation import expected, write_model
+from tests.cli.test_forward import expected, write_model
+from tests.cli.test_main import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 PROMPTS = ["w1 w2 w3", "w9"]
 

@@ -18,7 +18,7 @@ from lohan.errors import ConfigError, DataError
 from lohan.train.language import CausalLM
 from lohan.train.preference import Preference
 from lohan.util.settings import Source
-from tests.test_data import encode, model_dir, write  # noqa: F401
+from tests.data.test_dataset import encode, model_dir, write  # noqa: F401
 
 CHATML = (
     "{% for t in tools or [] %}{{ t['name'] }};{% endfor %}"

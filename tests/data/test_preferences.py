@@ -9,7 +9,7 @@ import pytest
 from lohan.data import Encoder
 from lohan.data.supervised import encode_preference
 from lohan.errors import DataError
-from tests.test_data import model_dir, spelled  # noqa: F401
+from tests.data.test_dataset import model_dir, spelled  # noqa: F401
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -82,7 +82,7 @@ def test_ranks_that_a_ctrl_c_has_ended(tmp_path):
     said: list[str] = []
     body = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGINT)\n"
     assert launch(2, program(tmp_path, body), note=said.append) == 130
-    assert said == ["lohan: given up"]
+    assert said == ["lohan: interrupted"]
 
 
 def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):

@@ -75,7 +75,7 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
 def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     """As transformers' own with DDP."""
     pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
-    from tests.test_hf import weights
+    from tests.hf.test_trainer import weights
 
     ended = forked_ranks.case(forge, 2, case, tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)

@@ -26,8 +26,8 @@ from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.presets import machine as machine_of
 from lohan.util import system as machine
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.engine.test_probes import TINY
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from lohan.errors import StorageIOError
 from lohan.store.admin import find_snapshot
 from lohan.store.manifest import read_manifest
 from lohan.train import trainer
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.tiny_run import arguments, write_inputs
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 
 def test_a_resume_whose_logs_cannot_be_written_lets_go(

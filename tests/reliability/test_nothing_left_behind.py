@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.soak import LIMITS, growing
 from lohan.capture.tracing import inventory
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.tiny_run import arguments, write_inputs
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 
 def fake_tensors() -> int:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import simulate
 from tests.schedule.test_phases import chain_of, runs
 
@@ -54,7 +55,7 @@ def test_a_phase_begins_when_the_compute_of_the_one_before_has_ended():
 
 
 def test_what_can_never_start_is_an_error():
-    with pytest.raises(LohanError, match="locks up at F0"):
+    with pytest.raises(LohanError, match="deadlocks at F0"):
         _lock_up()
 
 
@@ -62,7 +63,7 @@ def _lock_up() -> None:
     from lohan.schedule.simulate import _Shared
 
     simulation = _Shared(seconds)
-    simulation._add(Action("F", 0)).missing = 1
+    simulation._add(Action(Op.FORWARD, 0)).missing = 1
     simulation._step()
 
 

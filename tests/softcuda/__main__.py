@@ -41,7 +41,10 @@ def main(place: Path, version: str, *more: str) -> int:
         return 0
     files = [f"tests/softcuda/check_{name}.py" for name in FILES]
     command = [python, "-m", "pytest", "-q", "-m", "gpu", "-n", "logical", *files]
-    command += ["tests/test_gpu.py", *(argument for argument in more if argument != "--ci")]
+    command += [
+        "tests/end_to_end/test_gpu.py",
+        *(argument for argument in more if argument != "--ci"),
+    ]
     if in_ci:
         command.append("-x")
     return _run(list(map(str, command)), TESTS_S if in_ci else None)

@@ -15,11 +15,11 @@ import pytest
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.tools.gpu_checks import CHECKS, run_here
 from lohan.tools.self_test import compared
+from tests.cli.test_forward import write_model
+from tests.cli.test_main import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
 from tests.softcuda import extension, unordered
 from tests.support.diffusion_folders import CONFIGS, save_latents, save_pipeline
 from tests.support.interrupts import send_while_held
-from tests.test_cli import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
-from tests.test_generation import write_model
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +205,7 @@ HELD = (
 )
 STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is said
     (1, 3, r"stopped after step 3 of 5"),
-    (2, 2, r"^lohan: given up; every committed step is safe$"),
+    (2, 2, r"^lohan: interrupted; all committed steps are on disk$"),
     (3, 2, r"^lohan: stopped at once; resume goes on from the last committed step$"),
 ]
 

@@ -17,13 +17,13 @@ from lohan.config import UPDATE_MODES
 from lohan.device.integrated import IntegratedDevice
 from lohan.errors import ConfigError
 from lohan.util.units import MiB
-from tests import test_activations
+from tests.engine import test_kept_activations
+from tests.engine.test_kept_activations import SLOW, folder, smaller  # noqa: F401 - a fixture
+from tests.engine.test_overlap import CLIP, KINDS, Case, check
 from tests.softcuda import extension
 from tests.support.delayed_runs import Tuning, train
 from tests.support.setting_grids import pairwise
 from tests.support.small_models import attached, batches, small_model
-from tests.test_activations import SLOW, folder, smaller  # noqa: F401 - a fixture
-from tests.test_overlap import CLIP, KINDS, Case, check
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,10 +66,10 @@ class WithoutOverhead(IntegratedDevice):
 def test_activations_come_back_from_the_ssd(folder, tmp_path):  # noqa: F811 - a fixture
     """They are packed by a lane, and compute reads them in the buffer that the drive fills."""
     options = {"micro_batch": 2, "host": smaller(folder, 2, 0.0)}
-    wanted, _, _ = test_activations.train(
+    wanted, _, _ = test_kept_activations.train(
         folder, tmp_path / "plain", activations="recompute", overlap=False, **options
     )
-    found, plan, moved = test_activations.train(
+    found, plan, moved = test_kept_activations.train(
         folder,
         tmp_path / "kept",
         activations="all",

@@ -31,11 +31,11 @@ from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
+from tests.engine.test_overlap import CLIP, Case, check_norm_of_device, plain
 from tests.softcuda import extension, unordered, waits
 from tests.support.delayed_runs import WIDTH, Result, Tuning, net, train, tuned
 from tests.support.missing_waits import CARELESS, ComputesAtOnce, SaysDone, kept_slices, shows
 from tests.support.small_models import SMALL, attached, batches, small_model
-from tests.test_overlap import CLIP, Case, check_norm_of_device, plain
 
 pytestmark = pytest.mark.gpu
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
@@ -318,11 +318,11 @@ def test_what_is_set_aside_comes_back_when_it_has_left():
 # -- waits of the host -----------------------------------------------------------------------------
 
 LAUNCHING = ("MainThread", "Dummy")  # autograd's device threads have no name of their own
-WAITS = Path(__file__).resolve().parents[2] / "docs" / "waits.md"
+WAITS = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 
 
 def documented() -> dict[tuple[str, str], int]:
-    """How often a step may wait, by file and function: the last table of docs/waits.md."""
+    """How often a step may wait, by file and function: the table of waits in docs/design.md."""
     rows = re.findall(r"^\| `([\w./]+)` \| `([\w.]+)` \|.*\| (\d+) \|$", WAITS.read_text(), re.M)
     return {(file, function): int(count) for file, function, count in rows}
 
@@ -347,7 +347,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         session.commit()
     own = [wait for wait in found if wait.thread.startswith(LAUNCHING)]
     most = documented()
-    assert most, "docs/waits.md has no table of the waits of the host"
+    assert most, "docs/design.md has no table of the waits of the host"
     for site, count in Counter(wait.site for wait in own).items():
         said = "\n".join(str(wait) for wait in own if wait.site == site)
         assert count <= 2 * most.get(site, 0), f"in two steps {count} waits in {site}:\n{said}"

@@ -21,6 +21,7 @@ from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.io_engine import IOEngine
 from tests.support.memory_engine import MemoryEngine
 from tests.support.small_models import attached, batches, stored_bytes
@@ -154,7 +155,6 @@ class Tuning:
     grads: int = 1
     cached: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
-    twice: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
     own_thread: bool = False  # for updates, instead of the caller's
     device_slots: int = 0  # more than the widest site needs, on a device with its own memory
@@ -170,9 +170,7 @@ class Tuning:
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
-        passing = set(keys) - {*weights, *(key for key, _ in state)}
-        twice = some([key for key in keys if key in passing], self.twice)
-        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.needs_all_gradients
+        balanced = plan.update_mode == "balanced" and plan.overlap and gate_of(plan) is Gate.NONE
         return replace(
             plan,
             chunk_params=CHUNK,
@@ -182,8 +180,7 @@ class Tuning:
             grad_groups=self.grads,
             host_cached_weights=weights,
             host_cached_state=state,
-            updated_twice=twice if plan.needs_all_gradients and plan.overlap else (),
-            spilled_gradients=some(keys, self.spilled) if plan.needs_all_gradients else (),
+            spilled_gradients=some(keys, self.spilled) if gate_of(plan) is Gate.NORM else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,

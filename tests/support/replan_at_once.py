@@ -51,19 +51,6 @@ def with_fixed_measurement() -> None:
     replan.PlanContext.measured = fixed  # type: ignore[method-assign]
 
 
-def by_norm() -> None:
-    """By another plan when the last two steps were clipped, and back when they were not."""
-    made = replan.plan_for_budget
-
-    def other(blocks: Any, options: Any, **given: Any) -> Plan:
-        kept = "all" if options.every_clipped else "recompute"
-        return made(blocks, replace(options, activations=kept), **given)
-
-    replan.plan_for_budget = other  # type: ignore[assignment]
-    replan.RECENT, replan.pays = 2, lambda *_: True  # type: ignore[misc]
-    replan.WORTH = 1e9  # no other new plan
-
-
 def fails() -> None:
     """As `always`, and this process cannot follow the new plan."""
     always()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_train import model  # noqa: F401 - a fixture
+from tests.end_to_end.test_train import model  # noqa: F401 - a fixture
 from tests.tools.test_report import finished, page  # noqa: F401 - fixtures
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -16,8 +16,8 @@ from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
 from lohan.util import system
 from lohan.util.system import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.util.units import GiB
+from tests.cli.test_main import lohan, snapshot  # noqa: F401 - a fixture
 from tests.support.memory_engine import MemoryEngine
-from tests.test_cli import lohan, snapshot  # noqa: F401 - a fixture
 
 MEMORY = Path("/dev/shm")
 

@@ -16,8 +16,8 @@ from lohan.tools import report as gather
 from lohan.tools.report import Advice, Change, bottleneck, curve, read_run, timeline
 from lohan.train.run_folder import RunFolder, read_rows, step_rows
 from lohan.util.units import format_bytes
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
-from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
+from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
+from tests.end_to_end.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 

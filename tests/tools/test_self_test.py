@@ -15,7 +15,7 @@ import pytest
 from lohan.planner.presets import gpu_of
 from lohan.tools import gpu_checks, self_test
 from lohan.tools.self_test import Bound, Checked, checked, compared, describe, expected
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
+from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
 
 CARD = "NVIDIA GeForce RTX 4090"
 SLOT = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
@@ -121,7 +121,7 @@ def test_options_that_do_not_fit(lohan, tmp_path):  # noqa: F811
     refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")
     foreign = tmp_path / "mine.json"
     foreign.write_text("{}")
-    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left as it is")
+    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left unchanged")
     assert foreign.read_text() == "{}"
 
 

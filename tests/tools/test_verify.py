@@ -30,8 +30,8 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
+from tests.cli.test_main import lohan, refused, snapshot  # noqa: F401 - a fixture
 from tests.support.random_checkpoint import write_random_checkpoint
-from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {
     "vocab_size": 67,
@@ -376,7 +376,7 @@ def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
 def test_not_even_one_layer_fits(verify, monkeypatch):
     monkeypatch.setattr(whole, "host_memory_bytes", lambda: 1000)
     ended, _ = verify()
-    refused(ended, "one layer needs .* 800 B can be had; lower --batch or --seq")
+    refused(ended, "one layer needs .* 800 B is available; lower --batch or --seq")
 
 
 def test_estimate_of_memory(inputs):

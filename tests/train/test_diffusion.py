@@ -25,6 +25,7 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.train.task import DataRequest
 from lohan.util.settings import Source
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.diffusion_folders import (
     CLASSES,
     POOLED,
@@ -37,7 +38,6 @@ from tests.support.diffusion_folders import (
 )
 from tests.support.recording_display import Watch
 from tests.support.small_models import decay_groups
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 pytest.importorskip("diffusers")
 STEPS, BATCH = 4, 3
@@ -374,7 +374,7 @@ WRONG = {
     "unlike": r"latents is 4 x 16 x 16 of float32, that of .* 4 x 8 x 8 of float32; all examples",
     "not finite": r"holds values that are not finite; write it again",
     "pickle": r"not an array of numpy .*; write it again",
-    "loose": r"loose\.npy: lies in no folder of a class; put every example into a folder",
+    "loose": r"loose\.npy: is not in the folder of a class; put every example into a folder",
     "classes": rf"9: is class 9, the model has {CLASSES} of them",
     "mixed": r"1 image and 7 latents are mixed; give a folder with one kind",
     "images": r"an image, and DiT.* takes latents of 4 channels; give the folder of a pipeline",

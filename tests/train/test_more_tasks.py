@@ -21,6 +21,7 @@ from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.recording_display import Watch
 from tests.support.task_runs import (
     BATCH,
@@ -32,7 +33,6 @@ from tests.support.task_runs import (
     with_peft,
     write_rows,
 )
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP, MASK, VOCAB = 257, 258, 259, 260

@@ -25,8 +25,8 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.task import mean_stats
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
+from tests.data.test_dataset import save_tokenizer
 from tests.support.random_checkpoint import write_random_checkpoint
-from tests.test_data import save_tokenizer
 from tests.tools.test_report import Elements
 
 ROOT = Path(__file__).resolve().parents[2]

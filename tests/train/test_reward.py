@@ -171,7 +171,7 @@ def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--sample-prompts: a reward model writes nothing"):
+    with pytest.raises(ConfigError, match="--sample-prompts: a reward model generates no text"):
         train(settings(model, tmp_path / "a", **{"sample.prompts": "x"}), Display())
     other = tmp_path / "rated.jsonl"
     other.write_text("\n".join(map(json.dumps, RATED)))

@@ -10,8 +10,8 @@ import pytest
 from lohan.checkpoint.store_io import SMALLEST_SCALE, TrainState
 from lohan.errors import TrainingError
 from lohan.train.periodic import check_loss, check_norm
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
+from tests.end_to_end.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
 
 LATER = TrainState(step=3, updates=3)
 

@@ -15,10 +15,10 @@ from lohan.checkpoint.sources import InitialValues
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
+from tests.data.test_dataset import save_tokenizer
 from tests.support.recording_display import Watch
 from tests.support.task_runs import STEPS, reference, settings, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
 
 LLAMA = hf.LlamaConfig(
     vocab_size=264,
@@ -122,7 +122,7 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
         ({"init": "none.json"}, "no such file; give a config.json"),
         ({"tokenizer": "."}, "no tokenizer there"),
         ({"small": True}, "has 260 tokens, vocab_size in .* is 100; raise vocab_size"),
-        ({"train.lora": 4}, "an adapter needs a model that has learnt"),
+        ({"train.lora": 4}, "an adapter needs a trained model"),
         ({"init": None}, "tokenizer: goes with --init"),
     ],
 )

@@ -16,10 +16,10 @@ from lohan.tools.report import example_card, read_run
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
+from tests.data.test_dataset import save_tokenizer
 from tests.support.recording_display import Watch
 from tests.support.task_runs import BATCH, STEPS, reference, settings, train, with_peft, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
 
 VOCAB = 264
 ENCODER = {

@@ -22,9 +22,9 @@ from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.language import VisionLanguage
 from lohan.train.run_folder import RunFolder, step_rows
+from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.recording_display import Watch
 from tests.support.task_runs import STEPS, byte_level, reference, settings, train, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 SPECIAL = [
     "<|im_start|>",

@@ -137,7 +137,10 @@ def test_what_is_not_cached_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_cannot_be_fetched_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a name that is not there does, or one whose terms must be accepted first."""
-    with hub(monkeypatch), pytest.raises(ModelError, match=r"cannot be had .*\(\w+Error: .+\)"):
+    with (
+        hub(monkeypatch),
+        pytest.raises(ModelError, match=r"cannot be downloaded .*\(\w+Error: .+\)"),
+    ):
         fetch_model(None, {"model": Path("org/misspelt")})
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
