@@ -162,7 +162,7 @@ def store_verify(folders: RunsOrStores, as_json: Json = False) -> None:
                 shown.note(finding.problem)
             bad += len(findings)
             chunks = len(store.layout.durable)
-            shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are right")
+            shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are correct")
             problems = [finding.problem for finding in findings]
             results.append({"path": str(first_of(dirs)), "chunks": chunks, "problems": problems})
     if as_json:

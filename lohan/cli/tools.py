@@ -168,7 +168,7 @@ def _self_test(
     else:
         echo("\n" + kit.summary(results))
         where = f"report: {out}" if out else "-o FILE writes the report"
-        echo(f"{where}; docs/first-gpu-run.md says what each line means and where to send it")
+        echo(f"{where}; docs/first-gpu-run.md explains each line and where to send the report")
     if not kit.passed(results):
         raise typer.Exit(EXIT_PROBLEM)
 

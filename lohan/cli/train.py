@@ -223,7 +223,7 @@ def export_run(
     from lohan.checkpoint.resharding import open_set
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.data.text import chosen_template
-    from lohan.engine.session import export_merged, export_store
+    from lohan.engine.export import export_merged, export_store
     from lohan.model.state import stored_state_format
     from lohan.train.inputs import task_of
     from lohan.train.run_folder import RunFolder, check_export_to, stores_of
@@ -303,8 +303,8 @@ def export_as_lora(
             for each in changed:
                 shown.note(f"{each.name:{width}} {each.share:7.1%}")
         shown.note(
-            f"adapter of rank {rank} after step {step}: {out}; it holds {share:.1%} of the "
-            "difference to the base, by squared norm"
+            f"adapter of rank {rank} after step {step}: {out}; it captures {share:.1%} of the "
+            "change from the base, by squared norm"
         )
     if as_json:
         facts = {
@@ -331,7 +331,7 @@ def merge_adapter(
     from lohan.checkpoint.adapters import named_base
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
-    from lohan.engine.session import export_merged
+    from lohan.engine.export import export_merged
     from lohan.train.forward_only import own_dtype
 
     base = model or named_base(adapter)
@@ -401,8 +401,8 @@ def finish(outcome: Any, out: Path, shown: Display, *, as_json: bool = False) ->
     if outcome.stopped and outcome.step < outcome.total:
         shown.close()  # the bar stays where it is, the message comes below it
         shown.note(
-            f"stopped after step {outcome.step} of {outcome.total}, all of it safe; continue with "
-            f"`lohan resume {shlex.quote(str(out))}`"
+            f"stopped after step {outcome.step} of {outcome.total}; all steps are on disk; "
+            f"continue with `lohan resume {shlex.quote(str(out))}`"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lohan.device.accelerator import AcceleratorDevice, found_type
+from lohan.device.accelerator import AcceleratorDevice, found_type, is_integrated
 from lohan.device.base import CpuDevice, Device
 from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
+from lohan.device.integrated import IntegratedDevice
 from lohan.errors import ConfigError
 
 NAMES = ("auto", "cpu", "accelerator", "emulated", UNIFIED_NAME)
@@ -35,10 +36,22 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
             raise ConfigError("--device emulated requires --device-memory, such as 2GiB")
         return EmulatedDevice(memory, h2d=link, d2h=link)
     if name == "accelerator":
-        return AcceleratorDevice(memory, number=number)
+        return _accelerator(memory, number)
     if memory is not None:
         raise ConfigError(f"device {name}: it has no memory of its own; leave --device-memory out")
     return UnifiedDevice() if name == UNIFIED_NAME else CpuDevice()
+
+
+def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
+    """Open an accelerator; one that shares the host's memory computes there.
+
+    With `memory`, such a GPU is used as a card of that size, with copies in between.
+    """
+    device = AcceleratorDevice(memory, number=number)
+    if memory is None and is_integrated(device.torch_device):
+        device.close()
+        return IntegratedDevice(number=number)
+    return device
 
 
 def known_name(name: str) -> str:

@@ -619,7 +619,7 @@ def _advice(advice: Advice, measured: Mapping[str, float], step_s: float) -> str
             note("Planned and simulated for the rates that this run measured, each change alone.")
         )
     elif advice.reason:
-        lines.append(note(f"What would help is not known: {advice.reason}."))
+        lines.append(note(f"No advice is available: {advice.reason}."))
     return "".join(lines)
 
 
@@ -660,8 +660,8 @@ def memory_card(run: RunRecord) -> str:
     return card(
         "Memory",
         note(
-            "What the plan gives to whom in host memory, and what was resident: Python, torch "
-            "and transformers come on top of the plan."
+            "Planned host memory by owner, and resident memory. Python, torch and transformers "
+            "are not part of the plan."
         ),
         '<div class="pair">',
         chart("memory", "Plan of host memory, and --host", tall=True),
@@ -717,7 +717,9 @@ def wear_card(run: RunRecord) -> str:
             life = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
             rows.append([f"{drive.name} {drive.model or ''}", worn, life])
     return card(
-        "SSD", table(("", "", ""), rows), note(f"Wear is {ASSUMED_WEAR}, unless a log tells.")
+        "SSD",
+        table(("", "", ""), rows),
+        note(f"Wear is {ASSUMED_WEAR}, unless the drive's log has it."),
     )
 
 

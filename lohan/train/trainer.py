@@ -20,11 +20,13 @@ from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
-from lohan.engine.session import OomGuard, Replanner, Session
+from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import Replanner
+from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import PlanOptions
 from lohan.planner.forecast import Forecast
-from lohan.planner.planner import plan_for_budget
+from lohan.planner.planner import make_plan
 from lohan.planner.wear import (
     ASSUMED_WEAR,
     Alternative,
@@ -231,8 +233,8 @@ def resume_session(
             claim_new_names(folder, config)
             if not (folder.data / CACHE_FILES[-1]).is_file():
                 display.note(
-                    f"warning: {folder.data} does not hold the run's data any more; it is made "
-                    "again from --data, and is the same only if nothing has changed there since"
+                    f"warning: {folder.data} no longer holds the run's data; it is prepared "
+                    "again from --data, and is the same only if the files there are unchanged"
                 )
             reshard_stores(folder, config, group.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
@@ -282,8 +284,8 @@ def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Di
     again = repair_logs(folder, step=session.step, last=last)
     if again and session.step < total:
         display.note(
-            f"{counted(again, 'step')} after step {session.step} had ended and were not committed: "
-            "done again"
+            f"{counted(again, 'step')} after step {session.step} were not committed and are "
+            "repeated"
         )
 
 
@@ -508,7 +510,7 @@ def show_wear(
     for line in lines:
         display.note(line)
     if len(lines) > 1:
-        display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
+        display.note(f"wear is {ASSUMED_WEAR}, unless the drive's log has it")
 
 
 def sparing_options(session: Session) -> list[Alternative]:
@@ -524,15 +526,10 @@ def sparing_options(session: Session) -> list[Alternative]:
 
     def planned(options: PlanOptions, host: int) -> Forecast:
         options = replace(options, head_tokens=session.plan.head_tokens)
-        plan = plan_for_budget(
-            context.blocks,
-            options,
-            host_bytes=host,
-            workload=workload,
-            profile=profile,
-            device_bytes=context.device_bytes,
-        )
-        return context.forecast(profile, plan)
+        problem = replace(context.problem(options, profile=profile), host_bytes=host)
+        made = make_plan(problem).forecast
+        assert made is not None
+        return made
 
     now = context.forecast(profile, session.plan)
     return list(alternatives(now, context.options, context.host_bytes, planned))
@@ -596,8 +593,8 @@ def write_trace(session: Session, file: Path, display: Display) -> None:
         session.executor.trace.write(file)
     except OSError as error:
         display.note(
-            f"{file}: the trace cannot be written: {error.strerror}; the run itself is whole, "
-            "`lohan resume` with more --steps makes another"
+            f"{file}: the trace cannot be written: {error.strerror}; the run is complete, "
+            "and `lohan resume` with more --steps writes another trace"
         )
         return
     display.note(f"trace of all lanes: {file}")

@@ -291,7 +291,7 @@ def test_flipped_byte(lohan, run, tmp_path):
     ended = lohan("store", "verify", run)
     assert ended.code == 2 and "Traceback" not in ended.err
     chunks = describe(run / "store")["chunks"]
-    assert str(slot) in ended.out and f"{chunks - 1} of {chunks} chunks are right" in ended.out
+    assert str(slot) in ended.out and f"{chunks - 1} of {chunks} chunks are correct" in ended.out
 
 
 def test_flipped_byte_in_the_other_slot_does_no_harm(lohan, run):

@@ -455,7 +455,7 @@ def test_kill_between_commits(way, number, forge, inputs, tmp_path):
         assert "commits every 3 steps, and before evaluations, snapshots and" in ended.out
     if "resuming after step " in ended.out:  # not where it died before its first step, or after all
         back_to = int(ended.out.partition("resuming after step ")[2].split()[0])
-        assert ("not committed: done again" in ended.out) == (logged > back_to)
+        assert ("not committed and are repeated" in ended.out) == (logged > back_to)
         assert logged - 3 <= back_to and back_to in (0, 1, 2, 5, 8)
     assert result(out) == expected
 

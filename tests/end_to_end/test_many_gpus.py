@@ -88,7 +88,7 @@ def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_
     listed = forge.run("store", "ls", launched).out.splitlines()
     assert len(listed) == 2 and all("step 5, clean" in line for line in listed)
     verified = forge.run("store", "verify", launched)
-    assert verified.code == 0 and verified.out.count("chunks are right") == 2
+    assert verified.code == 0 and verified.out.count("chunks are correct") == 2
 
 
 def test_the_report_has_all_ranks_on_one_clock(launched, forge):

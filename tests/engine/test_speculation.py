@@ -56,7 +56,7 @@ def check(
     losses, norms, counts = [], [], []
     options.setdefault("engine", memory_engine())
     with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, tuning)
+        tuned(patch, replace(tuning, most_clipped=share))
         model = case.model()
         session = attached(
             model, place, clip=limit, micro_batch=case.micro_batch, run_again=rerun, **options
@@ -64,7 +64,6 @@ def check(
     with session:
         executor = session.executor
         executor.lanes._stall_s = 15.0
-        executor.clipping._plan = replace(session.plan, most_clipped=share)
         delay_lanes(session, seed)
         torch.manual_seed(11)
         for batch, scale in zip(case.data(), case.scales, strict=True):

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.softcuda.environment import COMPILING, set_up
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("device", "order", "training", "commands")
+FILES = ("device", "order", "training", "integrated", "commands")
 FETCH_S, TESTS_S = 8 * 60, 12 * 60  # in CI, where `make test` has taken most of the time
 INTERRUPTED = 2  # pytest's
 

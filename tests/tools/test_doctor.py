@@ -82,7 +82,7 @@ def test_without_io_uring(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "open_engine", refusing)
     found = [f for f in doctor.check_ssd(tmp_path) if "io_uring" in f.text]
     assert [f.state for f in found] == [WARNING]
-    assert "threads take its place" in found[0].text and found[0].advice
+    assert "threads are used instead" in found[0].text and found[0].advice
 
 
 def test_without_direct_io(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_a_run_from_before_the_journal(report, run):
 def test_a_model_that_is_gone(report, run):
     text = (run / "run.toml").read_text()
     (run / "run.toml").write_text(re.sub(r'model = ".*"', 'model = "/no/such/model"', text))
-    assert "What would help is not known: /no/such/model" in Elements(report(run)).text
+    assert "No advice is available: /no/such/model" in Elements(report(run)).text
 
 
 # -- what it must not hold ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The checks themselves run on software CUDA (tests/softcuda/check_commands.py).
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def test_options_that_do_not_fit(lohan, tmp_path):
 
 
 def test_every_check_says_what_it_is_about():
-    assert len(gpu_checks.CHECKS) == 17
+    page = (Path(__file__).parents[2] / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == list(gpu_checks.CHECKS)
     assert all(check.about and check.deadline_s <= 1800 for check in gpu_checks.CHECKS.values())
     assert Checked("links", "ok").lines(5, "") == ["ok        links"]
