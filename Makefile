@@ -29,7 +29,8 @@ test: setup
 FAST := tests/util tests/model tests/schedule tests/planner tests/top_level/test_config.py \
 	$(addprefix tests/store/test_,store.py recovery.py extents.py fixed.py) \
 	tests/end_to_end/test_train.py::test_plain_text_file
-NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py ranks.py wear.py)
+NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py ranks.py wear.py) \
+	$(addprefix tests/util/test_,freed_memory.py trace.py)
 
 test-fast: setup
 	$(PY) -m pytest -q -n 2 $(addprefix --ignore=,$(NOT_FAST)) $(FAST)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.blocks import dtype_of, views
+from lohan.capture.blocks import dtype_of
 from lohan.capture.placeholders import (
-    AttachedParameter,
-    ResidentParameter,
     StepGradients,
     install_placeholders,
-    put_parameter,
 )
 from lohan.capture.recompute import SlicedCompute
 from lohan.capture.tiling import Tiling
@@ -35,23 +32,22 @@ from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.store_io import ChangedBuffers, TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
-from lohan.device.ranks import ProcessGroup
+from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.clipping import Clipping
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import (
-    Accumulated,
-    GradientCollector,
-    GroupGrads,
-)
+from lohan.engine.commit_clock import CommitClock
+from lohan.engine.gradient_transport import GroupGrads
+from lohan.engine.gradients import GradientCollector
 from lohan.engine.lanes import Lanes
+from lohan.engine.resident import Resident
 from lohan.engine.scheduler import ActionScheduler
 from lohan.engine.step import Decision, Factor, State, Step, Steps
 from lohan.engine.user_code import KeptGradients, UnwantedGradients, WatchedParameters
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, ModelError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
+from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
 from lohan.param_groups import META_KEY, HyperParameters
@@ -62,156 +58,7 @@ from lohan.util.trace import Trace
 from lohan.util.units import counted
 
 if TYPE_CHECKING:
-    from lohan.engine.session import PlanContext
-
-
-# -- Small parameters that stay in memory for the whole run ----------------------------------------
-#
-# As ordinary leaves of the user's graph.
-#
-# Norms and loose vectors. Their groups have cached weight slots. The one that is trained is
-# updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
-# ones are views of their slot, or copies on a device. Of several ranks each has a shard in its
-# slot, and the caller gathers them.
-
-
-class Resident:
-    """Owner of the parameters of the resident groups, each given with its cached slot."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        groups: Sequence[tuple[FlatGroup, torch.Tensor]],
-        refs: tuple[ParameterRef, ...],
-        torch_device: torch.device,
-        process_group: ProcessGroup,
-        step: StepGradients,
-    ) -> None:
-        self._process_group = process_group
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
-        parameters: dict[str, list[ResidentParameter]] = {RESIDENT: []}
-        olds = {
-            (ref.group, ref.tensor): model.get_submodule(ref.module)._parameters[ref.attribute]
-            for ref in refs
-        }
-        for group, flat in groups:
-            if group.frozen:
-                current = self._gathered(flat, group.numel).to(torch_device)
-            else:
-                current = flat.new_empty(group.numel, device=torch_device)
-                self._copies.append((current, flat))
-            parameters[group.key] = [
-                _resident_parameter(olds[group.key, index], view, spec, step)
-                for index, (view, spec) in enumerate(
-                    zip(views(group, current), group.tensors, strict=True)
-                )
-            ]
-        self.parameters = parameters[RESIDENT]
-        self.by_tensor: dict[tuple[str, int], AttachedParameter] = {
-            (key, index): parameter
-            for key, members in parameters.items()
-            for index, parameter in enumerate(members)
-        }
-        for ref in refs:
-            put_parameter(model, ref, parameters[ref.group][ref.tensor])
-        self.copy_updated()
-
-    def copy_updated(self) -> None:
-        with torch.no_grad():
-            for current, flat in self._copies:
-                # The slot is updated when compute is done with the step, and with this copy.
-                current.copy_(self._gathered(flat, current.numel()), non_blocking=True)
-
-    def _gathered(self, flat: torch.Tensor, count: int) -> torch.Tensor:
-        return self._process_group.all_gather(flat)[:count]
-
-    def take_gradients(self) -> dict[int, torch.Tensor]:
-        """Where compute made them."""
-        grads = {
-            index: parameter.grad.contiguous()
-            for index, parameter in enumerate(self.parameters)
-            if parameter.grad is not None
-        }
-        self.drop_gradients()
-        return grads
-
-    def swap_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Set the gradients of all resident parameters, and return the previous ones.
-
-        An empty sequence removes them.
-        """
-        before = [parameter.grad for parameter in self.parameters]
-        for index, parameter in enumerate(self.parameters):
-            parameter._store_gradient(grads[index] if grads else None)
-        return before
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def drop_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
-def _resident_parameter(
-    old: nn.Parameter | None, values: torch.Tensor, spec: TensorSpec, step: StepGradients
-) -> ResidentParameter:
-    """Return a parameter over `values`.
-
-    If there was one under an earlier plan, the same object is returned, so that its hooks and
-    references to it stay valid.
-    """
-    parameter = old
-    with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(parameter, ResidentParameter) and (parameter.dtype, parameter.device) == (
-            values.dtype,
-            values.device,
-        ):
-            parameter.data = values
-        else:
-            trains = spec.trainable if old is None else old.requires_grad
-            parameter = ResidentParameter(values, requires_grad=trains)
-    parameter.label, parameter.stored_as = (spec.name, "(in memory)"), spec.name
-    parameter.step_gradients = step
-    return parameter
-
-
-# -- When a step is committed ----------------------------------------------------------------------
-
-
-SETTLING = 2  # steps of a plan that are committed in any case: what is wrong shows in them
-
-
-class CommitClock:
-    """Decides, step by step, whether the next one is committed; of several ranks, all alike."""
-
-    def __init__(self, plan: Plan, process_group: ProcessGroup) -> None:
-        self._plan, self._process_group = plan, process_group
-        self._steps = self._since = 0  # of the plan, and of them since the last commit
-        self._committed_s = self._ended_s = time.monotonic()
-
-    def after_step(self, *, commits: bool) -> bool:
-        """Note the end of a step, and return whether the next step commits."""
-        now_s = time.monotonic()
-        took_s, self._ended_s = now_s - self._ended_s, now_s
-        self._steps, self._since = self._steps + 1, self._since + 1
-        if commits:
-            self.committed()
-        interval = self._plan.commit
-        if interval.every_step or self._steps < SETTLING:
-            return True
-        if interval.steps and self._since + 1 >= interval.steps:
-            return True
-        late = now_s + 2 * took_s - self._committed_s > interval.seconds  # the step after it
-        return bool(interval.seconds) and self._process_group.any_rank(late)
-
-    def committed(self) -> None:
-        self._since, self._committed_s = 0, time.monotonic()
-
-
-# -- Executor -------------------------------------------------------------------------------------
+    from lohan.engine.context import PlanContext
 
 
 class Executor:
@@ -285,7 +132,7 @@ class Executor:
             plan,
             scheduler=self.scheduler,
             pending=self.runner.pending,
-            gradient_offload=self.runner.gradient_offload,
+            gradient_offload=self.runner.pending.offload,
             collectives=self.collectives,
             steps=self.steps,
         )
@@ -337,7 +184,9 @@ class Executor:
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """Replace the forward of the model's blocks, which run from the store until `close`."""
         if blocks.resident:
-            cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
+            cached = [
+                (blocks.groups[number], flat) for number, flat in self.runner.host_cache.resident()
+            ]
             self.resident = Resident(
                 model,
                 groups=cached,
@@ -644,7 +493,7 @@ class Executor:
 
     def _skip(self, step: Step) -> None:
         """End a step that changes no weight."""
-        self.runner.drop_gradients()
+        self.runner.pending.clear()
         self.steps.ended_metas.append(step.meta)
         if self.steps.uncommitted is None:
             self.store.commit(step.meta, advance=False)

@@ -178,7 +178,7 @@ def written_per_step(
     order = planned_order(blocks, plan)
     *_, last = steps(spec, order, 2)
     written = sum(work.written(action) for phase in last.values() for action in phase)
-    if not order.commits and plan.commit.steps:
+    if not plan.commit.every_step and plan.commit.steps:
         written += commit_bytes(work, spec) / plan.commit.steps
     return plan.world * written
 

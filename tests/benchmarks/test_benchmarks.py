@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"hidden": 32, "layers": 2, "intermediate": 64, "vocabulary": 128, "heads": 2}
 TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
@@ -29,7 +31,7 @@ def bench(name: str, work: Path, *args: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHONPATH": ":".join(paths)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
     )
 
 

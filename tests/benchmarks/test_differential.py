@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,31 +11,15 @@ import pytest
 
 from benchmarks import differential
 from benchmarks.differential import SIMPLEST, Outcome, Tally, draw, only_changes, shrink
+from tests.support.differential_cases import SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
-# One of each kind; together they have a device, an error, an evaluation, a resume and a kill.
-SHORT = [
-    {"model": "net-tied", "dtype": "bf16", "clip": 1.0, "delays": 1, "known_batch": True},
-    {"model": "gpt2", "events": [[1, "forward_error"], [1, "eval"], [2, "resume"]]},
-    {"model": "lstm", "device": "emulated", "optimizer": "lion"},
-    {"model": "llama", "lora": 2, "base": "nf4", "accumulate": 2},
-    {"kind": "ranks", "model": "net-shared", "events": [[1, "commit"]]},
-    {"kind": "train", "model": "tied", "kill": 20},
-]
-
-
-def run_short_form() -> None:
-    """Run in a fork of the forge, which has no threads."""
-    folder = Path(os.environ["LOHAN_CASE"])
-    outcomes = [differential.run_case({**SIMPLEST, **case}, folder) for case in SHORT]
-    ended = [[outcome.status, outcome.detail] for outcome in outcomes]
-    (folder / "outcomes.json").write_text(json.dumps(ended))
 
 
 def test_overlapped_runs_equal_the_serial_path_and_torch(forge, tmp_path):
     ended = forge.run(
         "--help",
-        before="tests.benchmarks.test_differential:run_short_form",
+        before="tests.support.differential_cases:run_short_form",
         env={"LOHAN_CASE": str(tmp_path)},
     )
     assert ended.code == 0, ended.err

@@ -81,6 +81,7 @@ def test_every_effect_of_the_schedule_can_be_dropped() -> None:
 
 def test_every_module_has_tests() -> None:
     assert select_tests("lohan/store/io_engine.py", ROOT) == ["tests/store/test_io_engine.py"]
+    assert select_tests("lohan/config.py", ROOT) == ["tests/top_level/test_config.py"]
     files = {mutant.file for mutant in all_mutants(ROOT)}
     assert [file for file in sorted(files) if not select_tests(file, ROOT)] == []
 

@@ -14,6 +14,7 @@ import pytest
 from lohan.errors import LohanError
 from lohan.planner import presets
 from lohan.planner.systems import fits, policy, run
+from tests.support import HANG_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "paper"
 DOCUMENT = FOLDER.parents[1] / "docs" / "paper.md"
@@ -106,7 +107,7 @@ def test_peers_are_within_20_percent_on_most_points(points, name):
     assert len(found) > 1 and share_within(found, 0.2) >= 0.8, found
 
 
-def test_what_runs_out_of_memory_and_the_largest_models_are_right(points):
+def test_predicts_out_of_memory_and_largest_models_as_published(points):
     memory = [p for p in points if p.is_memory]
     assert len(memory) > 40
     assert [p for p in memory if not p.right] == []
@@ -141,7 +142,7 @@ def test_the_script_prints_and_draws(tmp_path):
         env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
         check=True,
     )
     rows = json.loads(ended.stdout)

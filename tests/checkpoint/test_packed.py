@@ -13,8 +13,8 @@ from lohan.checkpoint.packed import dequantise, dequantised_range, quantise
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import TensorSpec
 from lohan.model.state import FORMATS, packed_bytes
-from tests.end_to_end.test_adapters import adapted, train
 from tests.support.small_models import (
+    adapted,
     assert_close,
     assert_same,
     attached,
@@ -23,6 +23,7 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
     small_model,
+    train,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -181,7 +182,7 @@ def test_resumed_with_the_same_base_only(tmp_path):
         assert_same(master_weights(session), last)
 
 
-def test_what_cannot_be_packed_is_refused(tmp_path):
+def test_rejects_models_and_formats_that_cannot_be_packed(tmp_path):
     with pytest.raises(ConfigError, match="no linear layer in a block that is frozen"):
         attached(small_model("llama"), tmp_path, base="nf4")
     with pytest.raises(ConfigError, match="base is 'nf3'; choose nf4, int8, fp8"):

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lohan.train import trainer
-from tests.cli.test_main import data, lohan, model, place, refused, snapshot  # noqa: F401 - fixtures
+from tests.support.command_line import data_fixture, model_fixture, place_fixture, refused, snapshot  # noqa: F401 - fixtures
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ MISTAKES = {**SETTINGS, **BUDGETS, **DATA, **MODELS}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake(mistake, lohan, model, data, place):  # noqa: F811
+def test_mistake_gets_one_message_and_leaves_nothing(mistake, lohan, model, data, place):
     wrong, patterns = MISTAKES[mistake]
     arguments = wrong(Desk(place, model, data))
     before = snapshot(place)
@@ -434,7 +434,7 @@ COMMANDS: dict[str, tuple[list[object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("mistake", COMMANDS)
-def test_mistake_with_another_command(mistake, lohan, model, data, place, monkeypatch):  # noqa: F811
+def test_mistake_with_another_command(mistake, lohan, model, data, place, monkeypatch):
     monkeypatch.chdir(place)
     words, patterns = COMMANDS[mistake]
     given = {"MODEL": model, "DATA": data}
@@ -443,7 +443,7 @@ def test_mistake_with_another_command(mistake, lohan, model, data, place, monkey
 
 
 @pytest.mark.parametrize("locked", ["--data", "--out", "--ssd"])
-def test_permissions(locked, lohan, model, data, place):  # noqa: F811
+def test_names_files_without_permission(locked, lohan, model, data, place):
     given = {"--model": model, "--data": data, "--out": place / "run"}
     shut = place / "shut"
     shut.mkdir()
@@ -462,7 +462,7 @@ def test_permissions(locked, lohan, model, data, place):  # noqa: F811
     assert list(shut.iterdir()) == []
 
 
-def test_a_disk_that_fills_up(lohan, model, data, place, monkeypatch):  # noqa: F811
+def test_a_disk_that_fills_up(lohan, model, data, place, monkeypatch):
     """In the middle of a run: one message, and the run goes on when there is room again."""
     disk = place / "disk"
     disk.mkdir()

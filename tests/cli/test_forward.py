@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import lohan as lohan_package
 from lohan.config import load_config
@@ -34,46 +33,15 @@ from lohan.train.forward_only import (
 )
 from lohan.train.language import CausalLM
 from lohan.train.trainer import train
-from tests.cli.test_main import lohan, refused, snapshot  # noqa: F401 - a fixture
-from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.command_line import refused, snapshot
 from tests.support.recording_display import Watch
+from tests.support.tokenizer_folders import WORDS, expected, write_model
 
-WORDS = ["<pad>", "<s>", "</s>", "<user>", "<bot>", *(f"w{i}" for i in range(VOCAB - 5))]
 TEMPLATE = (
     "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }} "
     "{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
 )
 PROMPTS = ["w1 w2 w3", "w9", "w20 w21 w5 w5 w40 w7"]
-
-
-def write_model(folder: Path, kind: str, *, template: str | None = None) -> Path:
-    save_model(folder, CONFIGS[kind])
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    made.chat_template = template
-    made.save_pretrained(folder)
-    return folder
-
-
-def expected(folder: Path, prompts: list[str], **how: Any) -> list[str]:
-    """Plain transformers, all in memory, with the same padding."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    if tokenizer.chat_template:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            for text in prompts
-        ]
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    torch.manual_seed(how.pop("seed", 0))
-    out = model.generate(**inputs, **how)
-    new = out[:, inputs["input_ids"].shape[1] :]
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
 
 
 def answers(folder: Path, prompts: list[str], sampling: Sampling, **budget: str):
@@ -167,7 +135,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
     assert 0 < pools[0].peak_bytes <= 200 * 2**10
 
 
-def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):  # noqa: F811
+def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):
     folder = write_model(tmp_path / "model", "qwen3")
     rows = [{"text": " ".join(f"w{(i * j) % 40}" for j in range(1, 9))} for i in range(9)]
     data = tmp_path / "data.jsonl"
@@ -231,14 +199,14 @@ def test_weights_of_a_folder_take_no_state(tmp_path):
         (["--prompt", "w1", "--dtype", "int8"], r"--dtype: unknown 'int8'"),
     ],
 )
-def test_refusals(lohan, tmp_path, args, pattern):  # noqa: F811
+def test_rejects_wrong_options(lohan, tmp_path, args, pattern):
     folder = write_model(tmp_path / "model", "llama")
     refused(lohan("generate", folder, *args, "--ssd", tmp_path), pattern)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):  # noqa: F811
+def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
     """Stopped while tokens are made: the temporary weights go."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     folder = write_model(tmp_path / "model", "llama")
@@ -255,7 +223,7 @@ def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_neither_a_run_nor_a_model(lohan, tmp_path):  # noqa: F811
+def test_neither_a_run_nor_a_model(lohan, tmp_path):
     refused(lohan("generate", tmp_path, "--prompt", "x"), r"neither a run .* nor a model folder")
     refused(lohan("eval", tmp_path, "--data", tmp_path / "x"), r"neither a run .* nor a model")
 

@@ -15,7 +15,8 @@ from lohan.store.extents import Region
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.cli.test_main import arguments, data, model  # noqa: F401 - fixtures
+from tests.support import HANG_S
+from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
 from tests.support.interrupts import send_while_held
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ def process(*words: object, **options: object) -> subprocess.CompletedProcess[st
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         **options,
     )
 
@@ -66,7 +67,7 @@ def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):  # noqa: F811
+def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):
     out = tmp_path / "run"
     given = arguments(model, data, out, "--steps", 5)
     ended = forge.run(*given, before="interrupts:twice_in_a_step")
@@ -77,7 +78,7 @@ def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):  # n
 
 
 @pytest.mark.parametrize(("count", "steps"), [(1, 3), (2, 2)])
-def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):  # noqa: F811
+def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):
     """The first Ctrl-C finishes the step, the second discards it.
 
     tests/softcuda/check_commands.py tests this on an accelerator, where a device thread runs
@@ -126,7 +127,7 @@ def test_the_first_line_alone():
     command = f"'{sys.executable}' -m lohan {' '.join(PLAN)} | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=60
+        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.stderr == "" and ended.stdout.startswith("llama-3-8b on rtx4090")
     assert ended.stdout.count("\n") == 1

@@ -17,26 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan import _core
+from tests.support import HANG_S
+from tests.support.reference_updates import aligned, aligned_copy, bf16_bits
 
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def aligned(count: int, dtype: Any, offset: int = 0) -> np.ndarray:
-    """`count` zeros at an address `offset` bytes past a multiple of 64."""
-    itemsize = np.dtype(dtype).itemsize
-    raw = np.zeros(count * itemsize + 128, np.uint8)
-    start = -raw.ctypes.data % 64 + offset
-    return raw[start : start + count * itemsize].view(dtype)
-
-
-def aligned_copy(values: np.ndarray) -> np.ndarray:
-    out = aligned(values.size, values.dtype)
-    out[:] = values
-    return out
-
-
-def bf16_bits(values: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
 
 
 def bf16_floats(bits: np.ndarray) -> np.ndarray:
@@ -126,7 +110,7 @@ def test_equals_torch_over_many_steps(mode: str, each_isa: str) -> None:
     np.testing.assert_allclose(state.master(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_one_step_is_within_rounding_of_torch() -> None:
+def test_first_step_equals_torch_up_to_rounding() -> None:
     state = State("fp32", 4096)
     expected = torch_adamw(state.p, [state.gradient(1)])
     state.step(1)
@@ -245,7 +229,7 @@ def test_pool_survives_fork_and_exit() -> None:
         "if pid == 0: sys.exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANG_S)
     assert (result.returncode, result.stderr) == (0, b"")
 
 

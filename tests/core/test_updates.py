@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from lohan import _core
-from tests.core.test_adamw import aligned, aligned_copy, bf16_bits
 from tests.support.reference_updates import (
     HYPER,
     SIGNED,
     Reference,
+    aligned,
+    aligned_copy,
+    bf16_bits,
     from_bf16,
     from_int8,
     to_bf16,
@@ -232,7 +234,7 @@ def test_codes_reach_over_orders_of_magnitude() -> None:
 
 
 @pytest.mark.parametrize("isa", _core.supported_isas())
-def test_what_is_not_finite_stays_so(isa: str) -> None:
+def test_keeps_nan_and_infinity_in_moments(isa: str) -> None:
     _core.set_isa(isa)
     for moments in ("bf16", "int8"):
         state = State("adamw", moments, 64)

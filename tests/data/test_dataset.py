@@ -20,14 +20,18 @@ from hypothesis import strategies as st
 import lohan.data as data
 from lohan.data import IGNORE, Dataset, Encoder, encode_row, open_dataset, prepare
 from lohan.errors import DataError
+from tests.support.tokenizer_folders import (
+    CHATML,
+    encode,
+    model_dir_fixture,  # noqa: F401 - fixtures
+    rows,
+    spelled,
+    write,
+)
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TAGGED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
@@ -49,72 +53,6 @@ THINKING = (
 # No prefix of a conversation is rendered as a prefix of the text.
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
-
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<s>"]
-
-
-def save_tokenizer(
-    folder: Path,
-    *,
-    template: str | None = None,
-    bos: bool = False,
-    merges: list[tuple[str, str]] | None = None,
-) -> Path:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*alphabet, *(a + b for a, b in merges or [])]
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges or [])
-    )
-    level = tokenizers.pre_tokenizers.ByteLevel
-    inner.pre_tokenizer = level(add_prefix_space=False, use_regex=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
-    if bos:
-        inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
-        )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="<|im_end|>", pad_token="<pad>"
-    )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that saves a tokenizer with the given traits, once for each."""
-    made: dict[str, Path] = {}
-
-    def get(**traits: Any) -> Path:
-        key = repr(traits)
-        if key not in made:
-            made[key] = save_tokenizer(tmp_path_factory.mktemp("model"), **traits)
-        return made[key]
-
-    return get
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def spelled(encoder: Encoder, ids: list[int], labels: list[int]) -> tuple[str, str]:
-    """Return the text of the tokens, and the same with a tilde for each token without loss."""
-    decode = encoder.tokenizer("test").decode
-    assert len(ids) == len(labels)
-    assert all(label in (IGNORE, token) for token, label in zip(ids, labels, strict=True))
-    shown = "".join(
-        "~" if label == IGNORE else decode([label])
-        for label in labels  # one byte or one special token each
-    )
-    return decode(ids), shown
-
-
-def encode(folder: Path, row: dict[str, Any]) -> tuple[str, str]:
-    encoder = Encoder(folder)
-    return spelled(encoder, *encode_row(row, encoder=encoder, place="x.jsonl, line 1"))
 
 
 # ---------------------------------------------------------------- forms of examples
@@ -636,14 +574,9 @@ def test_large_file_streams(tmp_path: Path) -> None:
     assert peak < 1_000_000
 
 
-rows = st.lists(
-    st.lists(st.tuples(st.integers(0, 999), st.booleans()), max_size=20), min_size=1, max_size=20
-)
-
-
 @settings(max_examples=50, deadline=None)
 @given(rows=rows, seq=st.integers(2, 12))
-def test_what_goes_in_comes_out(
+def test_rows_survive_tokenising_and_truncation(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[tuple[int, bool]]], seq: int
 ) -> None:
     folder = tmp_path_factory.mktemp("d")

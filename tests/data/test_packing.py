@@ -21,9 +21,8 @@ from lohan.errors import ModelError
 from lohan.train.forward_only import evaluate
 from lohan.train.language import CausalLM, check_packs
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
-from tests.end_to_end.test_train import reference
 from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.word_model import reference
 
 EXAMPLES = [[(7 * i + j * j) % (VOCAB - 3) + 3 for j in range(2 + (5 * i) % 9)] for i in range(11)]
 
@@ -110,7 +109,7 @@ def test_evaluation_does_not_depend_on_packing(data, tmp_path):
     assert packed.tokens == apart.tokens == rows.summary.trained_tokens
 
 
-def test_a_packed_run_is_the_in_memory_run(lohan, data, tmp_path):  # noqa: F811
+def test_a_packed_run_is_the_in_memory_run(lohan, data, tmp_path):
     save_model(tmp_path / "model", CONFIGS["llama"])
     out = tmp_path / "run"
     ended = lohan(

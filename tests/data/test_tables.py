@@ -53,7 +53,7 @@ def test_other_rows_are_other_data(tmp_path):
         assert prepared(place, tmp_path / "cache").summary.examples == len(rows)
 
 
-def test_mistakes(tmp_path):
+def test_rejects_broken_tables(tmp_path):
     broken = tmp_path / "rows.parquet"
     broken.write_bytes(b"PAR1 and then nothing")
     with pytest.raises(DataError, match=r"rows\.parquet: cannot be read as a table: "):

@@ -11,25 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
 from lohan.config import UPDATE_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.attach import workload_of
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
-from lohan.model.plan import Plan
-from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.model.plan import Plan, PlanOptions
+from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, KINDS, Case, check
 from tests.support.delayed_runs import Result, Tuning, train
+from tests.support.overlap_cases import CLIP, KINDS, Case, check
 from tests.support.setting_grids import pairwise, thinned
-from tests.support.small_models import SMALL, attached, batches, small_model
+from tests.support.small_models import attached, batches, deep_model, small_model
 
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 
@@ -42,7 +41,7 @@ def emulated() -> EmulatedDevice:
 
 
 @pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
-def test_every_mode(kind, mode, clip, tmp_path):
+def test_every_mode_works_with_the_least_memory(kind, mode, clip, tmp_path):
     """Every mode works with one spare weight slot and the gradients of one block.
 
     With so little, every buffer is used again and again.
@@ -83,7 +82,7 @@ def test_a_backward_that_takes_another_way(kind, still, skip, mode, clip, tmp_pa
     check(case, tmp_path, replace(TINY, window=2), mode=mode, seed=5, device=emulated())
 
 
-def test_fp16_overflow(tmp_path):
+def test_fp16_overflow_skips_its_step(tmp_path):
     case = Case(kind="llama", dtype=torch.float16, overflow=1)
     check(case, tmp_path, TINY, mode="balanced", seed=6, device=emulated())
 
@@ -145,12 +144,6 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
 # -- budgets --------------------------------------------------------------------------------------
 
 
-def deep_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 8}, use_cache=False)
-    return AutoModelForCausalLM.from_config(config).train()
-
-
 def test_a_quarter_of_what_the_model_needs(tmp_path):
     """Weights, gradients and AdamW's moments alone, without activations."""
     made = batches(2, batch=4, seq=16)
@@ -173,7 +166,9 @@ def test_leftover_memory_caches_weights():
     for memory in (1 * MiB, 64 * MiB):
         options = PlanOptions(dtype="fp32", micro_batch=2)
         plan = closed_form_plan(
-            blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
+            PlanProblem(
+                blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
+            )
         )
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory
@@ -235,7 +230,7 @@ def test_choosing_a_device():
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_no_accelerator():
+def test_rejects_accelerator_on_a_machine_without_one():
     assert isinstance(open_device("auto"), CpuDevice)
     with pytest.raises(LohanError, match=r"finds no accelerator.*--device cpu"):
         open_device("accelerator")

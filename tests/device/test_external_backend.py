@@ -41,5 +41,5 @@ def test_the_device_is_strict_and_lohan_has_its_bits_and_stays_within_it():
 @pytest.mark.parametrize(
     "file", ["tests/backend/check_training.py", "tests/end_to_end/test_gpu.py"]
 )
-def test_all_of_it(file):
+def test_passes_every_check_of_the_backend(file):
     passes(file)

@@ -7,8 +7,8 @@ import torch
 
 from lohan.device.base import LinkedCpuDevice
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, Case, check
 from tests.support.delayed_runs import Tuning
+from tests.support.overlap_cases import CLIP, Case, check
 
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 
@@ -17,7 +17,7 @@ TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
     ("kind", "mode", "clip"),
     [("several", "balanced", 0.0), ("tied", "optimized", CLIP), ("several", "serial", 0.0)],
 )
-def test_it_changes_no_bit(kind, mode, clip, tmp_path):
+def test_equals_the_cpu_bit_for_bit(kind, mode, clip, tmp_path):
     """With lanes late at random, as on any device."""
     device = LinkedCpuDevice(64 * MiB)
     case = Case(kind=kind, clip=clip, micro_batch=1, dropout=0.2)

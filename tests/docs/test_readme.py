@@ -24,9 +24,9 @@ from lohan.model.machine import Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.simulate import SiteWork, Traffic
 from lohan.util.trace import Span, write_chrome_trace
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
-from tests.data.test_dataset import save_tokenizer
+from tests.support import HANG_S
 from tests.support.model_families import CONFIGS, GROUPED, save_model
+from tests.support.tokenizer_folders import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -68,7 +68,7 @@ FORECASTS = [ROOT / name for name in ("README.md", "docs/hardware.md", "docs/how
     ("command", "answer"),
     [found for page in FORECASTS for found in answered(page.read_text(encoding="utf-8"))],
 )
-def test_forecasts_are_those_that_are_printed(command, answer, lohan):  # noqa: F811
+def test_forecasts_are_those_that_are_printed(command, answer, lohan):
     run = lohan(*shlex.split(command)[1:])
     assert run.code == 0, run.err
     missing = set(answer.splitlines()) - set(run.out.splitlines())
@@ -86,7 +86,7 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "my-model-tuned" / "config.json").is_file()
@@ -188,7 +188,7 @@ def test_picture_is_drawn_from_a_trace(tmp_path: Path) -> None:
     assert {"a <title>", "3.0 s", "100%", "33%"} <= set(texts)
 
 
-def test_quickstart_works_as_printed(tmp_path, monkeypatch, lohan) -> None:  # noqa: F811
+def test_quickstart_works_as_printed(tmp_path, monkeypatch, lohan) -> None:
     """Its data, then every command of it in order; only the interrupt is left out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from tests.support import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"'
@@ -18,7 +20,7 @@ LINKED = re.compile(r'<a\b[^>]*\bhref="([^"]+)"')
 def test_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert built.returncode == 0, built.stderr
     pages = sorted(site.rglob("*.html"))
     assert {path.parent.name for path in pages} >= {"quickstart", "CONTRIBUTING", "models"}

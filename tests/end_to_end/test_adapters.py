@@ -16,6 +16,7 @@ from lohan.optim import Lora
 from tests.support.every_model import build
 from tests.support.model_families import CONFIGS, VOCAB, save_model
 from tests.support.small_models import (
+    adapted,
     assert_close,
     assert_same,
     attached,
@@ -24,23 +25,12 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
     small_model,
+    train,
 )
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 
 STEPS = 10
-
-
-def adapted(base: nn.Module, *, filled: bool = True, **options) -> nn.Module:
-    """LoRA on all linear layers, unless told otherwise; `filled`: away from its zero start."""
-    settings = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", **options}
-    torch.manual_seed(7)
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if filled and parameter.requires_grad and not parameter.is_meta:
-                parameter.add_(0.05 * torch.randn_like(parameter)) if "lora_B" in name else None
-    return model.train()
 
 
 @pytest.mark.parametrize(
@@ -88,15 +78,6 @@ def test_dropout_is_the_same_with_and_without_overlap(tmp_path):
 def folder(tmp_path: Path) -> Path:
     save_model(tmp_path / "base", CONFIGS["qwen2-tied"])
     return tmp_path / "base"
-
-
-def train(model: nn.Module, data) -> list[float]:
-    losses = []
-    for batch in data:
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(loss.item())
-    return losses
 
 
 def tokens(steps: int):
@@ -205,7 +186,7 @@ def test_16_bit_base_with_fp32_adapters(tmp_path):
     assert losses[-1] != losses[0]
 
 
-def test_it_learns_in_a_budget_that_cannot_hold_the_base(tmp_path):
+def test_trains_with_a_host_budget_smaller_than_the_base(tmp_path):
     data = batches(3, batch=1, seq=8)
     model = adapted(small_model("llama"))
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad) * 4
@@ -225,7 +206,7 @@ def test_it_learns_in_a_budget_that_cannot_hold_the_base(tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' cannot start"),
     ],
 )
-def test_what_needs_base_weights_is_refused_without_them(lora, message, tmp_path):
+def test_rejects_adapters_that_need_base_weights_of_a_meta_model(lora, message, tmp_path):
     base = lohan.load(folder(tmp_path))
     try:
         model = adapted(base, **lora)

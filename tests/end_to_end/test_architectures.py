@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.architectures import KINDS, data_of, model_of
+from tests.support.architectures import KINDS, data_of, model_of, without_noise
 from tests.support.small_models import (
     assert_close,
     assert_same,
@@ -24,11 +24,6 @@ from tests.support.small_models import (
 STEPS = 10
 DIFFUSERS = ("dit", "flux", "sd3")
 PLANNED = ("dit", "mixtral", "llava")  # with a batch: DiT must, for what it calls outside a block
-KEY_BIASES = ("k_proj.bias", "to_k.bias", "key.bias")  # their gradient is rounding noise alone
-
-
-def without_noise(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: w for name, w in weights.items() if not name.endswith(KEY_BIASES)}
 
 
 def of(kind: str, steps: int) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:

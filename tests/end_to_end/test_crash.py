@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import evaluated_run as evaluation
 from tests.support.forked_commands import Boundary, Ended, Forge, Run
 from tests.support.tiny_run import STEPS, arguments, result, write_inputs
-from tests.train import test_evaluation as evaluation
 
 COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
 
@@ -121,7 +121,7 @@ def test_the_phases_that_kills_are_drawn_by_are_there(forge, tmp_path):
 @pytest.mark.parametrize(
     "number", [n if n in (1, 2, 5) else pytest.param(n, marks=pytest.mark.slow) for n in range(6)]
 )
-def test_kill(number, forge, inputs, whole, tmp_path):
+def test_killed_run_resumes_to_the_uninterrupted_result(number, forge, inputs, whole, tmp_path):
     kill_and_go_on(forge, inputs, whole, tmp_path / "run", instants(whole[1], 6, seed=7)[number])
 
 

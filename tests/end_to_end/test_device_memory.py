@@ -9,7 +9,8 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from tests.end_to_end.test_memory import WITHIN, MiB, model_folder
+from lohan.util.units import MiB
+from tests.support.memory_runs import WITHIN, model_folder
 
 SHAPES = {
     "many blocks": {"hidden": 128, "layers": 5, "vocabulary": 512, "seq": 160},

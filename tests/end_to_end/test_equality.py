@@ -95,7 +95,7 @@ def test_16_bit_modes_equal_fp32_masters_in_memory(dtype, kind, micro_batch, tmp
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "opt", "mistral", "qwen2-tied"])
-def test_other_families(family, tmp_path):
+def test_other_families_equal_in_memory_training(family, tmp_path):
     torch.manual_seed(0)
     config = copy.deepcopy(model_families.CONFIGS[family])
     config.use_cache = False

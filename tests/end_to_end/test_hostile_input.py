@@ -151,7 +151,7 @@ def _weights(folder: Path, header: str, data: bytes = b"") -> None:
         '{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + "9" * 5000 + "]}}",
     ],
 )
-def test_headers(tmp_path: Path, header: str) -> None:
+def test_rejects_hostile_headers(tmp_path: Path, header: str) -> None:
     _weights(tmp_path, header, bytes(4))
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         TensorFolder(tmp_path)
@@ -167,7 +167,7 @@ def test_headers(tmp_path: Path, header: str) -> None:
         json.dumps({"weight_map": {"w": ["a"]}}),
     ],
 )
-def test_indexes(tmp_path: Path, text: str) -> None:
+def test_rejects_hostile_indexes(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"index\.json"):
         TensorFolder(tmp_path)
@@ -180,7 +180,7 @@ def test_the_base_that_an_adapter_names(tmp_path: Path, base: object) -> None:
         named_base(tmp_path)
 
 
-def test_deep_configs(tmp_path: Path) -> None:
+def test_rejects_deeply_nested_configs(tmp_path: Path) -> None:
     for text in (DEEP, '{"a":' * 500 + "1" + "}" * 500):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=r"config\.json.*nested"):
@@ -234,7 +234,7 @@ def _npy(header: bytes, data: bytes = b"") -> bytes:
         b"",
     ],
 )
-def test_npy(tmp_path: Path, content: bytes) -> None:
+def test_rejects_hostile_npy_files(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.npy"
     file.write_bytes(content)
     with pytest.raises(DataError, match=r"a\.npy: "):
@@ -276,7 +276,7 @@ LARGE, DAMAGED = "has more than 64,000,000 pixels", "not readable as an image"
         (_png(1, 1, _chunk(b"IDAT", b"x")), DAMAGED),
     ],
 )
-def test_images(tmp_path: Path, content: bytes, said: str) -> None:
+def test_rejects_hostile_images(tmp_path: Path, content: bytes, said: str) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(content)
     with pytest.raises(DataError, match=rf"a\.png: {said}"):

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from lohan import load
 from lohan.planner import presets
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.model_families import CONFIGS, VOCAB, save_model
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
@@ -29,7 +28,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
+def test_train_resume_export(lohan, inputs, tmp_path):
     lora = ["--lora", 4, "--lora-alpha", 8, "--lora-targets", "q_proj", "--lora-targets", "v_proj"]
     common = ["--batch", 4, "--seq", 16, "--lr", "1e-2", "--schedule", "constant", *lora]
     for name, steps in (("whole", 6), ("parts", 3)):
@@ -53,14 +52,14 @@ def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
     assert len(learnt) == 4 and all(parameter.any() for parameter in learnt)
 
 
-def test_the_default_rate_is_said_to_be_for_whole_models(lohan, inputs, tmp_path):  # noqa: F811
+def test_the_default_rate_is_said_to_be_for_whole_models(lohan, inputs, tmp_path):
     given = ["--lora", 4, "--batch", 4, "--seq", 16, "--out", tmp_path / "run", "--steps", 1]
     ended = lohan("train", *inputs, *given)
     assert ended.code == 0, ended.err
     assert "lr is 1e-05, the default, which is usual for whole models" in ended.out
 
 
-def test_a_packed_base_is_resumed_and_evaluated(lohan, inputs, tmp_path):  # noqa: F811
+def test_a_packed_base_is_resumed_and_evaluated(lohan, inputs, tmp_path):
     common = ["--batch", 4, "--seq", 16, "--lr", "1e-2", "--schedule", "constant", "--lora", 4]
     for name, steps in (("whole", 4), ("parts", 2)):
         out = ["--out", tmp_path / name, "--steps", steps]
@@ -89,7 +88,7 @@ def logits(model, ids):
         return model(input_ids=ids).logits
 
 
-def test_merged_is_base_and_adapter(lohan, inputs, tmp_path):  # noqa: F811
+def test_merged_is_base_and_adapter(lohan, inputs, tmp_path):
     """Of a run, and of an adapter's folder: the logits of PEFT on the base."""
     base, run = inputs[1], tmp_path / "run"
     how = ["--lora", 4, "--lora-targets", "q_proj", "--lora-targets", "down_proj", "--lr", "1e-2"]
@@ -114,7 +113,7 @@ def test_merged_is_base_and_adapter(lohan, inputs, tmp_path):  # noqa: F811
     assert ended.code == 2 and "add --merge" in ended.err.replace("\n", " ")
 
 
-def test_the_plan_shows_what_is_saved(lohan, inputs):  # noqa: F811
+def test_the_plan_shows_what_is_saved(lohan, inputs):
     ssd = {}
     for rank in (0, 4):
         ended = lohan("plan", *inputs[:2], *inputs[4:], "--seq", 16, "--lora", rank, "--json")
@@ -135,7 +134,7 @@ def test_the_plan_shows_what_is_saved(lohan, inputs):  # noqa: F811
         (["--lora", 4, "--base", "nf3"], 'got text "nf3", wants one of nf4, int8, fp8'),
     ],
 )
-def test_mistakes(options, message, lohan, inputs, tmp_path):  # noqa: F811
+def test_rejects_wrong_lora_options(options, message, lohan, inputs, tmp_path):
     ended = lohan("train", *inputs, *options, "--out", tmp_path / "run", "--steps", 1)
     assert ended.code == 2
     assert message in ended.err.replace("\n", " ")

@@ -20,15 +20,19 @@ from lohan.tools.report import read_run, read_traces, timeline
 from lohan.train.run_folder import RunFolder
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
-from tests.device.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
-from tests.support import forked_ranks
+from tests.support import HANG_S, forked_ranks
+from tests.support.forked_ranks import (
+    alike,
+    arguments,
+    inputs_fixture,  # noqa: F401 - fixtures
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 EVEN = ("--clip", 0, "--schedule", "constant", "--update-mode", "balanced")
 
 
 @pytest.fixture(scope="module")
-def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two ranks, each with a drive of its own, started by one command."""
     place = tmp_path_factory.mktemp("launched")
     words = arguments(
@@ -39,7 +43,7 @@ def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("step 3/5") == 1, "one rank speaks"
@@ -56,7 +60,7 @@ def test_every_rank_has_its_own_place(launched):
         assert [p.name for p in place.iterdir()] == [f"{folder.tag(config)}-rank{rank}of2"]
 
 
-def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_path):  # noqa: F811
+def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_path):
     exported = forge.run("export", launched, "--out", tmp_path / "model")
     assert exported.code == 0, exported.err
     assert "weights after step 5" in exported.out
@@ -128,7 +132,7 @@ def test_a_run_goes_on_with_as_many_ranks_as_it_has(launched, monkeypatch):
         launching.as_ranks(3)
 
 
-def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):  # noqa: F811
+def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
     """As a run of one rank from the start; what another number of ranks has left is gone."""
     out, alone = tmp_path / "run", tmp_path / "alone"
     ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, steps=3))
@@ -144,7 +148,7 @@ def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):  # noqa
     alike(out, alone)
 
 
-def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):  # noqa: F811
+def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):
     """Without a run: the same that a run follows, for the rows that its data has."""
     words = arguments(inputs, tmp_path / "run", *EVEN, "--gpus", 2, "--dry-run", steps=5)
     shown = forge.run(*words)
@@ -159,7 +163,7 @@ def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):  # noqa: F811
     assert made.parameters > made.blocks.parameters
 
 
-def test_verify_with_several_ranks(forge, inputs, tmp_path):  # noqa: F811
+def test_verify_with_several_ranks(forge, inputs, tmp_path):
     words = [
         "verify",
         "--model",
@@ -185,7 +189,7 @@ def test_verify_with_several_ranks(forge, inputs, tmp_path):  # noqa: F811
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_that_is_not_here_is_named(forge, inputs, tmp_path):  # noqa: F811
+def test_a_store_that_is_not_here_is_named(forge, inputs, tmp_path):
     out = tmp_path / "run"
     ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, "--no-export", steps=2))
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 import lohan
 from lohan.config import load_config
@@ -21,12 +20,11 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import begin, one_step
 from lohan.util.display import Display
 from lohan.util.units import parse_bytes
-from tests.data.test_dataset import save_tokenizer
 from tests.support.live_memory import LiveMemory
-from tests.support.model_families import save_model
+from tests.support.memory_runs import WITHIN, model_folder
+from tests.support.tokenizer_folders import save_tokenizer
 
 MiB = 2**20
-WITHIN = 0.05
 SHAPES = {
     "many blocks": {"hidden": 128, "layers": 5, "vocabulary": 512, "seq": 160},
     "wide head": {"hidden": 128, "layers": 2, "vocabulary": 4096, "seq": 128},
@@ -47,21 +45,6 @@ class SeenPool(HostPool):
         made = super().allocate(owner, count, *args, **kwargs)
         self.allocated[owner] = self.allocated.get(owner, 0) + len(made.bytes)
         return made
-
-
-def model_folder(path: Path, *, hidden: int, layers: int, vocabulary: int) -> Path:
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=11 * hidden // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=vocabulary,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    save_model(path, config, seed=5)
-    return path
 
 
 def slow_writes(action: Action) -> None:

@@ -5,7 +5,6 @@ This holds however folders are nested, whether a command succeeds, is refused or
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -46,8 +45,9 @@ from lohan.train.run_folder import (
 )
 from lohan.train.trainer import UnloggedRows
 from lohan.util.files import temporary_of, write_atomic
-from tests.data.test_dataset import save_tokenizer
+from tests.support.kept_files import assert_kept, tree
 from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.tokenizer_folders import save_tokenizer
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -89,25 +89,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"input_ids": [(i * j) % 32 for j in range(1, 8)]} for i in range(4)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
-
-
-def tree(folder: Path) -> dict[str, str]:
-    """Every file and link by its path, with its content."""
-    found = {}
-    for place, folders, files in os.walk(folder):
-        for name in (*files, *folders):
-            path = Path(place) / name
-            if path.is_symlink():
-                found[str(path)] = f"-> {path.readlink()}"
-            elif path.is_file():
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
-
-
-def assert_kept(before: dict[str, str], folder: Path, what: Any) -> None:
-    after = tree(folder)
-    lost = [name for name, content in before.items() if after.get(name) != content]
-    assert not lost, (what, lost)
 
 
 @pytest.fixture
@@ -358,7 +339,7 @@ def test_a_store_where_the_model_would_be_exported_is_refused(inputs, tmp_path, 
 
 
 @pytest.mark.parametrize("option", ["--init", "--tokenizer"])
-def test_what_random_weights_start_from_is_not_exported_over(option, inputs, tmp_path, call):
+def test_rejects_export_over_the_config_of_random_weights(option, inputs, tmp_path, call):
     """Neither at the end of a run nor by a later export."""
     out, start = tmp_path / "run", tmp_path / "start"
     shutil.copytree(inputs / "model", start)
@@ -454,7 +435,7 @@ def test_the_holder_is_whoever_has_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_what_a_killed_export_left_is_settled(replaced, tmp_path):
+def test_recovers_folder_that_a_killed_export_set_aside(replaced, tmp_path):
     """The folder that it had set aside is put back, or goes if it has been replaced."""
     target, rename = tmp_path / "best", Path.rename
     target.mkdir()
@@ -664,7 +645,7 @@ def test_prepared_data_does_not_follow_a_link(inputs, tmp_path):
     assert not list(place.glob("*.part"))
 
 
-def test_what_a_mark_names_is_nothing_outside_of_its_folder(tmp_path):
+def test_ignores_names_in_a_mark_that_lead_outside(tmp_path):
     (tmp_path / "precious.bin").write_text("mine")
     place = tmp_path / "run" / "data"
     place.mkdir(parents=True)

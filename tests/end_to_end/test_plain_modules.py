@@ -112,7 +112,7 @@ def test_equals_in_memory_adamw(micro_batch, tmp_path):
         assert moved is not ("frozen" in name or "basis" in name), name
 
 
-def test_cut(tmp_path):
+def test_finds_the_blocks_of_a_plain_module(tmp_path):
     model = net()
     with attached(model, tmp_path) as session:
         blocks = session.executor.blocks

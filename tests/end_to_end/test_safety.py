@@ -11,19 +11,25 @@ from pathlib import Path
 import pytest
 
 from lohan.train.run_folder import owner_only
-from tests.cli.test_main import arguments, data, lohan, model, place, refused  # noqa: F401 - fixtures
+from tests.support.command_line import (  # noqa: F401 - fixtures
+    arguments,
+    data_fixture,
+    model_fixture,
+    place_fixture,
+    refused,
+)
 from tests.support.small_models import attached, small_model
 
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('run')\n"
 
 
 @pytest.fixture
-def copy(model: Path, place: Path) -> Path:  # noqa: F811
+def copy(model: Path, place: Path) -> Path:
     shutil.copytree(model, place / "model")
     return place / "model"
 
 
-def test_code_of_a_model_is_never_run(lohan, copy, data, place):  # noqa: F811
+def test_code_of_a_model_is_never_run(lohan, copy, data, place):
     """Neither of one that needs it nor of one that does not."""
     mark = place / "mark"
     (copy / "mine.py").write_text(CODE.format(mark=str(mark)))
@@ -38,7 +44,7 @@ def test_code_of_a_model_is_never_run(lohan, copy, data, place):  # noqa: F811
     assert not mark.exists()
 
 
-def test_code_of_a_tokenizer_is_never_run(lohan, copy, place):  # noqa: F811
+def test_code_of_a_tokenizer_is_never_run(lohan, copy, place):
     mark = place / "mark"
     (copy / "mine.py").write_text(CODE.format(mark=str(mark)))
     settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokens", None]}}
@@ -48,7 +54,7 @@ def test_code_of_a_tokenizer_is_never_run(lohan, copy, place):  # noqa: F811
     assert not mark.exists()
 
 
-def test_pickles_are_never_opened(lohan, copy, data, place):  # noqa: F811
+def test_pickles_are_never_opened(lohan, copy, data, place):
     mark = place / "mark"
     (copy / "model.safetensors").unlink()
     command = f"touch {mark}"
@@ -60,7 +66,7 @@ def test_pickles_are_never_opened(lohan, copy, data, place):  # noqa: F811
 @pytest.mark.parametrize(
     "name", ["../secret.safetensors", "{place}/secret.safetensors", "a/../../b"]
 )
-def test_shards_stay_inside_the_folder(name, lohan, copy, data, place):  # noqa: F811
+def test_shards_stay_inside_the_folder(name, lohan, copy, data, place):
     """Even where the file outside is a perfect shard."""
     shutil.move(copy / "model.safetensors", place / "secret.safetensors")
     name = name.format(place=place)
@@ -75,7 +81,7 @@ def others(path: Path) -> list[str]:
     return [str(p) for p in found if stat.S_IMODE(p.lstat().st_mode) & 0o077]
 
 
-def test_runs_are_private_but_for_the_model(lohan, model, data, place):  # noqa: F811
+def test_runs_are_private_but_for_the_model(lohan, model, data, place):
     """The user's umask decides who may read the exported model; all else is the owner's."""
     before = os.umask(0o022)
     try:
@@ -98,7 +104,7 @@ def test_runs_are_private_but_for_the_model(lohan, model, data, place):  # noqa:
         os.umask(before)
 
 
-def test_what_others_have_made_stays_as_it_is(lohan, model, data, place):  # noqa: F811
+def test_keeps_permissions_of_existing_folders(lohan, model, data, place):
     (place / "run").mkdir(mode=0o755)
     (place / "run").chmod(0o755)
     assert lohan(*arguments(model, data, place / "run")).code == 0
@@ -106,7 +112,7 @@ def test_what_others_have_made_stays_as_it_is(lohan, model, data, place):  # noq
     assert {path for path in found if "/model" not in path} == {str(place / "run")}
 
 
-def test_stores_of_the_python_api_are_private(place):  # noqa: F811
+def test_stores_of_the_python_api_are_private(place):
     """Whatever the umask: the folder lets nobody else in."""
     before = os.umask(0)
     try:

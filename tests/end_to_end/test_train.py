@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lohan.config import load_config
 from lohan.data import open_dataset
@@ -19,88 +18,31 @@ from lohan.engine import attach as api
 from lohan.engine.buffers import HostPool
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
-from lohan.optim import lr_at
 from lohan.tools import plan_run
 from lohan.train import inputs, trainer
 from lohan.train.run_folder import read_rows
 from lohan.util.units import format_bytes
-from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
-from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.command_line import refused
 from tests.support.recording_display import Watch
-from tests.support.small_models import decay_groups
+from tests.support.word_model import (
+    TEXTS,
+    WORDS,
+    model_fixture,  # noqa: F401 - fixtures
+    reference,
+    write_rows,
+)
 
-WORDS = ["<pad>", "<s>", "<end>", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "red", "?"]
 KEYS = {"step", "loss", "lr", "tokens", "step_s", "tokens_per_s", "rss_bytes"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("inputs") / "model"
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    write_random_checkpoint(folder, config, std=0.1)
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>", pad_token="<pad>"
-    ).save_pretrained(folder)
-    return folder
-
-
-def write_rows(file: Path, rows: list[dict]) -> Path:
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
-
-
-TEXTS = [{"text": " ".join(WORDS[3 + (i * j) % 9] for j in range(1, 5 + i % 6))} for i in range(9)]
 ANSWERS = [
     {"prompt": " ".join(WORDS[3 + (i + j) % 9] for j in range(2 + i % 4)), "completion": " cat sat"}
     for i in range(9)
 ]
 
 
-def reference(
-    model: Path, run: Path, steps: int, batch: int, *, pack: bool = False
-) -> torch.nn.Module:
-    """Train on the same batches with PyTorch's AdamW in memory, with the settings of the run."""
-    train = load_config(run / "run.toml").train
-    dataset = open_dataset(run / "data", seed=0)
-    dataset = dataset.pack() if pack else dataset
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
-    net.config.use_cache = False  # with a cache, examples in a row would see each other
-    optimizer = torch.optim.AdamW(
-        decay_groups(net, train.weight_decay), lr=1.0, betas=train.optimizer_with(1.0).betas
-    )
-    for step in range(steps):
-        net(**dataset.batch(step, batch)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), train.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(
-                step,
-                total_steps=steps,
-                peak_lr=train.lr,
-                schedule=train.schedule,
-                warmup_steps=train.warmup_steps(steps),
-            )
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.eval()
-
-
 @pytest.mark.parametrize(("kind", "rows"), [("text", TEXTS), ("answers", ANSWERS)])
-def test_from_text_to_a_model(kind, rows, lohan, model, tmp_path):  # noqa: F811
+def test_from_text_to_a_model(kind, rows, lohan, model, tmp_path):
     data, out = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
     ended = lohan(
         "train",
@@ -153,7 +95,7 @@ def test_from_text_to_a_model(kind, rows, lohan, model, tmp_path):  # noqa: F811
         assert not torch.allclose(untrained(ids).logits, wanted(ids).logits, atol=1e-2)
 
 
-def test_plain_text_file(lohan, model, tmp_path):  # noqa: F811
+def test_plain_text_file(lohan, model, tmp_path):
     (tmp_path / "book.txt").write_text("the cat sat on a red mat . " * 60)
     ended = lohan(
         "train",
@@ -181,7 +123,7 @@ def test_plain_text_file(lohan, model, tmp_path):  # noqa: F811
     assert losses[-1] < losses[0]
 
 
-def test_bf16_several_drives_and_export(lohan, model, tmp_path):  # noqa: F811
+def test_bf16_several_drives_and_export(lohan, model, tmp_path):
     """`lohan export` gives the bytes of RUN/model; another dtype is the rounded fp32 master."""
     data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
     drives = [tmp_path / "nvme0", tmp_path / "nvme1"]
@@ -238,11 +180,11 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):  # noqa: F811
     [(["--device", "cuda"], "--device: "), (["--host", "500TiB"], "host is 500.00 TiB, this mach")],
     ids=["device", "host"],
 )
-def test_what_the_machine_has_not_is_refused_before_data_is_read(
+def test_rejects_missing_device_before_reading_data(
     options,
     said,
     dry,
-    lohan,  # noqa: F811
+    lohan,
     model,
     tmp_path,
     monkeypatch,
@@ -265,7 +207,7 @@ def test_what_the_machine_has_not_is_refused_before_data_is_read(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_export(lohan, model, tmp_path):  # noqa: F811
+def test_run_without_export_can_be_exported_later(lohan, model, tmp_path):
     data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
     given = ["train", "--model", model, "--data", data, "--out", out, "--host", "64MiB"]
     ended = lohan(*given, "--steps", 1, "--batch", 2, "--seq", 16, "--no-export")

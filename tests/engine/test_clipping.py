@@ -90,7 +90,7 @@ def run(model, made, place, *, limit):
 
 @pytest.mark.parametrize("side", ["above", "near", "below", "off"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "several"])
-def test_equals_torch(kind, side, tmp_path, monkeypatch):
+def test_clipped_run_equals_torch(kind, side, tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning(cached=0.3, spilled=0.5))
     model, rows = net(kind), data(STEPS, kind=kind)
     _, free, unclipped = clipped_run(model, rows, 0.0)

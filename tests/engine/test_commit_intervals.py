@@ -18,15 +18,15 @@ import pytest
 import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
-from lohan.engine.executor import SETTLING, CommitClock
+from lohan.engine.commit_clock import SETTLING, CommitClock
 from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
-from tests.engine.test_speculation import DROPS, HALF, LLAMA, PLAIN, TIED, Case
 from tests.support import forked_ranks
 from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
 from tests.support.small_models import attached, stored_bytes
+from tests.support.speculation_cases import DROPS, HALF, LLAMA, PLAIN, TIED, Case
 from tests.support.tiny_run import arguments, result, write_inputs
 
 
@@ -85,7 +85,7 @@ def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatc
     replace(found, norms=plain.norms).check(plain)  # serial ones have the norm too
 
 
-def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
+def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
     """Steps between two commits do not change a byte of the committed generation.
 
     What stays in memory is not written in these steps.
@@ -196,7 +196,7 @@ def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
 # -- when ---------------------------------------------------------------------------------------
 
 
-def test_by_time(monkeypatch):
+def test_commits_by_time(monkeypatch):
     """A step commits if the next would end too late; the first ones of a plan in any case."""
     now = 0.0
     monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)
@@ -227,7 +227,7 @@ def test_intervals_are_read(text, means):
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "1.5 steps", "never", "", "10 minutes", True])
-def test_what_is_no_interval_is_refused(text):
+def test_rejects_text_that_is_no_interval(text):
     with pytest.raises(ConfigError, match=r"commit_every: got .*wants step, a number of steps"):
         parse_interval(text, name="commit_every")
 
@@ -240,7 +240,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_two_ranks(forge, inputs, tmp_path):
+def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
     """Ranks commit the same steps, and all rows are in the log."""
     made = []
     for every in ("step", "3"):

@@ -283,7 +283,7 @@ def test_the_note_names_the_ten_before(make):
     assert note.endswith("before it: " + " ".join(f"R{i}@{i}" for i in range(2, 12)))
 
 
-def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
+def test_failure_completes_actions_in_flight_and_commits_nothing(make):
     """After a failure, actions in flight complete and nothing is committed.
 
     R2 was submitted when R1 failed: its buffer belongs to the drive until it completes. C has
@@ -410,7 +410,7 @@ def test_slow_progress_is_not_a_hang(make, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", ["threads", "caller"])
-def test_what_lies_ahead_is_taken_back(way, seed, make):
+def test_cancel_drops_actions_after_the_next_compute(way, seed, make):
     """B1 has run, B0 will not: all that stands before B0 is done, of the rest at most reads."""
     before = "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) S0.0@1 W1.0@0,1(U1.0)"
     beyond = "B0@0 R2@1(W1.0) U0.0@1,0(B0,S0.0) R3@0(B0) W0.0@1,0(U0.0) E C(E)"

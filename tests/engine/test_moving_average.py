@@ -17,11 +17,17 @@ from lohan.checkpoint.store_io import store_reader
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import state_format_of
 from lohan.planner.memory import MemoryModel
-from tests.cli.test_main import CONFIG, data, model  # noqa: F401 - fixtures
-from tests.cli.test_main import lohan as cli  # noqa: F401 - a fixture
 from tests.support.architectures import data_of, model_of
+from tests.support.command_line import CONFIG, data_fixture, model_fixture  # noqa: F401 - fixtures
 from tests.support.delayed_runs import Tuning, tuned
 from tests.support.small_models import batches, loss_of, lr, master_weights, small_model
+
+
+@pytest.fixture
+def cli(lohan):
+    """Return the command line under a name that the package does not have."""
+    return lohan
+
 
 DECAY = 0.9
 BUDGET = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,7 +144,7 @@ def test_counts_in_the_plan(tmp_path):
     assert ledgers[0] - ledgers[1] >= 2 * 4 * blocks.parameters  # two generations
 
 
-def test_the_command_line(cli, model, data, tmp_path):  # noqa: F811
+def test_the_command_line(cli, model, data, tmp_path):
     out = tmp_path / "run"
     said = (
         "--model",

@@ -55,7 +55,7 @@ def archive(monkeypatch: pytest.MonkeyPatch) -> Operation:
     return row
 
 
-def test_it_is_parsed_and_has_an_example_token(archive):
+def test_new_operation_is_parsed(archive):
     (action,) = from_text("Z0.1@0(S0.1)")
     assert action.kind is archive and action.name == "Z0.1" and action.lane == "ssd"
     assert action.token() == "Z0.1@0(S0.1)" and archive.example == "Z5.1@0"
@@ -70,7 +70,7 @@ def test_waits_follow_from_its_effects():
     assert waits["S0.1"] == ("Z0.0",)
 
 
-def test_it_is_validated():
+def test_new_operation_is_validated():
     buffers = empty_buffers(SPEC)
     validate(from_text("S0.0@0 Z0.0@0(S0.0)"), SPEC, buffers)
     with pytest.raises(LohanError, match=r"uses state buffer 0 while S0\.0 may be in flight"):
@@ -81,7 +81,7 @@ def test_it_is_validated():
         validate(from_text("Z0.2@0"), SPEC, buffers)
 
 
-def test_it_is_priced_and_simulated():
+def test_new_operation_is_priced_and_simulated():
     (action,) = from_text("Z0.1@0")
     costs = ActionCosts(MACHINE, WORK)
     assert costs.seconds(action) == pytest.approx(0.5 + 50 * 8 / 100)

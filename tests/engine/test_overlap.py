@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from torch import nn
 
 import lohan
 from lohan.config import UPDATE_MODES
-from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
@@ -38,109 +34,15 @@ from tests.support.delayed_runs import (
     tuned,
 )
 from tests.support.faulty_engine import Fault, FaultyEngine
+from tests.support.overlap_cases import CLIP, KINDS, PLAIN, STEPS, Case, check, plain
 from tests.support.setting_grids import pairwise
 from tests.support.small_models import attached, stored_bytes
-
-STEPS = 4
-CLIP = 0.3  # below the norm of the first steps here, above that of later ones
-KINDS = ["plain", "tied", "several"]
-PLAIN = Tuning(window=0, slots=0, ring=1, spilled=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is computed; a `Tuning` and a mode say when."""
-
-    kind: str = "plain"
-    clip: float = 0.0
-    dtype: torch.dtype = torch.float32
-    micro_batch: int | None = None
-    dropout: float = 0.0
-    skip: tuple[tuple[int, int], ...] = ()  # (step, block left out)
-    still: tuple[tuple[int, int], ...] = ()  # (step, block that gets no gradient)
-    overflow: int = -1  # step whose loss leaves the range of fp16
-    evaluated: bool = False
-
-    def run(self, place: Path, tuning: Tuning, **options: object) -> Result:
-        with pytest.MonkeyPatch.context() as patch:
-            tuned(patch, tuning)
-            model = net(self.kind, dtype=self.dtype, dropout=self.dropout)
-            batches = data(
-                STEPS,
-                kind=self.kind,
-                dtype=self.dtype,
-                skip=dict(self.skip),
-                still=dict(self.still),
-            )
-            return train(
-                model,
-                batches,
-                place,
-                clip=self.clip,
-                micro_batch=self.micro_batch,
-                scale=lambda step: 1e9 if step == self.overflow else 1.0,
-                between=evaluate(batches) if self.evaluated else lambda *_: None,
-                **options,
-            )
-
-
-@functools.cache
-def plain(case: Case) -> Result:
-    """Run the specification: no overlap, everything on SSD, one buffer of each kind."""
-    with TemporaryDirectory() as place:
-        return case.run(Path(place), PLAIN, overlap=False, update_mode="serial")
-
-
-def check_norm_of_device(
-    device: AcceleratorDevice,
-    doubles: bool,
-    tuning: Tuning,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Check that the host reads no gradient to compute the norm.
-
-    If the device has no double precision, the host computes it, with the bits of the CPU.
-    """
-    case = Case(kind="tied", clip=CLIP)
-    wanted = plain(case)
-    assert device._has_fp64
-    device._has_fp64 = doubles
-    read = list[int]()
-    if doubles:
-        monkeypatch.setattr("lohan.engine.gradients._core.sum_squares", read.append)
-    found = case.run(place, tuning, update_mode="balanced", device=device)
-    assert not read
-    found.check_there(wanted) if doubles else found.check(wanted)
-
-
-def check(case: Case, place: Path, tuning: Tuning, *, mode: str, **options: object) -> None:
-    wanted = plain(replace(case, evaluated=False))
-    found = case.run(place, tuning, update_mode=mode, **options)
-    if found.norms[0] is None:  # only what holds gradients takes their norm
-        assert not case.clip and mode != "serial" and case.dtype != torch.float16
-        wanted = replace(wanted, norms=found.norms)
-    found.check(wanted)
-
-
-def evaluate(batches: list[dict[str, torch.Tensor]]) -> Callable[[nn.Module, int], None]:
-    """Before each step: nothing, all of the model, all of it twice, or two blocks only."""
-
-    def between(model: nn.Module, step: int) -> None:
-        with torch.no_grad():
-            for _ in range((0, 1, 2, 0)[step]):
-                model(**batches[step])
-            if step == 3 and hasattr(model, "blocks"):
-                model.blocks[1](model.entry(batches[0]["x"]))
-
-    return between
-
 
 # -- every mode, window and ring ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-def test_one_after_the_other_does_not_depend_on_the_mode(clip, tmp_path):
+def test_serial_path_does_not_depend_on_update_mode(clip, tmp_path):
     for mode in UPDATE_MODES:
         check(Case(kind="several", clip=clip), tmp_path / mode, PLAIN, mode=mode, overlap=False)
 
@@ -276,14 +178,14 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
-def test_bf16(mode, clip, tmp_path):
+def test_overlap_changes_no_bit_in_bf16(mode, clip, tmp_path):
     case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
     check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=7)
 
 
 @pytest.mark.parametrize("spilled", [0.0, 1.0])
 @pytest.mark.parametrize("overflow", [0, 2])
-def test_fp16_overflow(overflow, spilled, tmp_path):
+def test_overlap_changes_no_bit_of_a_skipped_step(overflow, spilled, tmp_path):
     case = Case(kind="gpt2", dtype=torch.float16, overflow=overflow, clip=CLIP * (spilled == 1))
     assert plain(case).progress.skipped_steps == 1
     for mode in ("serial", "balanced"):
@@ -525,7 +427,7 @@ def stress(seed: int, place: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_stress(seed, tmp_path):
+def test_random_cases_equal_the_serial_path(seed, tmp_path):
     stress(seed, tmp_path)
 
 

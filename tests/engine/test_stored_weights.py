@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import lohan
 from lohan.checkpoint.replacing import SAVED, SAVED_MARK, joining, replacing
 from lohan.util.system import host_memory_bytes
-from tests.end_to_end.test_no_file_lost import tree
+from tests.support.kept_files import tree
 from tests.support.small_models import batches, small_model
 
 

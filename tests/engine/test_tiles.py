@@ -111,12 +111,12 @@ def test_overlap_resume_and_a_device_change_no_bit_at_one_size_of_tiles(tmp_path
 
 
 @pytest.mark.parametrize("tiles", [0, -1, "some", 1.5, True])
-def test_what_is_no_size_of_tiles_is_refused(tiles, tmp_path):
+def test_rejects_text_that_is_no_tile_size(tiles, tmp_path):
     with pytest.raises(ConfigError, match=r"tiles.*auto, off, or a number of tokens"):
         attached(small_model("llama"), tmp_path, tiles=tiles)
 
 
-def test_what_is_needed_does_not_depend_on_when_garbage_is_collected():
+def test_footprint_does_not_depend_on_garbage_collection():
     """Trials that find the tiles leave tensors behind until it is: no run has those."""
     model = long_model()
     model.config.use_cache = False

@@ -190,7 +190,7 @@ def sliced(forward, micro_batch):
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_dropout(micro_batch, tmp_path):
+def test_dropout_repeats_in_recomputation(micro_batch, tmp_path):
     """Forward draws the random numbers of an in-memory run, and recomputation draws them again.
 
     Different masks would give other gradients than the in-memory run has.

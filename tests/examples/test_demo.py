@@ -15,6 +15,7 @@ import pytest
 
 from examples import demo_model
 from lohan.store.files import StoreLock
+from tests.support import HANG_S
 
 EXAMPLES = Path(demo_model.__file__).parent
 
@@ -28,7 +29,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def run_demo(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(out), *options]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
 
 
 def test_demo_on_the_random_model_beside_the_rest_of_an_earlier_one(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
-from tests.data.test_dataset import save_tokenizer
 from tests.support.model_families import GROUPED, save_model
+from tests.support.tokenizer_folders import save_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = {"demo.py", "demo_model.py", "generate.py"}  # tested in test_demo.py
@@ -72,7 +71,7 @@ def test_script_learns(name, model, tmp_path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_trains(name, lohan, model, tmp_path) -> None:  # noqa: F811
+def test_config_trains(name, lohan, model, tmp_path) -> None:
     needed_package(name)
     out = tmp_path / "run"
     given = ("--config", EXAMPLES / name, "--model", model, "--out", out)

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from tests.data.test_dataset import save_tokenizer
 from tests.support.model_families import GROUPED, save_model
 from tests.support.small_models import assert_same
+from tests.support.tokenizer_folders import save_tokenizer
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "nano_lohan.py"
 STEPS, BATCH, SEQ, VOCAB = 4, 6, 48, 1200  # more tokens than a slice of the head has

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import HANG_S
+
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "gpu_proof.ipynb"
 
 
@@ -24,7 +26,7 @@ def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=HANG_S, resources=resources).execute()
     printed = "".join(
         output.get("text", "")
         for cell in notebook.cells

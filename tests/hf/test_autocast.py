@@ -22,7 +22,7 @@ from transformers import (
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
 import lohan.hf
-from tests.hf.test_trainer import SETTINGS, logged
+from tests.support.trainer_scripts import SETTINGS, logged
 
 
 class OwnLinear(nn.Module):

@@ -18,8 +18,8 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 import lohan
 import lohan.hf
 from lohan.hf.optimizers import CLASSES, TorchGroups
-from tests.hf.test_trainer import SETTINGS, assert_alike, collate, examples, script, weights
 from tests.support.small_models import small_model
+from tests.support.trainer_scripts import SETTINGS, assert_alike, collate, examples, script, weights
 
 LAYER_WISE = {"embed_tokens": 1e-4, "layers.0": 1e-3, "layers.1": 2e-3}
 

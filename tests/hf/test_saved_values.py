@@ -11,12 +11,15 @@ from torch import nn
 
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
+pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+
+import peft
+
 import lohan.hf
 from lohan.errors import ModelError
 from lohan.model.state import exact_key
-from tests.end_to_end.test_adapters import adapted, peft
-from tests.hf.test_trainer import script, weights
-from tests.support.small_models import attached, batches, small_model
+from tests.support.small_models import adapted, attached, batches, small_model
+from tests.support.trainer_scripts import script, weights
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:

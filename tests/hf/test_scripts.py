@@ -24,23 +24,11 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
-from tests.hf.test_trainer import SETTINGS, collate, examples, logged, script, weights
+from tests.support import HANG_S
 from tests.support.small_models import CONFIGS, small_model
+from tests.support.trainer_scripts import SETTINGS, collate, examples, logged, made, script, weights
 
 BOTH = (transformers.Trainer, lohan.hf.Trainer)
-
-
-def made(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
-    """Return a Trainer that has not trained."""
-    names = ("eval_dataset", "compute_metrics", "compute_loss_func", "model_init", "lohan")
-    options = {name: changes.pop(name) for name in names if name in changes}
-    options.setdefault("eval_dataset", examples(10, seed=2))
-    if kind is transformers.Trainer:
-        options.pop("lohan", None)
-    if "model_init" not in options:
-        options["model"] = model or small_model("llama")
-    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 3, **changes})
-    return kind(args=args, train_dataset=examples(20), data_collator=collate, **options)
 
 
 def same_weights(ours: Path, theirs: Path, *, limit: float = 2e-5) -> None:
@@ -227,7 +215,7 @@ import sys
 import transformers
 import lohan.hf
 from tests.support.small_models import small_model
-from tests.hf.test_scripts import made
+from tests.support.trainer_scripts import made
 from pathlib import Path
 
 model, out = small_model("llama"), Path(sys.argv[1])
@@ -246,7 +234,7 @@ def test_two_trainers_of_one_model_end_with_the_process(tmp_path):
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0 and "trained 3" in ended.stdout, ended.stderr
     for sign in ("Traceback", "Exception ignored", "was not closed", "Error"):

@@ -17,9 +17,9 @@ import lohan
 import lohan.hf
 from lohan.errors import BudgetError
 from lohan.store.admin import describe, list_stores
-from tests.end_to_end.test_no_file_lost import tree
-from tests.hf.test_trainer import SETTINGS, collate, examples
+from tests.support.kept_files import tree
 from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.trainer_scripts import SETTINGS, collate, examples
 
 
 @pytest.fixture(scope="module")

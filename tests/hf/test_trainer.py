@@ -7,20 +7,18 @@ import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
 import lohan
 import lohan.hf
-from lohan.engine import session as session_module
+from lohan.engine import replanning
 from lohan.errors import StoreError
 from lohan.hf.arguments import REFUSED
 from lohan.hf.mixin import merged, shapes_for
@@ -30,77 +28,15 @@ from tests.support import replan_at_once
 from tests.support.delayed_runs import Tuning, tuned
 from tests.support.model_families import CONFIGS, VOCAB, save_model
 from tests.support.small_models import small_model
-
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "learning_rate": 3e-3,
-    "weight_decay": 0.1,
-    "warmup_steps": 3,
-    "lr_scheduler_type": "cosine",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
-
-
-def examples(count: int, *, vocab: int = 131, seed: int = 1) -> list[dict[str, list[int]]]:
-    """Token lists of different lengths, so that batches are padded."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for number in range(count):
-        length = 6 + (5 * number) % 9
-        made.append({"input_ids": torch.randint(3, vocab, (length,), generator=generator).tolist()})
-    return made
-
-
-def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-        mask[number, : len(row["input_ids"])] = 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def script(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
-    """Run the standard causal-LM script; only the imported Trainer differs."""
-    options = {
-        key: changes.pop(key)
-        for key in ("callbacks", "compute_metrics", "resume")
-        if key in changes
-    }
-    resume = options.pop("resume", None)
-    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 6, **changes})
-    trainer = kind(
-        model=model or small_model("llama"),
-        args=args,
-        train_dataset=examples(20),
-        eval_dataset=examples(10, seed=2),
-        data_collator=collate,
-        **options,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [row[name] for row in trainer.state.log_history if name in row]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def assert_alike(ours: Any, theirs: Any, *, limit: float = 1e-4) -> None:
-    for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
-        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=limit), name
-    assert [row["step"] for row in ours.state.log_history] == [
-        row["step"] for row in theirs.state.log_history
-    ]
+from tests.support.trainer_scripts import (
+    SETTINGS,
+    assert_alike,
+    collate,
+    examples,
+    logged,
+    script,
+    weights,
+)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +87,8 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
     limit = {"max_grad_norm": 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
     plain = script(plainly, tmp_path / "plain", **limit)
-    for name in ("plan_for_budget", "WORTH"):  # put back at the end
-        monkeypatch.setattr(session_module, name, getattr(session_module, name))
+    for name in ("make_plan", "WORTH"):  # put back at the end
+        monkeypatch.setattr(replanning, name, getattr(replanning, name))
     replan_at_once.always()
     with caplog.at_level(logging.INFO, logger="lohan.hf.mixin"):
         ours = script(
@@ -302,7 +238,7 @@ class Ends(TrainerCallback):
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_resume(dies, tmp_path):
+def test_resumes_after_a_stop_and_after_a_crash(dies, tmp_path):
     """After a stop at a checkpoint, and after a crash beyond it: no step is done twice."""
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     whole = script(lohan.hf.Trainer, tmp_path / "whole", **changes)
@@ -373,7 +309,7 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
         ({"torch_compile": True}, "blocks are compiled on accelerators only"),
     ],
 )
-def test_what_cannot_work_is_refused(changes, message, tmp_path):
+def test_rejects_unsupported_arguments(changes, message, tmp_path):
     with pytest.raises(lohan.LohanError, match=message):
         script(lohan.hf.Trainer, tmp_path, **changes)
 

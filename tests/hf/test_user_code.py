@@ -18,8 +18,8 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan.hf
 from lohan.errors import ConfigError, LohanError, ModelError
-from tests.hf.test_trainer import assert_alike, logged, script, weights
 from tests.support.small_models import batches, small_model
+from tests.support.trainer_scripts import assert_alike, logged, script, weights
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 

@@ -24,7 +24,7 @@ def read(**changes: object) -> Profile:
     return Profile.from_mapping({**GOOD, **changes}, source="desk.toml")
 
 
-def test_it_round_trips_through_toml(tmp_path):
+def test_round_trips_through_toml(tmp_path):
     profile = read(backward=[[64, 1.5e12]], ssd_limit=9.25e9, gpus=2)
     assert profile.device_bytes == 24 * 2**30 and profile.drives[0].bytes == 2 * 10**12
     file = tmp_path / "desk.toml"
@@ -54,7 +54,7 @@ def test_drives_add_up_to_the_limit_and_no_further():
         read(drives=[]).with_drives(2)
 
 
-def test_price():
+def test_price_is_the_sum_of_the_parts():
     profile = read(
         server_usd=1000,
         gpu_usd=500,
@@ -91,12 +91,12 @@ def test_price():
         ({"drives": [{"name": "a", "read": 1e9, "wrote": 1e9}]}, "did you mean write"),
     ],
 )
-def test_what_is_wrong_is_named(changes, message):
+def test_rejects_wrong_values_by_key(changes, message):
     with pytest.raises(ConfigError, match=message):
         read(**changes)
 
 
-def test_what_is_missing_is_named():
+def test_rejects_missing_key():
     data = {key: value for key, value in GOOD.items() if key != "compute"}
     with pytest.raises(ConfigError, match="compute is missing"):
         Profile.from_mapping(data, source="x")

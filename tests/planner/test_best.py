@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lohan.model.machine import Drive, Profile
+from lohan.model.plan import PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.forecast import Simulator
@@ -18,7 +19,7 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
     workload_of,
 )
-from lohan.planner.planner import PlanOptions, closed_form_plan, plan_for_budget
+from lohan.planner.planner import PlanProblem, closed_form_plan, make_plan
 from lohan.util.units import EVERY_STEP, Interval, MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
@@ -41,9 +42,11 @@ OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     """The closed form would defer in both cases."""
     asked = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
-    closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
-    at_once = closed_form_plan(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
-    made = plan_for_budget(BLOCKS, OPTIONS, **asked)
+    closed = closed_form_plan(PlanProblem(BLOCKS, OPTIONS, **asked))
+    at_once = closed_form_plan(
+        PlanProblem(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
+    )
+    made = make_plan(PlanProblem(BLOCKS, OPTIONS, **asked)).plan
     simulator = Simulator(MACHINE, BLOCKS, WORKLOAD)
     deferring, without, best = (simulator.forecast(plan).step_s for plan in (closed, at_once, made))
     assert closed.deferred and (deferring < without) is deferring_pays
@@ -51,7 +54,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     assert made.update_mode == "balanced" and bool(made.deferred) is deferring_pays
 
 
-def test_of_a_large_model_too():
+def test_best_plan_of_a_large_model():
     """Only its levels of activations take too long to simulate."""
     model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
     asked = PlanRequest(
@@ -63,7 +66,7 @@ def test_of_a_large_model_too():
         host=machine.host_bytes,
     )
     how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
-    assert closed_form_plan(asked.blocks, asked.options, **how).deferred
+    assert closed_form_plan(PlanProblem(asked.blocks, asked.options, **how)).deferred
     balanced, at_once = (
         plan_for_machine(replace(asked, options=replace(asked.options, update_mode=way)))
         for way in ("balanced", "optimized")
@@ -158,7 +161,9 @@ def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
     )
     workload = workload_of(asked)
     plan = closed_form_plan(
-        asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
+        PlanProblem(
+            asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
+        )
     )
     simulator = Simulator(machine, asked.blocks, workload)
     last, rough = simulator.forecast(plan), simulator.forecast(plan, rough=True)

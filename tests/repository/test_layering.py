@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import lohan
 
 ROOT = Path(lohan.__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 
 # A package may import itself and those in the rows above it, at module level and inside functions.
 PACKAGES = [
@@ -121,6 +123,31 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         for left in needs.values():
             left.difference_update(free)
     assert needs == {}
+
+
+def test_the_root_of_the_tests_has_no_test_files() -> None:
+    names = {path.name for path in TESTS.glob("*.py")}
+    assert names == {"__init__.py", "conftest.py", "slow_tier.py"}
+
+
+def test_test_modules_export_nothing() -> None:
+    """Whatever several modules need, in imports or by name for another process, is in support/."""
+    module = re.compile(r"\btests(\.\w+)*\.test_\w+")
+    wrong = []
+    for path in (*TESTS.rglob("*.py"), *TESTS.parent.joinpath("benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                texts = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                texts = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts = [node.value]
+            else:
+                continue
+            wrong += [
+                f"{path.name}: {found[0]}" for text in texts if (found := module.search(text))
+            ]
+    assert wrong == []
 
 
 def loaded(code: str) -> set[str]:

@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> Any:
     return call
 
 
-def test_what_is_not_fetched_in_time_is_skipped(run, monkeypatch):
+def test_skips_downloads_that_take_too_long(run, monkeypatch):
     def fetch(*command: object, timeout_s: float | None = None) -> None:
         if "pip" in command:
             assert timeout_s is not None and timeout_s <= suite.FETCH_S
@@ -58,7 +58,7 @@ def test_no_network_is_a_line_and_no_failure(run, monkeypatch):
     assert code == 0 and not commands and said.startswith("skipped: torch 2.14.1 for CUDA cannot")
 
 
-def test_what_does_not_compile_is_a_failure(run, monkeypatch):
+def test_compile_error_is_a_failure(run, monkeypatch):
     def made(place: Path, version: str, *, within_s: float | None) -> Path:
         (place / environment.COMPILING).touch()
         raise subprocess.CalledProcessError(1, "g++")

@@ -21,7 +21,7 @@ SHAPES = {
 @pytest.mark.parametrize("place", SHAPES)
 @pytest.mark.parametrize("all_held", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_reads(mode, place, all_held, overlap):
+def test_frozen_groups_are_only_read(mode, place, all_held, overlap):
     """Three blocks, each over a frozen and a trained group; backward does not reach the first."""
     spec = ScheduleSpec(
         sites=((1,), (1, 0), (4, 2), (3,)),

@@ -52,7 +52,7 @@ def check_forward(text: str) -> None:
         ("R0@0 L0@0,0(R0) A0@0(L0) L1@0,0(L0)", "slot 0 holds group 0"),
     ],
 )
-def test_what_compute_must_not_find(text, problem):
+def test_rejects_forward_that_races_with_the_net(text, problem):
     with pytest.raises(LohanError, match=problem):
         check_forward(text)
 

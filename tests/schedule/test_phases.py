@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
-from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
-    Schedule,
     ScheduleSpec,
     from_text,
     parse_token,
     to_text,
 )
-from lohan.schedule.buffers import BufferState, empty_buffers
+from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.ops import Op
 from lohan.schedule.phases import (
     Upcoming,
     backward,
     forward,
-    last_uses,
     one_backward,
     updates,
-    write_behind,
 )
-from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions, place
+from tests.support.schedule_chains import Run, Step, chain_of, placed, runs
 
 # -- text -----------------------------------------------------------------------------------------
 
@@ -80,20 +74,6 @@ def test_forward_reads_ahead():
     assert to_text(made) == "R0@0 F0@0(R0) R1@0(F0) F1@0(R1)"
 
 
-def placed(
-    spec: ScheduleSpec,
-    mode: str = "optimized",
-    late: Sequence[int] = (),
-    *,
-    speculates: bool = False,
-    commits: bool = True,
-) -> StepPlacement:
-    """Return the placements of a step in which the `late` groups are updated in forward."""
-    gate = Gate.NORM if speculates else Gate.NONE
-    options = UpdateOptions(mode=mode, late=frozenset(late), gate=gate)
-    return place(spec, options, speculates=speculates, commits=commits)
-
-
 # mode, groups whose update waits, backward, and the forward after it
 MODES = [
     (
@@ -126,7 +106,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "deferred", "back", "after"), MODES)
-def test_modes(mode, deferred, back, after):
+def test_no_mode_reads_what_is_still_in_a_slot(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
@@ -215,7 +195,7 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
 
 
-def test_on_demand():
+def test_schedules_single_blocks_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = one_backward(TWO, buffers, 1)
     assert to_text(made) == "B1@1"
@@ -283,7 +263,7 @@ ONE = ScheduleSpec(
 )
 
 
-def test_what_is_right_passes():
+def test_accepts_correct_schedules():
     validate(from_text(STEP), TWO, empty_buffers(TWO), whole=True)
     validate(from_text(HELD), ONE, empty_buffers(ONE), whole=True)
 
@@ -344,7 +324,7 @@ def test_what_is_right_passes():
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
 )
-def test_what_is_wrong_is_named(text, spec, change, problem):
+def test_names_the_action_that_makes_a_schedule_wrong(text, spec, change, problem):
     assert change[0] in text
     with pytest.raises(LohanError) as raised:
         schedule = from_text(text.replace(change[0], change[1], 1))
@@ -369,7 +349,7 @@ def test_a_write_waits_for_the_commit_before_it():
         validate(from_text(f"R0@0 R1@1 {step} {early}"), spec, empty_buffers(spec), whole=True)
 
 
-def test_what_came_before_counts():
+def test_validates_against_the_buffers_of_earlier_schedules():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
     _, buffers = backward(TIGHT, buffers, (1, 0), placed(TIGHT))
@@ -384,145 +364,6 @@ def test_what_came_before_counts():
 
 
 # -- any shape ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """A shape, and how each of its steps goes."""
-
-    spec: ScheduleSpec
-    mode: str
-    deferred: tuple[int, ...]
-    steps: tuple[Step, ...]
-    commits: bool = True
-
-
-@dataclass(frozen=True)
-class Step:
-    order: tuple[int, ...]
-    back: tuple[int, ...]
-    ahead: bool  # scheduled as a whole, or block by block
-    evaluated: tuple[int, ...]  # sites that ran without gradients before it
-    speculates: bool  # updates do not wait for the norm, where all would
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    groups = draw(st.integers(1, 5))
-    moving = range(groups)
-    sites = tuple(
-        tuple(draw(st.lists(st.sampled_from(moving), min_size=1, max_size=2, unique=True)))
-        for _ in range(draw(st.integers(1, 6)))
-    )
-    resident = draw(st.booleans())
-    chunks = tuple(draw(st.integers(1, 3)) for _ in range(groups + resident))
-    cached = [g for g in moving if draw(st.booleans())] if draw(st.booleans()) else []
-    everything = [(g, c) for g, n in enumerate(chunks) for c in range(n)]
-    host_cached_state = (
-        [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
-    )
-    widest = max(len([g for g in site if g not in cached]) for site in sites)
-    mode = draw(st.sampled_from(UPDATE_MODES))
-    if mode == "serial" or draw(st.booleans()):
-        deferred = list(range(len(chunks)))
-        spilled = [g for g in moving if draw(st.booleans())]
-    else:
-        deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
-        spilled = []
-    spec = ScheduleSpec(
-        sites=sites,
-        chunks=chunks,
-        slots=draw(st.integers(max(1, widest), 5)),
-        ring=draw(st.integers(1, 4)),
-        window=draw(st.integers(0, 4)),
-        grads=draw(st.integers(1, 3)),
-        host_cached_weights=(*([groups] if resident else []), *cached),
-        host_cached_state=tuple(host_cached_state),
-        spilled_gradients=frozenset(spilled),
-    )
-    steps = []
-    order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
-    for _ in range(3):
-        if draw(st.integers(0, 3)) == 0:
-            some = st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)
-            order = tuple(draw(some))
-        back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
-        evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
-        ahead, speculates = draw(st.booleans()), draw(st.booleans())
-        steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
-    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps), draw(st.booleans()))
-
-
-@st.composite
-def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
-    """Draw the same shape with spilled activations, and perhaps a device or several ranks."""
-    once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
-    moved = frozenset(site for site in once if draw(st.booleans()))
-    spec = replace(spec, spilled_sites=moved, act_buffers=draw(st.integers(1, 3)))
-    if not draw(st.booleans()):
-        return spec
-    wide = max(map(len, spec.sites))
-    others = {site for site in range(len(spec.sites)) if draw(st.booleans())}
-    return replace(
-        spec,
-        device_slots=draw(st.integers(wide, wide + 3)),
-        offloaded=moved | others,
-        net=draw(st.booleans()),
-    )
-
-
-class Chain:
-    """Calls the phases as ActionScheduler does; checks each schedule alone, keeps all of them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.spec = run, run.spec
-        self.buffers = empty_buffers(run.spec)
-        self.all: list[Action] = []
-
-    def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.spec, self.buffers, by_interval=not self.run.commits)
-        self.all += made[0]
-        self.buffers = made[1]
-
-    def step(self, step: Step, after: Step | None) -> None:
-        for site in step.evaluated:
-            self.add(forward(self.spec, self.buffers, [site], training=False))
-        if not step.ahead:
-            for site in step.order:
-                self.add(forward(self.spec, self.buffers, [site]))
-        groups = range(len(self.spec.chunks))
-        deferred = self.run.deferred
-        waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.run.commits
-        now = placed(
-            self.spec, self.run.mode, deferred, speculates=speculate, commits=self.run.commits
-        )
-        last_use_groups = last_uses(self.spec, step.back)
-        rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
-        if step.ahead:
-            self.add(backward(self.spec, self.buffers, step.back, now, unreached=rest))
-        else:
-            for site, final in zip(step.back, last_use_groups, strict=True):
-                self.add(one_backward(self.spec, self.buffers, site))
-                if final:
-                    self.add(updates(self.spec, self.buffers, final, now))
-            self.add(updates(self.spec, self.buffers, rest, now, end=True))
-        left: StepPlacement | None = now
-        if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), now))
-            left = None
-        order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, left))
-
-
-def chain_of(run: Run) -> Schedule:
-    chain = Chain(run)
-    if run.steps[0].ahead:
-        chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
-    for number, step in enumerate(run.steps):
-        chain.step(step, run.steps[number + 1] if number < 2 else None)
-    chain.add(write_behind(run.spec, chain.buffers))
-    return tuple(chain.all)
 
 
 def commit_between_spill_and_fetch() -> Run:

@@ -11,7 +11,7 @@ from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
 from lohan.schedule.ops import Op
 from lohan.schedule.simulate import simulate
-from tests.schedule.test_phases import chain_of, runs
+from tests.support.schedule_chains import chain_of, runs
 
 SECONDS = {"R": 2.0, "F": 3.0, "B": 4.0, "S": 1.0, "W": 1.0, "U": 5.0, "K": 1.5}
 
@@ -54,7 +54,7 @@ def test_a_phase_begins_when_the_compute_of_the_one_before_has_ended():
     assert {span.name: span.start_s for span in after.spans}["R1"] == 6
 
 
-def test_what_can_never_start_is_an_error():
+def test_reports_deadlock():
     with pytest.raises(LohanError, match="deadlocks at F0"):
         _lock_up()
 

@@ -23,15 +23,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.gradients import GradientOffload
-from lohan.engine.session import OomGuard
+from lohan.engine.gradient_transport import GradientOffload
+from lohan.engine.oom_guard import OomGuard
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
-from tests.engine.test_overlap import CLIP, Case, check_norm_of_device, plain
 from tests.softcuda import extension, unordered, waits
 from tests.support.delayed_runs import WIDTH, Result, Tuning, net, train
 from tests.support.missing_waits import CARELESS, ComputesAtOnce, SaysDone, kept_slices, shows
+from tests.support.overlap_cases import CLIP, Case, check_norm_of_device, plain
 from tests.support.small_models import SMALL, attached, batches, small_model
 
 pytestmark = pytest.mark.gpu

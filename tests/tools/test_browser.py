@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_train import model  # noqa: F401 - a fixture
-from tests.tools.test_report import finished, page  # noqa: F401 - fixtures
+from tests.support import HANG_S
+from tests.support.report_pages import finished_fixture, page_fixture  # noqa: F401 - fixtures
+from tests.support.word_model import model_fixture  # noqa: F401 - fixtures
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
@@ -65,7 +66,7 @@ def browse(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     )
 
@@ -79,7 +80,7 @@ def seen(file: Path, *options: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def probed(page: str, tmp_path: Path) -> Path:  # noqa: F811
+def probed(page: str, tmp_path: Path) -> Path:
     (tmp_path / "probed.html").write_text(page.replace("</body>", PROBE + "</body>"))
     return tmp_path / "probed.html"
 

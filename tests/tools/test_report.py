@@ -5,74 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from lohan.cli import main
-from lohan.cli.tools import report as report_command
 from lohan.tools import report as gather
 from lohan.tools.report import Advice, Change, bottleneck, curve, read_run, timeline
 from lohan.train.run_folder import RunFolder, read_rows, step_rows
 from lohan.util.units import format_bytes
-from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
-from tests.end_to_end.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
+from tests.support.command_line import refused
+from tests.support.report_pages import Elements, finished_fixture, page_fixture  # noqa: F401 - fixtures
+from tests.support.word_model import (
+    model_fixture,  # noqa: F401 - fixtures
+)
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
-
-
-@pytest.fixture(scope="module")
-def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """Run a training with evaluations, samples and a trace."""
-    place = tmp_path_factory.mktemp("report")
-    data = write_rows(place / "data.jsonl", TEXTS)
-    words = [
-        "lohan",
-        "train",
-        "--model",
-        model,
-        "--data",
-        data,
-        "--out",
-        place / "run",
-        "--host",
-        "300KiB",
-        "--steps",
-        8,
-        "--batch",
-        2,
-        "--seq",
-        16,
-        "--lr",
-        "1e-3",
-        "--trace",
-        "--eval-split",
-        0.2,
-        "--eval-every",
-        4,
-        "--sample-prompts",
-        "the cat",
-        "--sample-tokens",
-        3,
-        "--no-export",
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [str(word) for word in words])
-        try:
-            main.main()
-        except SystemExit as end:
-            assert not end.code
-    return place / "run"
-
-
-@pytest.fixture(scope="module")
-def page(finished: Path) -> str:
-    """Its report, made once."""
-    target = finished.parent / "report.html"
-    report_command(finished, target)
-    assert target.stat().st_mode & 0o077 == 0  # readable by the owner only
-    return target.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -83,7 +30,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def report(lohan, tmp_path: Path):  # noqa: F811
+def report(lohan, tmp_path: Path):
     def make(run: Path) -> str:
         ended = lohan("report", run, "-o", tmp_path / "report.html")
         assert ended.code == 0, ended
@@ -91,37 +38,6 @@ def report(lohan, tmp_path: Path):  # noqa: F811
         return (tmp_path / "report.html").read_text(encoding="utf-8")
 
     return make
-
-
-class Elements(HTMLParser):
-    """Tags with attributes, visible text, and the data of the script."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self._inside: list[str] = []
-        self.raw: dict[str, str] = {}
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag in ("script", "style"):
-            self._inside.append(dict(attributes).get("id") or tag)
-
-    def handle_endtag(self, tag):
-        if tag in ("script", "style"):
-            self._inside.pop()
-
-    def handle_data(self, data):
-        if self._inside:
-            self.raw[self._inside[-1]] = self.raw.get(self._inside[-1], "") + data
-        else:
-            self.text += data
-
-    @property
-    def data(self) -> dict:
-        return json.loads(self.raw["data"])
 
 
 # -- what it holds --------------------------------------------------------------------------------
@@ -286,21 +202,21 @@ def test_everything_is_escaped(report, run, tmp_path):
 # -- mistakes -------------------------------------------------------------------------------------
 
 
-def test_not_a_run(lohan, tmp_path):  # noqa: F811
+def test_not_a_run(lohan, tmp_path):
     refused(lohan("report", tmp_path), "is not a run folder")
 
 
-def test_a_run_without_steps(lohan, run):  # noqa: F811
+def test_a_run_without_steps(lohan, run):
     (run / "metrics.jsonl").unlink()
     refused(lohan("report", run), r"no step is in its log yet")
 
 
-def test_a_broken_trace(lohan, run):  # noqa: F811
+def test_a_broken_trace(lohan, run):
     (run / "trace.json").write_text("{")
     refused(lohan("report", run), r"trace\.json: cannot be read as a trace", "--trace")
 
 
-def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):  # noqa: F811
+def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):
     refused(lohan("report", finished, "-o", tmp_path / "no" / "x.html"), "choose another -o")
 
 
@@ -316,7 +232,7 @@ def test_long_curves_are_thinned():
     assert curve(rows, "loss") == {"x": [3], "y": [2.0]}
 
 
-def test_the_sentence():
+def test_advice_is_one_sentence():
     advice = Advice(
         [
             Change("--host 16GiB", 1.9),

@@ -14,7 +14,7 @@ import pytest
 from lohan.planner.presets import gpu_of
 from lohan.tools import gpu_checks, self_test
 from lohan.tools.self_test import Bound, Checked, checked, compared, describe, expected
-from tests.cli.test_main import lohan, refused  # noqa: F401 - a fixture
+from tests.support.command_line import refused
 
 CARD = "NVIDIA GeForce RTX 4090"
 SLOT = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
@@ -56,7 +56,7 @@ def test_a_check_that_crashes_hangs_or_exits_hides_nothing(ends, tmp_path):
 # -- expectations ---------------------------------------------------------------------------------
 
 
-def test_what_a_card_should_reach_comes_from_its_preset_and_its_slot():
+def test_expects_rates_of_the_preset_and_the_slot():
     made = expected(CARD, SLOT)
     assert made["matmul"].least == pytest.approx(150e12, rel=0.01)
     assert made["block_forward"].least == pytest.approx(120e12, rel=0.01)
@@ -105,7 +105,7 @@ def here(monkeypatch):
     monkeypatch.setattr(self_test.self_test, "__kwdefaults__", defaults)
 
 
-def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, tmp_path):  # noqa: F811
+def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, tmp_path):
     file = tmp_path / "report.json"
     ended = lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", file)
     assert ended.code == 1 and "torch finds no accelerator" in ended.out, ended
@@ -114,7 +114,7 @@ def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, t
     assert lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", file).code == 1  # its own: replaced
 
 
-def test_options_that_do_not_fit(lohan, tmp_path):  # noqa: F811
+def test_options_that_do_not_fit(lohan, tmp_path):
     refused(lohan("doctor", "--check", "links"), r"--check: belongs to `lohan doctor --gpu`")
     refused(lohan("doctor", "--gpu", "--check", "x"), r"--check x: there is no such check.*links")
     refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")

@@ -97,7 +97,7 @@ def test_overrides_alone_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert got.budget.ssd == (tmp_path / "x", tmp_path / "y")
 
 
-def test_one_ssd_may_be_plain_text() -> None:
+def test_accepts_one_ssd_as_plain_text() -> None:
     assert config(budget={"ssd": "/nvme0"}).budget.ssd == (Path("/nvme0"),)
 
 
@@ -317,7 +317,7 @@ def test_every_field_is_documented_once() -> None:
     assert [info.dotted for info in infos if info.required] == ["model", "data", "out"]
 
 
-def test_frozen() -> None:
+def test_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().train.lr = 1.0  # type: ignore[misc]
 

@@ -20,7 +20,6 @@ from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 from lohan.param_groups import META_KEY, matches
 from lohan.tools.reference import in_memory
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
 from tests.support.small_models import (
     assert_close,
@@ -131,10 +130,10 @@ def test_lion_takes_the_values_of_groups(tmp_path):
     assert off < 1e-3 * sum(p.numel() for p in expected.values())
 
 
-def test_lora_plus(tmp_path):
+def test_lora_plus_trains_second_matrices_faster(tmp_path):
     """The second matrix of every adapter learns faster, and the base stays as it is."""
     pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
-    from tests.end_to_end.test_adapters import adapted
+    from tests.support.small_models import adapted
 
     rows, optimizer = batches(4, batch=3, seq=16), AdamW(lr=lr)
     groups = [{"params": "lora_B", "lr": lambda step: 16 * lr(step)}]
@@ -270,7 +269,7 @@ def test_refused_groups(groups, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_patterns():
+def test_patterns_match_parts_of_names():
     name = "model.layers.10.self_attn.q_proj.weight"
     for pattern in ("q_proj", "layers.10", "layers.*.self_attn", "*_proj", "layers.1?", name):
         assert matches(pattern, name), pattern
@@ -327,7 +326,7 @@ def test_refused_settings(before, after, message):
         config(TABLES.partition("[[")[0] + 'param_groups = "bias"')
 
 
-def test_a_run_with_groups_is_resumed(lohan, tmp_path):  # noqa: F811
+def test_a_run_with_groups_is_resumed(lohan, tmp_path):
     """After an edit of run.toml, `lohan resume` says that the groups have changed."""
     inputs, out = write_inputs(tmp_path), tmp_path / "run"
     group = 'train.param_groups=[{params = "%s", lr = 1e-4}]'

@@ -25,7 +25,6 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.train.task import DataRequest
 from lohan.util.settings import Source
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
 from tests.support.diffusion_folders import (
     CLASSES,
     POOLED,
@@ -172,7 +171,7 @@ def test_bf16_evaluation_and_the_best(place, tmp_path):
     assert tuned["proj_out.weight"].dtype == torch.bfloat16 and "pos_embed.pos_embed" in tuned
 
 
-def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+def test_the_command_line(lohan, place, tmp_path):
     out, model = tmp_path / "run", place / "dit"
     said = (
         "--model",
@@ -333,7 +332,7 @@ def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
             trainer.train(config, Watch())
 
 
-def test_tables_agree():
+def test_tables_of_tasks_agree():
     assert set(table.TASKS) == set(TASKS)
 
 
@@ -483,7 +482,7 @@ def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
         trainer.train(config, Watch())
 
 
-def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):  # noqa: F811
+def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):
     said = ("--data", place / "dit-data", "--out", tmp_path / "run", "--host", "32MiB")
     for option, message in (
         (("--pack",), "--pack: is for language models"),

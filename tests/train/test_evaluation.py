@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import lohan
 from lohan.config import load_config
@@ -18,66 +14,15 @@ from lohan.train import trainer
 from lohan.train.forward_only import Evaluation, History, evaluate
 from lohan.train.language import CausalLM
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.end_to_end.test_train import write_rows
-from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.evaluated_run import (
+    STEPS,
+    climbing,
+    inputs_fixture,  # noqa: F401 - fixtures
+    run,
+    weights,
+)
 from tests.support.recording_display import Watch
 from tests.support.small_models import attached, batches, small_model
-
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-def write_inputs(folder: Path) -> Path:
-    """Write a tiny Llama with dropout, training data, and other data for evaluation."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        attention_dropout=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    write_random_checkpoint(folder / "model", config)
-    for name, shift in (("data", 0), ("held", 3)):
-        rows = [
-            {"input_ids": [(i * j + shift) % 64 for j in range(1, 6 + i % 9)]} for i in range(9)
-        ]
-        write_rows(folder / f"{name}.jsonl", rows)
-    return folder
-
-
-def given(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "model": inputs / "model",
-        "data": inputs / "data.jsonl",
-        "out": out,
-        "budget.host": "400KiB",
-        "train.steps": STEPS,
-        "train.batch": 2,
-        "train.micro_batch": 1,
-        "train.seq": 16,
-        "train.lr": 1e-3,
-        "train.activations": "recompute",
-        **{name.replace("__", "."): value for name, value in more.items()},
-    }
-
-
-def run(inputs: Path, out: Path, **more: Any) -> Watch:
-    shown = Watch()
-    trainer.train(load_config(None, overrides=given(inputs, out, **more)), shown)
-    return shown
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -218,7 +163,7 @@ def test_evaluation_mode_and_random_state_are_put_back(tmp_path):
     assert evaluate(model, Rows(), batch=1, task=CausalLM(), stop=lambda: True) is None  # type: ignore[arg-type]
 
 
-def test_history() -> None:
+def test_history_finds_the_best_step() -> None:
     rows = [{"step": n, "eval_loss": loss} for n, loss in enumerate([3.0, 2.0, 2.5, 2.0], 1)]
     found = History.of(rows)
     assert (found.best, found.best_step, found.since_best) == (2.0, 2, 2)
@@ -227,22 +172,6 @@ def test_history() -> None:
 
 
 # -- early stop and the best model ----------------------------------------------------------------
-
-
-def climbing(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
-    """Return a run whose evaluation gets worse, since it learns other answers than expected."""
-    return given(
-        inputs,
-        out,
-        train__steps=12,
-        train__lr=2e-2,
-        train__schedule="constant",
-        eval__data=inputs / "held.jsonl",
-        eval__every=1,
-        eval__early_stop=3,
-        output__export_best=True,
-        **more,
-    )
 
 
 def test_early_stop_and_best_export(inputs, tmp_path):
@@ -267,28 +196,3 @@ def test_early_stop_and_best_export(inputs, tmp_path):
     longer = (out / "run.toml").read_text().replace("early_stop = 3", "early_stop = 4")
     (out / "run.toml").write_text(longer)
     assert trainer.resume(RunFolder(out), Watch()).step == outcome.step + 1
-
-
-def everything(out: Path) -> dict[str, Any]:
-    """Return everything that must not depend on interruptions."""
-    folder = RunFolder(out)
-    samples = out / "samples.jsonl"
-    return {
-        "steps": [(row["step"], row["loss"]) for row in step_rows(folder)],
-        "evaluations": [(row["step"], row["eval_loss"]) for row in eval_rows(folder)],
-        "model": weights(folder.model),
-        "best": weights(folder.best),
-        "samples": samples.read_text() if samples.exists() else "",
-    }
-
-
-def options(settings: dict[str, Any]) -> list[str]:
-    named = {"model", "data", "out"}
-    made: list[str] = []
-    for key, value in settings.items():
-        if key in named:
-            made += [f"--{key}", str(value)]
-        else:
-            text = value if not isinstance(value, (bool, Path)) else json.dumps(value, default=str)
-            made += ["--set", f"{key}={text}"]
-    return made

@@ -11,12 +11,15 @@ from lohan.config import load_config
 from lohan.errors import ConfigError
 from lohan.train import logs, trainer
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from tests.support.evaluated_run import (
+    given,
+    inputs_fixture,  # noqa: F401 - fixtures
+)
 from tests.support.recording_display import Watch
-from tests.train.test_evaluation import given, inputs  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
-def test_a_missing_package_is_named(name, inputs, tmp_path, monkeypatch):  # noqa: F811
+def test_a_missing_package_is_named(name, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = load_config(None, overrides=given(inputs, tmp_path / "run", output__log=[name]))
     with pytest.raises(
@@ -32,7 +35,7 @@ def test_numbers_of_a_row() -> None:
     assert dict(logs.scalars({"step": 3, "eval_loss": 2.0})) == {"eval/loss": 2.0}
 
 
-def test_tensorboard(inputs, tmp_path):  # noqa: F811
+def test_tensorboard(inputs, tmp_path):
     """Stopped and resumed, each step is there once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -59,7 +62,7 @@ def test_tensorboard(inputs, tmp_path):  # noqa: F811
     assert len(rows) == 2
 
 
-def test_weights_and_biases(inputs, tmp_path, monkeypatch):  # noqa: F811
+def test_weights_and_biases(inputs, tmp_path, monkeypatch):
     """Offline: what would be sent lies in the run folder."""
     pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
@@ -71,7 +74,7 @@ def test_weights_and_biases(inputs, tmp_path, monkeypatch):  # noqa: F811
     assert len(written) == 1 and b"train/loss" in written[0].read_bytes()
 
 
-def train_then_resume(inputs, out, name):  # noqa: F811
+def train_then_resume(inputs, out, name):
     """Train two steps, resume to four, and return the rows of steps and of evaluations."""
     asked = given(
         inputs,
@@ -87,7 +90,7 @@ def train_then_resume(inputs, out, name):  # noqa: F811
     return step_rows(RunFolder(out)), eval_rows(RunFolder(out))
 
 
-def test_trackio_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch):  # noqa: F811
+def test_trackio_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="trackio is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "trackio"
@@ -109,7 +112,7 @@ def test_trackio_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch)
     assert (len(steps), len(evaluations)) == (4, 2)
 
 
-def test_mlflow_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch):  # noqa: F811
+def test_mlflow_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("alembic", reason="mlflow writes SQLite with alembic")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -16,7 +16,7 @@ from lohan.store.store import Counters
 from lohan.train import logs as module
 from lohan.train.logs import Meter
 from lohan.util.trace import Span, Trace
-from tests.cli.test_main import CONFIG, lohan  # noqa: F401 - a fixture
+from tests.support.command_line import CONFIG
 from tests.support.random_checkpoint import write_random_checkpoint
 
 STEPS, LATE_S = 4, 0.01
@@ -53,7 +53,7 @@ def test_rows_follow_each_other(clock):
     assert (second["ssd_read_bytes"], second["ssd_written_bytes"]) == (0, 16)
 
 
-def test_what_is_no_step_does_not_count(clock):
+def test_leaves_time_and_bytes_outside_of_steps_out(clock):
     drive = Drive()
     meter = Meter(drive, Trace())
     with meter.aside():
@@ -82,7 +82,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--clip", 1, "--no-overlap"),
     ],
 )
-def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch):  # noqa: F811
+def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch):
     """Wherever the updates run, the rows after the first hold the time of a whole step's."""
     run, late = ActionRunner.run, [0]
 

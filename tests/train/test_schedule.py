@@ -15,9 +15,10 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.train.test_preference import model, rows_of
-
-assert model  # a fixture
+from tests.support.preference_data import (
+    model_fixture,  # noqa: F401 - fixtures
+    rows_of,
+)
 
 
 class Told(Display):

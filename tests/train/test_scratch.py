@@ -15,10 +15,9 @@ from lohan.checkpoint.sources import InitialValues
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
-from tests.data.test_dataset import save_tokenizer
 from tests.support.recording_display import Watch
 from tests.support.task_runs import STEPS, reference, settings, write_rows
+from tests.support.tokenizer_folders import save_tokenizer
 
 LLAMA = hf.LlamaConfig(
     vocab_size=264,
@@ -91,7 +90,7 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
-def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+def test_the_command_line(lohan, place, tmp_path):
     out = tmp_path / "run"
     said = (
         "train",
@@ -126,7 +125,7 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
         ({"init": None}, "tokenizer: goes with --init"),
     ],
 )
-def test_what_cannot_be(more, message, place, tmp_path):
+def test_rejects_configs_and_settings_that_do_not_match(more, message, place, tmp_path):
     own = tmp_path / "config.json"
     raw = json.loads((place / "config.json").read_text())
     own.write_text(json.dumps({**raw, "vocab_size": 100} if more.pop("small", None) else raw))

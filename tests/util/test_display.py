@@ -99,7 +99,7 @@ def test_the_last_step_stays_and_long_work_leaves_a_line() -> None:
     assert lines[5].startswith("exporting: done in ")
 
 
-def test_lines_elsewhere() -> None:
+def test_prints_lines_without_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=40)
     shown = open_display(console)
     assert isinstance(shown, LineDisplay)
@@ -111,14 +111,14 @@ def test_lines_elsewhere() -> None:
     assert lines[1].startswith("step 3/10  loss 12.3457") and len(lines) == 2
 
 
-def test_what_a_model_says_does_not_steer_the_terminal() -> None:
+def test_escapes_control_characters_in_notes() -> None:
     console = Console(file=io.StringIO(), width=40)
     open_display(console).note("a\x1b[2Jb\nc [bold]d[/bold]")
     assert console.file.getvalue() == "a\ufffd[2Jb\nc [bold]d[/bold]\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (5025, "1:23:45")])
-def test_clock(seconds: float, text: str) -> None:
+def test_formats_durations(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 

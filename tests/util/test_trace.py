@@ -10,7 +10,7 @@ import pytest
 
 from lohan.engine.actions import MOST_ENDED
 from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
-from tests.cli.test_main import CONFIG, lohan  # noqa: F401 - a fixture
+from tests.support.command_line import CONFIG
 from tests.support.random_checkpoint import write_random_checkpoint
 from tests.support.small_models import attached, batches, small_model
 
@@ -107,7 +107,7 @@ def test_spans_that_nobody_takes_do_not_pile_up():
     assert [span.name for span in trace.take_step()] == ["F100", "W0.0"]
 
 
-def test_of_many_passes_without_gradients_the_last_is_kept():
+def test_keeps_only_the_last_pass_without_gradients():
     trace = Trace()
     trace.add(Span("compute", "B0", 0, 1))
     trace.end_step()
@@ -177,7 +177,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(lohan, inputs: Path, out: Path, *more: object) -> list[dict]:  # noqa: F811
+def run(lohan, inputs: Path, out: Path, *more: object) -> list[dict]:
     ended = lohan(
         "train",
         "--model",
@@ -202,7 +202,7 @@ def run(lohan, inputs: Path, out: Path, *more: object) -> list[dict]:  # noqa: F
 
 
 @pytest.mark.parametrize("more", [("--clip", 0), ("--clip", 1), ("--no-overlap",)])
-def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noqa: F811
+def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):
     metrics = run(lohan, inputs, tmp_path / "run", "--trace", *more)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     found = rows(events)
@@ -232,12 +232,12 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noq
         assert ("grad_norm" in row) is (more != ("--clip", 0))
 
 
-def test_no_trace_unless_asked_for(lohan, inputs, tmp_path):  # noqa: F811
+def test_no_trace_unless_asked_for(lohan, inputs, tmp_path):
     assert len(run(lohan, inputs, tmp_path / "run")) == 4
     assert not (tmp_path / "run" / "trace.json").exists()
 
 
-def test_resuming_a_finished_run_keeps_its_trace(lohan, inputs, tmp_path):  # noqa: F811
+def test_resuming_a_finished_run_keeps_its_trace(lohan, inputs, tmp_path):
     run(lohan, inputs, tmp_path / "run", "--trace")
     before = (tmp_path / "run" / "trace.json").read_text()
     assert lohan("resume", tmp_path / "run").code == 0

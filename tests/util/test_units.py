@@ -36,14 +36,14 @@ from lohan.util.units import (
         (1.5e9, 1_500_000_000),
     ],
 )
-def test_parse(text: str | int | float, count: int) -> None:
+def test_parses_sizes(text: str | int | float, count: int) -> None:
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "8 XiB", "8GiB!", "-1GiB", "1e9", "0", 0, -5, "nan", True, 2**63]
 )
-def test_refuses(text: str | int) -> None:
+def test_rejects_text_that_is_no_size(text: str | int) -> None:
     with pytest.raises(ConfigError, match=r"^--host: .*8GiB"):
         parse_bytes(text, name="--host")
 
@@ -59,7 +59,7 @@ def test_refuses(text: str | int) -> None:
         (5 * TiB, "5.00 TiB"),
     ],
 )
-def test_format(count: int, text: str) -> None:
+def test_formats_sizes(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -78,7 +78,7 @@ def test_printed_size_reads_back_within_its_two_digits(count: int) -> None:
         (2, ("class", "classes"), "2 classes"),
     ],
 )
-def test_one_thing_is_not_several(count: int, words: tuple[str, ...], text: str) -> None:
+def test_counts_in_singular_and_plural(count: int, words: tuple[str, ...], text: str) -> None:
     assert counted(count, *words) == text
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from lohan.checkpoint.replacing import check_target, replacing, target_check
 from lohan.errors import ModelError
-from tests.cli.test_main import lohan  # noqa: F401 - a fixture
-from tests.end_to_end.test_no_file_lost import tree
+from tests.support.kept_files import tree
 from tests.support.tiny_run import arguments, write_inputs
 
 
@@ -26,7 +25,7 @@ def short(inputs: Path, out: Path, *more: object) -> list[object]:
     return ["train", *arguments(inputs, out), "--steps", 2, *more]
 
 
-def test_snapshots_are_not_in_the_place_of_the_store(lohan, inputs, tmp_path):  # noqa: F811
+def test_snapshots_are_not_in_the_place_of_the_store(lohan, inputs, tmp_path):
     place = tmp_path / "drive"
     more = ("--set", "budget.snapshot_every=1", "--set", f"budget.snapshot_dir={place}")
     ended = lohan(*short(inputs, tmp_path / "run", "--ssd", place, *more))
@@ -34,7 +33,7 @@ def test_snapshots_are_not_in_the_place_of_the_store(lohan, inputs, tmp_path):  
     assert not (tmp_path / "run").exists()
 
 
-def test_the_store_of_a_copied_run_is_the_originals(lohan, inputs, tmp_path):  # noqa: F811
+def test_the_store_of_a_copied_run_is_the_originals(lohan, inputs, tmp_path):
     run, drives = tmp_path / "run", [tmp_path / "one", tmp_path / "two"]
     given = [word for drive in drives for word in ("--ssd", drive)]
     assert lohan(*short(inputs, run, *given, "--no-export")).code == 0
@@ -56,7 +55,7 @@ def test_the_store_of_a_copied_run_is_the_originals(lohan, inputs, tmp_path):  #
     assert refused.code == 2 and "is a copy of the run" in refused.err
 
 
-def test_an_export_does_not_replace_what_the_run_is_made_of(lohan, inputs, tmp_path):  # noqa: F811
+def test_an_export_does_not_replace_what_the_run_is_made_of(lohan, inputs, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(inputs / "model", base)
     words = ["train", *arguments(inputs, base / "run", "--model", base), "--steps", 2]
@@ -67,7 +66,7 @@ def test_an_export_does_not_replace_what_the_run_is_made_of(lohan, inputs, tmp_p
     assert tree(tmp_path) == before
 
 
-def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):  # noqa: F811
+def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):
     run = tmp_path / "run"
     more = ("--set", "budget.snapshot_every=1")
     assert lohan(*short(inputs, run, *more)).code == 0
@@ -76,7 +75,7 @@ def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):  # 
     assert ended.code == 0 and "snapshot" in ended.out, ended.err
 
 
-def test_what_appears_at_the_target_meanwhile_stays(tmp_path):
+def test_keeps_files_that_appear_at_the_target_during_an_export(tmp_path):
     target = tmp_path / "model"
     check = target_check(target, overwrite=False, mark=None)
     with pytest.raises(ModelError, match="exists and holds 1 file"), replacing(target, check=check):

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.support import HANG_S
+
 CODE = """
 import ctypes, sys
 from lohan.util.system import rss_bytes, set_up_libraries
@@ -29,7 +31,11 @@ print(rss_bytes() - before)
 
 def left_resident(who: str) -> int:
     run = subprocess.run(
-        [sys.executable, "-c", CODE, who], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", CODE, who],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_S,
     )
     return int(run.stdout)
 

@@ -13,9 +13,10 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig
 
 from lohan.config import load_config
-from lohan.engine import session as replan
+from lohan.engine import replanning as replan
+from lohan.engine.context import PlanContext
 from lohan.engine.profile import cache_file
-from lohan.engine.session import FIRST_LOOK, PlanContext
+from lohan.engine.replanning import FIRST_LOOK
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.forecast import profile_of_step
@@ -60,7 +61,7 @@ def test_rates_come_from_the_spans():
     assert found.ssd_read == found.ssd_mixed == pytest.approx((50 * 4 + 32 * 12) / 4)
 
 
-def test_what_goes_between_ranks_has_a_rate():
+def test_measures_the_rate_between_ranks():
     """Of two ranks each hears the other's shard: 50 parameters, 4 bytes each way."""
     spans = [
         Span("compute", "F0", 0.0, 1.0),
@@ -165,13 +166,13 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
     monkeypatch.setattr(replan, "WORTH", 0.0)  # any other plan is worth it
-    made = replan.plan_for_budget
+    made = replan.make_plan
 
-    def other(*args, **kwargs):
+    def other(problem):
         """Plan as for a machine with slow compute, which would keep activations."""
-        return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
+        return made(replace(problem, options=replace(problem.options, activations="all")))
 
-    monkeypatch.setattr(replan, "plan_for_budget", other)
+    monkeypatch.setattr(replan, "make_plan", other)
     got, notes = train(inputs, tmp_path / "replanned", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
@@ -193,7 +194,7 @@ def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
     )
     for overlap in (False, True):
         if overlap:
-            for name in ("plan_for_budget", "WORTH"):  # put back at the end
+            for name in ("make_plan", "WORTH"):  # put back at the end
                 monkeypatch.setattr(replan, name, getattr(replan, name))
             replan_at_once.always()
         model, own = small_model("llama"), losses.setdefault(overlap, [])
