@@ -714,8 +714,8 @@ def _layers(config: Config, notes: list[str]) -> int | None:
             )
             return count
     raise BudgetError(
-        f"an in-memory run of one layer needs {format_bytes(needed(1))}, {format_bytes(free)} can "
-        "be had; lower --batch or --seq"
+        f"an in-memory run of one layer needs {format_bytes(needed(1))}, {format_bytes(free)} is "
+        "available; lower --batch or --seq"
     )
 
 
