@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from lohan.capture.recompute import ActivationHooks
-from lohan.device.accelerator import read_back
-from lohan.device.out_of_memory import is_out_of_memory
 from lohan.engine.buffers import (
     ChunkChecksums,
-    DeviceSlots,
     HostPool,
     StateRing,
     StepScalars,
@@ -23,39 +18,24 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradient_transport import (
-    GradientOffload,
-    GradientSpill,
-    GroupGrads,
-    PendingGradients,
-)
+from lohan.engine.device_operations import DeviceOperations
+from lohan.engine.gradient_transport import GradientSpill, PendingGradients
 from lohan.engine.gradients import sum_of_squares
-from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
+from lohan.engine.host_cache import HostCache
+from lohan.engine.offload import ActivationSpill
 from lohan.engine.step import Steps
-from lohan.errors import BudgetError, LohanError
+from lohan.errors import LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
-from lohan.planner.memory import WAITING
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
+from lohan.model.state import TensorRange, chunks, state_format_of
+from lohan.schedule.actions import Action, ScheduleSpec
 from lohan.schedule.ops import Op
-from lohan.schedule.placement import Gate, gate_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store, Ticket
-from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
     from lohan.engine.context import PlanContext
-
-
-@dataclass(frozen=True)
-class DeviceParts:
-    """What a device with a memory of its own adds to a step."""
-
-    slots: DeviceSlots
-    gradient_offload: GradientOffload
-    activation_offload: DeviceActivationOffload
 
 
 class ActionRunner:
@@ -76,8 +56,6 @@ class ActionRunner:
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store = spec, store
-        self._collectives, self._device = collectives, context.device
-        self._needs_norm = gate_of(plan) is Gate.NORM
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -103,16 +81,24 @@ class ActionRunner:
             self._gradient_spill = GradientSpill(
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
-        self.pending = PendingGradients()
+        self.pending = PendingGradients(steps)
+        self.host_cache = HostCache(spec, groups, store=store, slots=self.slots, ring=self._ring)
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
-        # Of `keeps_gradients` and `used` of the step, which the caller and lanes change.
-        self._lock = threading.Lock()
-        self.device_parts: DeviceParts | None = None
+        self.device_parts: DeviceOperations | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
             if context.device.has_own_memory:
-                self.device_parts = _device_parts(context, plan, spec, self.activation_spill)
+                self.device_parts = DeviceOperations(
+                    context,
+                    plan,
+                    spec,
+                    groups=groups,
+                    host_slots=self.slots,
+                    pending=self.pending,
+                    collectives=collectives,
+                    activation_spill=self.activation_spill,
+                )
             self.load_host_cached()
         except BaseException:
             self.close()
@@ -125,52 +111,19 @@ class ActionRunner:
             return self.device_parts.activation_offload
         return self.activation_spill or ActivationHooks()
 
-    @property
-    def gradient_offload(self) -> GradientOffload | None:
-        return None if self.device_parts is None else self.device_parts.gradient_offload
-
     # -- what stays in host memory ----------------------------------------------------------------
 
-    def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Resident groups, by number, with their cached slots, which hold this rank's shards."""
-        return [
-            (number, self.slots.flat(self._groups[number], self._spec.slots + i))
-            for i, number in enumerate(self._spec.host_cached_weights)
-            if self._groups[number].resident
-        ]
-
     def load_host_cached(self, *, trained: bool = False) -> None:
-        """Fill the cached slots and buffers from the committed generation.
-
-        With `trained`, only those that a step changes are filled.
-        """
+        """Fill the host cache from the committed generation."""
         self._checksums.clear()
-        tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.host_cached_weights):
-            if trained and not self._spec.chunks[number]:
-                continue
-            tickets += self.slots.read(self._groups[number], self._spec.slots + i)
-        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
-            tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
-        self._store.wait_all(tickets)
+        self.host_cache.load(trained=trained)
 
     def commit_uncommitted(self) -> None:
         """Commit the last step if it has ended without a commit. The lanes must be idle."""
         if self.steps.uncommitted is not None:
-            self.write_back_host_cached()
+            self.host_cache.write_back()
             self._store.commit(self.steps.uncommitted)
             self.steps.uncommitted = None
-
-    def write_back_host_cached(self) -> None:
-        """Brings what lives in host memory to the SSD, where steps do not."""
-        tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.host_cached_weights):
-            slot = self._spec.slots + i
-            for chunk in range(self._spec.chunks[number]):  # frozen ones have none
-                tickets.append(self.slots.write(self._groups[number], chunk, slot))
-        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
-            tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
-        self._store.wait_all(tickets)
 
     def close(self) -> None:
         if self.activation_spill is not None:
@@ -227,7 +180,7 @@ class ActionRunner:
 
     def _gradients_spilled(self, action: Action) -> None:
         if self._is_last(action):
-            self._release_gradients(action.index)
+            self.pending.release(action.index)
 
     def _fetch_gradients(self, action: Action) -> Iterable[Ticket]:
         assert self._gradient_spill is not None
@@ -257,70 +210,18 @@ class ActionRunner:
 
     def run(self, action: Action, scalars: StepScalars) -> None:
         """Run an action of a link, of the net lane or of the optimizer lane from start to end."""
-        self._RUN[action.kind](self, action, scalars)
-
-    def _load_weights(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        weights = self.slots.flat(self._groups[action.index], action.at[0])
-        self.device_parts.slots.load(action.at[1], weights)
-
-    def _all_gather(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        self.device_parts.slots.gather(action.at[0], self._groups[action.index].numel)
-
-    def _reduce_scatter(self, action: Action, _: StepScalars) -> None:
-        number = action.index
-        whole = dict(self.pending.on_device.pop(number, {}))  # ranks without any take part
-        shard = self._collectives.reduce_scatter(number, whole, self._device)
-        if self._needs_norm:
-            self.pending.squares[number] = self._squares_of(shard)
-        if shard:
-            self.pending.on_device[number] = shard
-
-    def _offload_gradients(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        number, grads = action.index, self.pending.on_device.get(action.index)
-        if grads is not None:  # held here until they have arrived
-            squares = self.pending.squares_on_device.pop(number, None)
-            self.pending.on_host[number] = self.device_parts.gradient_offload.offload(
-                number, self._groups[number], grads, squares=squares
-            )
-            del self.pending.on_device[number]
-
-    def _offload_activations(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        self.device_parts.activation_offload.evict(action.index)
-
-    def _restore_activations(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        self.device_parts.activation_offload.bring_back(action.index, action.at)
+        if self.device_parts is not None and action.lane != "optimizer":
+            self.device_parts.run(action)
+        else:
+            self._RUN[action.kind](self, action, scalars)
 
     def _sum_squares(self, action: Action, _: StepScalars) -> None:
         number = action.index
         if number not in self.pending.squares:  # over ranks, others have taken them
             self.pending.squares[number] = sum_of_squares(self.pending.on_host.get(number, {}))
 
-    def _squares_of(self, shard: GroupGrads) -> float:
-        """Return the sum of squares of the shard that this rank has reduced, on the net lane."""
-        assert self.device_parts is not None
-        made = self.device_parts.gradient_offload.sum_squares(shard)
-        if made is not None:
-            return float(read_back(made))
-        return sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
-
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
-
-    def _release_gradients(self, number: int) -> None:
-        """Frees the gradients of a group after their update, or after they were spilled."""
-        with self._lock:
-            step = self.steps.current
-            if step.keeps_gradients:
-                step.used.append(number)
-                return
-        self.pending.on_host.pop(number, None)
-        if self.device_parts is not None:
-            self.device_parts.gradient_offload.release(number)
 
     def _update(self, action: Action, scalars: StepScalars) -> None:
         number, group = action.index, self._groups[action.index]
@@ -349,9 +250,10 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            self._release_gradients(number)
+            self.pending.release(number)
 
-    # The branch of each operation. Those of the ssd lane return the tickets of their requests.
+    # The branch of each operation; DeviceOperations has those of a device. Those of the ssd lane
+    # return the tickets of their requests.
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
@@ -361,12 +263,6 @@ class ActionRunner:
         Op.SPILL_ACTIVATIONS: _spill_activations,
         Op.FETCH_ACTIVATIONS: _fetch_activations,
         Op.END_STEP: lambda runner, action: (),
-        Op.LOAD_WEIGHTS: _load_weights,
-        Op.ALL_GATHER: _all_gather,
-        Op.REDUCE_SCATTER: _reduce_scatter,
-        Op.OFFLOAD_GRADIENTS: _offload_gradients,
-        Op.OFFLOAD_ACTIVATIONS: _offload_activations,
-        Op.RESTORE_ACTIVATIONS: _restore_activations,
         Op.SUM_SQUARES: _sum_squares,
         Op.UPDATE: _update,
     }
@@ -377,67 +273,20 @@ class ActionRunner:
         Op.END_STEP: _end_step,
     }
 
-    # -- gradients that stay until the step is accepted -------------------------------------------
-
-    def accept_updates(self) -> None:
-        """Accept the updates of this step.
-
-        Gradients that are already used are released now, the others as soon as they are
-        used.
-        """
-        with self._lock:
-            step = self.steps.current
-            step.keeps_gradients = False
-        for number in step.used:
-            self._release_gradients(number)
+    # -- steps that are rolled back ---------------------------------------------------------------
 
     def undo_updates(self) -> None:
-        """They do not; the lanes are idle. Kept gradients are there to be used once more."""
+        """Return to the committed state; the lanes are idle. Kept gradients are used once more."""
         self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
-    def drop_gradients(self) -> None:
-        """Discards the gradients that were handed over."""
-        self.steps.current.keeps_gradients = False
-        self.pending.clear()
-        if self.device_parts is not None:
-            self.device_parts.gradient_offload.clear()
-
     def forget(self) -> None:
-        """After an error: discards all that was handed over."""
-        self.drop_gradients()
+        """Discard all gradients and activations that were handed over, after an error."""
+        self.pending.clear()
         if self.activation_spill is not None:
             self.activation_spill.forget()
         if self.device_parts is not None:
             self.device_parts.activation_offload.forget()
-
-
-def _device_parts(
-    context: PlanContext, plan: Plan, spec: ScheduleSpec, activation_spill: ActivationSpill | None
-) -> DeviceParts:
-    device = context.device
-    waiting = sum(e.bytes for e in plan.ledger if e.owner == WAITING)
-    try:
-        slots = DeviceSlots(
-            device,
-            groups=[group for group in context.blocks.groups if not group.resident],
-            slots=spec.device_slots,
-            state_format=STATE_FORMATS[plan.dtype],
-            process_group=context.process_group,
-        )
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise BudgetError(
-            f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
-            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
-            "else uses it, or lower --device-memory"
-        ) from None
-    offload = DeviceActivationOffload(
-        device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
-    )
-    gradient_offload = GradientOffload(device, waiting, groups=len(context.blocks.groups))
-    return DeviceParts(slots, gradient_offload, offload)
 
 
 def _activation_spill(

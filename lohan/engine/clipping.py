@@ -126,7 +126,7 @@ class Clipping:
             self._count(step, clipped=clipped, overflowed=factor is None)
         step.factor = 1.0 if factor is None else factor
         if speculated and not clipped:
-            self._runner.accept_updates()
+            self._runner.pending.accept()
             return Decision.ACCEPT
         if speculated:
             self._scheduler.roll_back()
@@ -135,7 +135,7 @@ class Clipping:
         if factor is None:
             return Decision.SKIP
         if speculated and not self.all_held_in_memory:
-            self._runner.drop_gradients()
+            self._runner.pending.clear()
             return Decision.RERUN
         return Decision.REDO if speculated else Decision.ACCEPT
 

@@ -132,7 +132,7 @@ class Executor:
             plan,
             scheduler=self.scheduler,
             pending=self.runner.pending,
-            gradient_offload=self.runner.gradient_offload,
+            gradient_offload=self.runner.pending.offload,
             collectives=self.collectives,
             steps=self.steps,
         )
@@ -184,7 +184,9 @@ class Executor:
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """Replace the forward of the model's blocks, which run from the store until `close`."""
         if blocks.resident:
-            cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
+            cached = [
+                (blocks.groups[number], flat) for number, flat in self.runner.host_cache.resident()
+            ]
             self.resident = Resident(
                 model,
                 groups=cached,
@@ -491,7 +493,7 @@ class Executor:
 
     def _skip(self, step: Step) -> None:
         """End a step that changes no weight."""
-        self.runner.drop_gradients()
+        self.runner.pending.clear()
         self.steps.ended_metas.append(step.meta)
         if self.steps.uncommitted is None:
             self.store.commit(step.meta, advance=False)

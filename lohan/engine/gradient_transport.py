@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
+from lohan.engine.step import Steps
 from lohan.model.layout import FlatGroup
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.io_engine import Buffer
@@ -25,17 +27,44 @@ DOUBLE = 8  # bytes
 class PendingGradients:
     """Gradients of groups whose last use is over, until their updates are done and accepted."""
 
+    steps: Steps
     on_host: dict[int, GroupGrads] = field(default_factory=dict)
     on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
     # Sums of the squares of those, where the device makes them.
     squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
+    offload: GradientOffload | None = None  # of a device with its own memory
+    # Protects what a step keeps, which the caller and lanes change.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self, number: int) -> None:
+        """Free the gradients of a group that were used, unless the step keeps them."""
+        with self.lock:
+            step = self.steps.current
+            if step.keeps_gradients:
+                step.used.append(number)
+                return
+        self.on_host.pop(number, None)
+        if self.offload is not None:
+            self.offload.release(number)
+
+    def accept(self) -> None:
+        """Free the kept gradients that were used; the others are freed when they are used."""
+        with self.lock:
+            step = self.steps.current
+            step.keeps_gradients = False
+        for number in step.used:
+            self.release(number)
 
     def clear(self) -> None:
+        """Discard all gradients that were handed over."""
+        self.steps.current.keeps_gradients = False
         self.on_host.clear()
         self.on_device.clear()
         self.squares_on_device.clear()
         self.squares = {}  # updates that are queued may still look at those of the step before
+        if self.offload is not None:
+            self.offload.clear()
 
 
 class OffloadedGradients(Mapping[int, torch.Tensor]):

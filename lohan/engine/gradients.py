@@ -223,7 +223,7 @@ class GradientCollector:
                 self.accumulated.add(number, self._hooked_gradients(number, grads))
             self._scheduler.end_backward(site, ())
             return
-        scheduled = self._scheduler.last_use_groups()
+        scheduled = self.steps.current.finished_groups()
         handed = finished if scheduled is None else scheduled
         there = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:

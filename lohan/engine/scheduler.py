@@ -178,11 +178,6 @@ class ActionScheduler:
             self._behind = tuple(first[name] for name in names)
             self._lanes.enqueue(made, scalars)
 
-    def last_use_groups(self) -> tuple[int, ...] | None:
-        """Return the groups whose last use is the current backward, if it was scheduled."""
-        step = self.steps.current
-        return None if step.last_uses is None else step.last_uses[len(step.backward) - 1]
-
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = Op.BACKWARD.of(site)
         step = self.steps.current

@@ -78,6 +78,10 @@ class Step:
         """Whether its updates run in backward without waiting for the norm."""
         return self.placed is not None and self.placed.speculates
 
+    def finished_groups(self) -> tuple[int, ...] | None:
+        """Return the groups whose last use is the current backward, if it was scheduled."""
+        return None if self.last_uses is None else self.last_uses[len(self.backward) - 1]
+
     def begin_part(self) -> None:
         """Forget the order of a backward call that has ended without ending the step."""
         self.state, self.parts = State.PAUSED, self.parts + 1

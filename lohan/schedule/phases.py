@@ -84,8 +84,6 @@ class Builder:
         defer_writes: bool = False,
     ) -> None:
         self.spec, self._placed = spec, placed
-        # In mode `naive`, chunks are updated one after the other.
-        self.one_by_one = placed is not None and placed.mode == "naive"
         self.out: list[Action] = []
         self.uses = buffers.uses.copy()
         # The group in each weight slot in host memory and on the device, or None.
@@ -93,8 +91,11 @@ class Builder:
         self.ring, self.staging = Ring(spec.ring, buffers.ring), Ring(spec.ring, buffers.stage)
         self.acts = Ring(spec.act_buffers, buffers.acts)
         self.device_acts = Ring(DEVICE_BUFFERS, buffers.device_acts)
-        self.cached_slot = {g: spec.slots + i for i, g in enumerate(spec.host_cached_weights)}
-        self.cached_buffer = {key: spec.ring + i for i, key in enumerate(spec.host_cached_state)}
+        # The slot of each cached group, and the state buffer of each cached (group, chunk).
+        self.cached: dict[int | tuple[int, int], int] = {
+            **{group: spec.slots + i for i, group in enumerate(spec.host_cached_weights)},
+            **{key: spec.ring + i for i, key in enumerate(spec.host_cached_state)},
+        }
         self.needed: list[int] = []  # groups that were prefetched and are still to be used
         self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> host activation buffer
         self.queue: list[tuple[int, int]] = []  # (group, chunk) to update, in this order
@@ -110,6 +111,11 @@ class Builder:
     def placed(self) -> StepPlacement:
         assert self._placed is not None
         return self._placed
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether chunks are updated one after the other, as in mode `naive`."""
+        return self._placed is not None and self._placed.mode == "naive"
 
     def result(self) -> tuple[Schedule, BufferState]:
         """Return the schedule and the state of slots and buffers after it."""
@@ -148,8 +154,8 @@ class Builder:
     # -- weights ----------------------------------------------------------------------------------
 
     def slot_of(self, group: int) -> int | None:
-        if group in self.cached_slot:
-            return self.cached_slot[group]
+        if group in self.cached:
+            return self.cached[group]
         return self.slots.index(group) if group in self.slots else None
 
     def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
@@ -278,8 +284,8 @@ class Builder:
         group, chunk = key
         if self.placed.of(group).gradient is Gradient.SSD:
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk)
-        if key in self.cached_buffer:
-            self.read[key] = self.cached_buffer[key]
+        if key in self.cached:
+            self.read[key] = self.cached[key]
             return
         buffer = self.ring.take()
         one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.one_by_one else []
