@@ -1058,7 +1058,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     main()

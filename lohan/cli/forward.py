@@ -16,7 +16,7 @@ from lohan.cli.options import option
 from lohan.cli.train import check_dtype, display
 from lohan.errors import ConfigError
 from lohan.util.display import Display, echo
-from lohan.util.system import set_up_libraries
+from lohan.util.libraries import set_up_libraries
 from lohan.util.units import align_up, counted
 
 if TYPE_CHECKING:

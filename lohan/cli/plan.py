@@ -543,7 +543,7 @@ def _steps_of_epochs(settings: Config, examples: int | None, data: Path | None) 
 def _plan_here(
     settings: Config, minimise: str, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     from lohan.engine.profile import latest_profile

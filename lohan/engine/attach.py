@@ -68,8 +68,8 @@ from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
+from lohan.util.libraries import offline
 from lohan.util.settings import tile_tokens
-from lohan.util.system import offline
 from lohan.util.trace import Trace
 from lohan.util.units import parse_interval
 

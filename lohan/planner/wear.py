@@ -18,7 +18,7 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.plan import BatchWorkload, Plan, PlanOptions
 from lohan.planner.forecast import Forecast, commit_bytes, step_work
 from lohan.schedule.steps import planned_order, spec_of, steps
-from lohan.util.system import DriveFacts, drives_of
+from lohan.util.drives import DriveFacts, drives_of
 from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format_seconds
 
 Planned = tuple[Plan, Forecast | None]

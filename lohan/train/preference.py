@@ -41,7 +41,7 @@ from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
 from lohan.util.files import write_atomic
-from lohan.util.system import offline
+from lohan.util.libraries import offline
 from lohan.util.units import align_up, counted
 
 AllReduceSum = Callable[[float], float]  # sums a number over all ranks

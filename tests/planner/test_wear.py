@@ -23,7 +23,7 @@ from lohan.planner.wear import (
     wear_of,
     written_per_step,
 )
-from lohan.util.system import DriveFacts, Health
+from lohan.util.drives import DriveFacts, Health
 from lohan.util.units import Interval
 
 DRIVES = (
