@@ -62,7 +62,7 @@ def init(
     run = (out or file.with_name(f"{file.stem}-run")).resolve()
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
-    from lohan.model.plan import PlanOptions
+    from lohan.model.options import PlanOptions
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
 

@@ -58,7 +58,8 @@ from lohan.engine.wrapping import FirstCalls
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups

@@ -42,7 +42,8 @@ from lohan.engine.session import Session
 from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError, first_line
 from lohan.model.layout import Blocks
-from lohan.model.plan import Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import AdamW, Lora
 from lohan.param_groups import ParamGroups

@@ -25,7 +25,8 @@ from lohan.engine.session import Session
 from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan, activation_policy_of
+from lohan.model.options import activation_policy_of
+from lohan.model.plan import Plan
 from lohan.model.state import state_format_of, stored_state_format
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
