@@ -408,7 +408,7 @@ def data_kinds(work: Path) -> list[Kind]:
     from lohan.data.images import _array, _tensors, square
     from lohan.data.reading import read_examples
     from lohan.data.text import Encoder
-    from lohan.train.forward_only import read_prompts
+    from lohan.train.generation import read_prompts
 
     note = PngImagePlugin.PngInfo()
     note.add_text("note", "x" * 200, zip=True)

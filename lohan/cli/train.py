@@ -328,7 +328,7 @@ def merge_adapter(
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
     from lohan.engine.export import export_merged
-    from lohan.train.forward_only import own_dtype
+    from lohan.train.streaming import own_dtype
 
     base = model or named_base(adapter)
     for what, path in (("the adapter", adapter), ("--model", base)):

@@ -32,10 +32,11 @@ from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
 from lohan.train import supervised
 from lohan.train.diffusion import Diffusion
-from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
+from lohan.train.generation import encode_prompts, read_prompts
 from lohan.train.language import CausalLM, VisionLanguage
 from lohan.train.preference import Preference, Reward
 from lohan.train.run_folder import RunFolder, sets_of
+from lohan.train.streaming import Shape, batch_of, needs_of
 from lohan.train.task import Batch, DataRequest, Examples, Task
 from lohan.util.display import Display
 from lohan.util.files import read_object, sync_folder, sync_path, write_new

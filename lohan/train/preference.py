@@ -37,7 +37,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError, StorageIOError
 from lohan.model.state import STATE_FORMATS
 from lohan.store.manifest import checksum
-from lohan.train.forward_only import forward_only
+from lohan.train.evaluation import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
 from lohan.util.files import write_atomic
