@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lohan.errors import BudgetError, ConfigError
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.planner import presets
 from lohan.planner.given import accept_plan, read_plan
 from lohan.planner.machine_plan import PlanRequest, problem_of
