@@ -250,6 +250,26 @@ class Volume:
                 path = self._file_path(disk_slot, directory)
                 sync_in_time(partial(self._engine.sync, file), path)
 
+    # -- further files, addressed by offset: the log of gradients ---------------------------------
+
+    def open_file(self, path: Path, *, size: int, create: bool) -> int:
+        """Open a file besides those of the layout and return its number; `close` closes it."""
+        if not create and (found := path.stat().st_size if path.exists() else 0) != size:
+            raise StoreError(
+                f"{path}: has {found} bytes, {size} expected; it was cut or altered;"
+                " restore the store from a snapshot or start the run again"
+            )
+        return self._engine.open(str(path), size=size, create=create)
+
+    def read_file(self, file: int, offset: int, buffer: Buffer) -> int:
+        return self._engine.read(file, offset, buffer)
+
+    def write_file(self, file: int, offset: int, buffer: Buffer) -> int:
+        return self._engine.write(file, offset, buffer)
+
+    def sync_file(self, file: int, path: Path) -> None:
+        sync_in_time(partial(self._engine.sync, file), path)
+
     def io_error(
         self, kind: str, disk_slot: int, extent: Extent, cause: StorageIOError
     ) -> StorageIOError:
