@@ -74,8 +74,8 @@ WAITS = [
     Wait(
         "engine/actions.py",
         "a transfer is done when the drive says so",
-        "        self._wait(action, tickets)\n        if action.kind == Op.END_STEP:",
-        "        if action.kind == Op.END_STEP:",
+        "        self._wait(action, tickets)\n        finish",
+        "        finish",
     ),
     Wait(
         "engine/buffers.py",

@@ -145,8 +145,8 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
         assert not session.plan.needs_all_gradients
         assert not any(region.scratch for region in session.store.regions)
         seen = []
-        original = session.executor.runner.run_optimizer
-        session.executor.runner.run_optimizer = lambda action, context: (
+        original = session.executor.runner.run
+        session.executor.runner.run = lambda action, context: (
             seen.append(action.kind),
             original(action, context),
         )

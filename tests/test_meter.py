@@ -84,7 +84,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch):  # noqa: F811
     """Wherever the updates run, the rows after the first hold the time of a whole step's."""
-    run, late = ActionRunner.run_optimizer, [0]
+    run, late = ActionRunner.run, [0]
 
     def slow(self: ActionRunner, action: Action, context: object) -> None:
         if action.kind == "U":
@@ -92,7 +92,7 @@ def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch
             time.sleep(LATE_S)
         run(self, action, context)
 
-    monkeypatch.setattr(ActionRunner, "run_optimizer", slow)
+    monkeypatch.setattr(ActionRunner, "run", slow)
     start = time.perf_counter()
     ended = lohan(
         "train",

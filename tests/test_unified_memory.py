@@ -21,7 +21,6 @@ from lohan.planner.forecast import on_machine
 from lohan.planner.machine_plan import PlanRequest, faster_drives, plan_for_machine
 from lohan.planner.memory import CARD_OWNERS
 from lohan.planner.planner import PlanOptions
-from lohan.schedule.actions import LANE_OF
 from lohan.util.units import MiB
 from tests.support.delayed_runs import Tuning, data, memory_engine, net
 from tests.support.setting_grids import pairwise
@@ -50,7 +49,7 @@ def test_plans_with_one_budget_and_no_copies():
     made = plan_for_machine(request())
     assert made.plan.tier_bytes("device") == 0 and made.plan.device_slots == 0
     assert made.plan.tier_bytes("host") <= 32 * GB
-    lanes = {LANE_OF[action.kind] for phase in made.phases.values() for action in phase}
+    lanes = {action.lane for phase in made.phases.values() for action in phase}
     assert not lanes & {"h2d", "d2h"}
 
 

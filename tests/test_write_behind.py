@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.schedule.actions import Op
+from lohan.schedule.ops import Op
 from lohan.util.units import MiB
 from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
 from tests.support.small_models import attached, stored_bytes

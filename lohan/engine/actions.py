@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -37,7 +37,8 @@ from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
 from lohan.planner.memory import WAITING
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
+from lohan.schedule.ops import Op
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store, Ticket
@@ -192,13 +193,20 @@ class ActionRunner:
         """
         tickets: list[Ticket] = []
         try:
-            for ticket in self._tickets(action):
+            for ticket in self._RUN[action.kind](self, action) or ():
                 tickets.append(ticket)
         except BaseException:
             with suppress(LohanError):
                 self._wait(action, tickets)
             raise
         return tickets
+
+    def complete(self, action: Action, tickets: list[Ticket]) -> None:
+        """Wait for the I/O of an ssd action, and do what follows from it."""
+        self._wait(action, tickets)
+        finish = self._FINISH.get(action.kind)
+        if finish is not None:
+            finish(self, action)
 
     def _wait(self, action: Action, tickets: list[Ticket]) -> None:
         if action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
@@ -207,85 +215,106 @@ class ActionRunner:
         else:
             self._store.wait_all(tickets)
 
-    def _tickets(self, action: Action) -> Iterator[Ticket]:
-        number, chunk = action.index, action.chunk
-        if action.kind == Op.READ_WEIGHTS:
-            yield from self.slots.read(self._groups[number], action.at[0])
-        elif action.kind == Op.READ_STATE:
-            yield self._ring.read(self._groups[number], chunk, action.at[0])
-        elif action.kind == Op.WRITE:
-            group, known = self._groups[number], self._checksums.pop((number, chunk), None)
-            state, weights = (None, None) if known is None else (known.state, known.weights)
-            yield self._ring.write(group, chunk, action.at[0], crc=state)
-            yield self.slots.write(group, chunk, action.at[1], crc=weights)
-        elif action.kind == Op.SPILL_GRADIENTS:
-            assert self._gradient_spill is not None
-            grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
-            yield self._gradient_spill.write(number, chunk, action.at[0], grads)
-        elif action.kind == Op.FETCH_GRADIENTS:
-            assert self._gradient_spill is not None
-            yield self._gradient_spill.read(number, chunk, action.at[0])
-        elif action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
-            assert self.activation_spill is not None
-            spill = self.activation_spill
-            move = spill.write if action.kind == Op.SPILL_ACTIVATIONS else spill.read
-            yield from move(number, action.at[0])
-        elif action.kind != Op.END_STEP:
-            raise LohanError(f"{action.token()} is not an action of the ssd lane")
+    def _read_weights(self, action: Action) -> Iterable[Ticket]:
+        return self.slots.read(self._groups[action.index], action.at[0])
 
-    def complete(self, action: Action, tickets: list[Ticket]) -> None:
+    def _read_state(self, action: Action) -> Iterable[Ticket]:
+        yield self._ring.read(self._groups[action.index], action.chunk, action.at[0])
+
+    def _write(self, action: Action) -> Iterable[Ticket]:
+        number, chunk = action.index, action.chunk
+        group, known = self._groups[number], self._checksums.pop((number, chunk), None)
+        state, weights = (None, None) if known is None else (known.state, known.weights)
+        yield self._ring.write(group, chunk, action.at[0], crc=state)
+        yield self.slots.write(group, chunk, action.at[1], crc=weights)
+
+    def _written(self, action: Action) -> None:
         number = action.index
-        self._wait(action, tickets)
-        if action.kind == Op.END_STEP:
-            meta, commits = self.steps_to_end.popleft()
-            if commits:
-                self._store.commit(meta)
-            else:
-                self._store.check_present()
-            self.uncommitted = None if commits else meta
-            self.ended_metas.append(meta)
-            self.unfinished = False
-        elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
-            self.activation_spill.written(number)
-        elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
-            self._release_gradients(number)
-        elif action.kind == Op.WRITE and self._is_last(action) and number in self._updated_once:
+        if self._is_last(action) and number in self._updated_once:
             self._updated_once.discard(number)
             self._drop_gradients_of(number)  # of the step before: none of these is kept
 
-    # -- the links, and the net lane --------------------------------------------------------------
+    def _spill_gradients(self, action: Action) -> Iterable[Ticket]:
+        assert self._gradient_spill is not None
+        grads = self.pending.on_host.get(action.index, {})  # none: no use of it got a gradient
+        yield self._gradient_spill.write(action.index, action.chunk, action.at[0], grads)
 
-    def run_transfer(self, action: Action) -> None:
-        """Run a copy over a link, or a collective, from start to end."""
-        assert self.device_parts is not None
-        number = action.index
-        if action.kind == Op.LOAD_WEIGHTS:
-            weights = self.slots.flat(self._groups[number], action.at[0])
-            self.device_parts.slots.load(action.at[1], weights)
-        elif action.kind == Op.ALL_GATHER:
-            self.device_parts.slots.gather(action.at[0], self._groups[number].numel)
-        elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
-            whole = dict(self.pending.on_device.pop(number, {}))
-            shard = self._collectives.reduce_scatter(number, whole, self._device)
-            if self._needs_norm:
-                self.pending.squares[number] = self._squares_of(shard)
-            if shard:
-                self.pending.on_device[number] = shard
-        elif action.kind == Op.OFFLOAD_GRADIENTS:
-            grads = self.pending.on_device.get(number)
-            if grads is not None:  # held here until they have arrived
-                squares = self.pending.squares_on_device.pop(number, None)
-                gradient_offload, group = self.device_parts.gradient_offload, self._groups[number]
-                self.pending.on_host[number] = gradient_offload.offload(
-                    number, group, grads, squares=squares
-                )
-                del self.pending.on_device[number]
-        elif action.kind == Op.OFFLOAD_ACTIVATIONS:
-            self.device_parts.activation_offload.evict(number)
-        elif action.kind == Op.RESTORE_ACTIVATIONS:
-            self.device_parts.activation_offload.bring_back(number, action.at)
+    def _gradients_spilled(self, action: Action) -> None:
+        if self._is_last(action):
+            self._release_gradients(action.index)
+
+    def _fetch_gradients(self, action: Action) -> Iterable[Ticket]:
+        assert self._gradient_spill is not None
+        yield self._gradient_spill.read(action.index, action.chunk, action.at[0])
+
+    def _spill_activations(self, action: Action) -> Iterable[Ticket]:
+        assert self.activation_spill is not None
+        return self.activation_spill.write(action.index, action.at[0])
+
+    def _activations_spilled(self, action: Action) -> None:
+        assert self.activation_spill is not None
+        self.activation_spill.written(action.index)
+
+    def _fetch_activations(self, action: Action) -> Iterable[Ticket]:
+        assert self.activation_spill is not None
+        return self.activation_spill.read(action.index, action.at[0])
+
+    def _end_step(self, action: Action) -> None:
+        meta, commits = self.steps_to_end.popleft()
+        if commits:
+            self._store.commit(meta)
         else:
-            raise LohanError(f"{action.token()} is not an action of the links")
+            self._store.check_present()
+        self.uncommitted = None if commits else meta
+        self.ended_metas.append(meta)
+        self.unfinished = False
+
+    # -- the other lanes --------------------------------------------------------------------------
+
+    def run(self, action: Action, scalars: StepScalars) -> None:
+        """Run an action of a link, of the net lane or of the optimizer lane from start to end."""
+        self._RUN[action.kind](self, action, scalars)
+
+    def _load_weights(self, action: Action, _: StepScalars) -> None:
+        assert self.device_parts is not None
+        weights = self.slots.flat(self._groups[action.index], action.at[0])
+        self.device_parts.slots.load(action.at[1], weights)
+
+    def _all_gather(self, action: Action, _: StepScalars) -> None:
+        assert self.device_parts is not None
+        self.device_parts.slots.gather(action.at[0], self._groups[action.index].numel)
+
+    def _reduce_scatter(self, action: Action, _: StepScalars) -> None:
+        number = action.index
+        whole = dict(self.pending.on_device.pop(number, {}))  # ranks without any take part
+        shard = self._collectives.reduce_scatter(number, whole, self._device)
+        if self._needs_norm:
+            self.pending.squares[number] = self._squares_of(shard)
+        if shard:
+            self.pending.on_device[number] = shard
+
+    def _offload_gradients(self, action: Action, _: StepScalars) -> None:
+        assert self.device_parts is not None
+        number, grads = action.index, self.pending.on_device.get(action.index)
+        if grads is not None:  # held here until they have arrived
+            squares = self.pending.squares_on_device.pop(number, None)
+            self.pending.on_host[number] = self.device_parts.gradient_offload.offload(
+                number, self._groups[number], grads, squares=squares
+            )
+            del self.pending.on_device[number]
+
+    def _offload_activations(self, action: Action, _: StepScalars) -> None:
+        assert self.device_parts is not None
+        self.device_parts.activation_offload.evict(action.index)
+
+    def _restore_activations(self, action: Action, _: StepScalars) -> None:
+        assert self.device_parts is not None
+        self.device_parts.activation_offload.bring_back(action.index, action.at)
+
+    def _sum_squares(self, action: Action, _: StepScalars) -> None:
+        number = action.index
+        if number not in self.pending.squares:  # over ranks, others have taken them
+            self.pending.squares[number] = sum_of_squares(self.pending.on_host.get(number, {}))
 
     def _squares_of(self, shard: GroupGrads) -> float:
         """Return the sum of squares of the shard that this rank has reduced, on the net lane."""
@@ -311,16 +340,9 @@ class ActionRunner:
         if self.device_parts is not None:
             self.device_parts.gradient_offload.release(number)
 
-    # -- the optimizer lane -----------------------------------------------------------------------
-
-    def run_optimizer(self, action: Action, scalars: StepScalars) -> None:
-        """Run the arithmetic of an action of the optimizer lane."""
+    def _update(self, action: Action, scalars: StepScalars) -> None:
         number, group = action.index, self._groups[action.index]
         grads = self.pending.on_host.get(number, {})
-        if action.kind == Op.SUM_SQUARES:
-            if number not in self.pending.squares:  # over ranks, others have taken them
-                self.pending.squares[number] = sum_of_squares(grads)
-            return
         self.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
@@ -349,6 +371,35 @@ class ActionRunner:
                 self._updated_once.add(number)
             else:
                 self._release_gradients(number)
+
+    # The branch of each operation. Those of the ssd lane return the tickets of their requests.
+    _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
+        Op.READ_WEIGHTS: _read_weights,
+        Op.READ_STATE: _read_state,
+        Op.WRITE: _write,
+        Op.SPILL_GRADIENTS: _spill_gradients,
+        Op.FETCH_GRADIENTS: _fetch_gradients,
+        Op.SPILL_ACTIVATIONS: _spill_activations,
+        Op.FETCH_ACTIVATIONS: _fetch_activations,
+        Op.END_STEP: lambda runner, action: (),
+        Op.LOAD_WEIGHTS: _load_weights,
+        Op.ALL_GATHER: _all_gather,
+        Op.REDUCE_SCATTER: _reduce_scatter,
+        Op.OFFLOAD_GRADIENTS: _offload_gradients,
+        Op.OFFLOAD_ACTIVATIONS: _offload_activations,
+        Op.RESTORE_ACTIVATIONS: _restore_activations,
+        Op.SUM_SQUARES: _sum_squares,
+        Op.UPDATE: _update,
+    }
+    # What follows when the requests of an ssd action have completed.
+    _FINISH: ClassVar[dict[str, Callable[[ActionRunner, Action], None]]] = {
+        Op.WRITE: _written,
+        Op.SPILL_GRADIENTS: _gradients_spilled,
+        Op.SPILL_ACTIVATIONS: _activations_spilled,
+        Op.END_STEP: _end_step,
+    }
+
+    # -- gradients that stay until the step is accepted -------------------------------------------
 
     def keep_gradients(self) -> None:
         """Gradients stay until `accept_updates`, or until they are used once more."""

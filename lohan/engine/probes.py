@@ -32,7 +32,7 @@ from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, STATE_FORMATS, chunks
 from lohan.optim import AdamW
 from lohan.param_groups import GroupValues
-from lohan.schedule.actions import Op
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.store.extents import Region
 from lohan.store.store import Store, Ticket

@@ -24,8 +24,9 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, Op, ScheduleSpec
+from lohan.schedule.actions import Action, ScheduleSpec
 from lohan.schedule.buffers import empty_buffers
+from lohan.schedule.ops import Op
 from lohan.schedule.steps import ExecutionOrder, check_order, spec_for_step
 
 
@@ -103,7 +104,7 @@ class ActionScheduler:
         self, site: int, *, training: bool, backward_follows: bool = True
     ) -> dict[int, torch.Tensor]:
         """Return the weights of a site, by group, for its forward."""
-        name = f"F{site}"
+        name = Op.FORWARD.of(site)
         if training and self._queued_inference:
             # A pass without gradients was expected to go on; it has no buffers for activations.
             self.drain()
@@ -157,7 +158,8 @@ class ActionScheduler:
 
     def wait_updated(self, group: int) -> None:
         """Wait until the queued updates of a group are done."""
-        self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._spec.chunks[group])))
+        chunks = range(self._spec.chunks[group])
+        self._lanes.wait_for(*(Op.UPDATE.of(group, chunk) for chunk in chunks))
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -211,7 +213,7 @@ class ActionScheduler:
         return None if self._last_uses is None else self._last_uses[len(self._backward) - 1]
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
-        name = f"B{site}"
+        name = Op.BACKWARD.of(site)
         if self._whole_phase and self._lanes.expected() != name:
             # It runs blocks in another order than in the step before: what follows from the blocks
             # that it has reached is brought to its end, what was scheduled beyond is cancelled, and
@@ -362,7 +364,7 @@ class ActionScheduler:
         caller.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        waits = (f"H{group}" for group in trained if group not in self._unreached)
+        waits = (Op.SUM_SQUARES.of(group) for group in trained if group not in self._unreached)
         self._lanes.wait_for(*waits)
         return self._unreached
 

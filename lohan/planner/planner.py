@@ -26,7 +26,8 @@ from lohan.planner.memory import (
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer, spread
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
-from lohan.schedule.actions import Action, Op
+from lohan.schedule.actions import Action
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import ActionCosts
 from lohan.util.trace import busy_s
 from lohan.util.units import EVERY_STEP, Interval, format_bytes, format_bytes_up

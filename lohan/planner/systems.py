@@ -21,7 +21,8 @@ from lohan.planner.activations import (
     choose_by_policy,
     input_bytes,
 )
-from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
+from lohan.schedule.actions import Action, Schedule, ScheduleSpec
+from lohan.schedule.ops import Op, Subject, parse_name
 from lohan.schedule.simulate import (
     TOUCHED,
     ActionCosts,
@@ -627,9 +628,14 @@ def on_device(phase: Schedule) -> Schedule:
     Each U is replaced by a copy of the state to the device (L with a chunk) and back (D with a
     chunk).
     """
+
+    def moved(name: str) -> str:
+        kind, *what = parse_name(name) or (None,)
+        return Op.OFFLOAD_GRADIENTS.of(*what) if kind == Op.UPDATE else name
+
     made: list[Action] = []
     for action in phase:
-        waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
+        waits = tuple(map(moved, action.waits))
         if action.kind == Op.UPDATE:
             what = (action.index, action.chunk, action.at)
             load = Action(Op.LOAD_WEIGHTS, *what, waits)
@@ -641,8 +647,6 @@ def on_device(phase: Schedule) -> Schedule:
 
 # Actions that cost nothing if weights stay on the device.
 ON_DEVICE = (Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.UPDATE)
-# Actions that move one tensor to or from SSD.
-ONE_TENSOR = (Op.READ_STATE, Op.WRITE, Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS)
 
 
 class PolicyCosts(ActionCosts):
@@ -664,7 +668,8 @@ class PolicyCosts(ActionCosts):
         if kind in (Op.FORWARD, Op.BACKWARD):
             compute_s = super().seconds(action) / policy.compute_share + self._stalled_s(action)
             return compute_s + (self._held_up_s(action.index) if kind == Op.BACKWARD else 0.0)
-        tensors = int(kind in ONE_TENSOR)
+        # Chunks are single tensors.
+        tensors = int(kind.lane == "ssd" and kind.subject is Subject.CHUNK)
         if kind == Op.READ_WEIGHTS:
             tensors = len(self._work.chunk_sizes[action.index])
         return super().seconds(action) + tensors * policy.op_s

@@ -10,21 +10,31 @@ Two properties are checked for every action, in the order of the schedule:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import ClassVar
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     DEVICE_BUFFERS,
-    LANE_OF,
     Action,
-    Op,
     Schedule,
     ScheduleSpec,
 )
 from lohan.schedule.buffers import BufferState
-from lohan.schedule.effects import WRITE, Use, effects_of
+from lohan.schedule.effects import Use, effects_of
+from lohan.schedule.ops import (
+    DEVICE_ACTIVATIONS,
+    DEVICE_SLOT,
+    HOST_ACTIVATIONS,
+    SLOT,
+    STAGING,
+    STATE,
+    WRITE,
+    Op,
+    Operation,
+    Subject,
+    parse_name,
+)
 from lohan.util.trace import LANES
 
 # -- Vector clocks ---------------------------------------------------------------------------------
@@ -36,7 +46,6 @@ from lohan.util.trace import LANES
 
 COMPUTE = LANES.index("compute")
 Clock = tuple[int, ...]
-NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 def join(first: Clock, second: Clock) -> Clock:
@@ -57,24 +66,6 @@ def split_buffers(
 
 
 # -- Check ----------------------------------------------------------------------------------------
-
-
-SITE_OPS = (
-    Op.FORWARD,
-    Op.BACKWARD,
-    Op.OFFLOAD_ACTIVATIONS,
-    Op.RESTORE_ACTIVATIONS,
-    Op.SPILL_ACTIVATIONS,
-    Op.FETCH_ACTIVATIONS,
-)
-GROUP_OPS = (
-    Op.READ_WEIGHTS,
-    Op.SUM_SQUARES,
-    Op.LOAD_WEIGHTS,
-    Op.OFFLOAD_GRADIENTS,
-    Op.ALL_GATHER,
-    Op.REDUCE_SCATTER,
-)
 
 
 def validate(
@@ -118,6 +109,14 @@ class _Check:
         self.whole_there = there  # device slots that hold all shards of their group, after A
         self.acts: list[int | None] = [None] * spec.act_buffers  # site in each host buffer
         self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS  # site in each device buffer
+        self.sizes = {  # how many slots and buffers of each kind exist
+            SLOT: len(self.slots),
+            STATE: len(self.ring),
+            STAGING: len(self.stage),
+            DEVICE_SLOT: len(self.device),
+            HOST_ACTIVATIONS: len(self.acts),
+            DEVICE_ACTIVATIONS: len(self.device_acts),
+        }
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Chunks that were updated in memory and are outdated on SSD.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
@@ -157,56 +156,25 @@ class _Check:
         if not self._exists(action.kind, action.index, action.chunk):
             self.fail(action, "there is no such site, group or chunk")
         for wait in action.waits:
-            match = NAME.fullmatch(wait)
-            if (
-                match is None
-                or match[1] not in LANE_OF
-                or not self._exists(match[1], int(match[2] or -1), int(match[3] or -1))
-            ):
+            named = parse_name(wait)
+            if named is None or not self._exists(*named):
                 self.fail(action, f"waits for {wait}, which no schedule of this spec has")
-        sizes = self._sizes(action)
-        least = len(sizes)
-        if action.kind == Op.FORWARD:  # Without training, no activations are kept.
-            least = len(self.spec.sites[action.index])
-        elif action.kind == Op.UPDATE:
-            least = 2
-        if len(action.at) not in (least, len(sizes)):
-            self.fail(action, f"has {len(action.at)} slots and buffers, wants {len(sizes)}")
-        if any(number >= size for number, size in zip(action.at, sizes, strict=False)):
+        kinds = action.kind.at(self.spec, action.index)
+        least = sum(kind not in action.kind.optional for kind in kinds)
+        if len(action.at) not in (least, len(kinds)):
+            self.fail(action, f"has {len(action.at)} slots and buffers, wants {len(kinds)}")
+        if any(number >= self.sizes[kind] for number, kind in zip(action.at, kinds, strict=False)):
             self.fail(action, "names a slot or buffer that does not exist")
 
-    def _sizes(self, action: Action) -> tuple[int, ...]:
-        """Return, for each slot or buffer in `at`, how many of its kind exist."""
-        slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
-        act = (self.spec.act_buffers,)
-        moved = act if action.index in self.spec.spilled_sites else ()
-        on_device = (DEVICE_BUFFERS,) if action.index in self.spec.offloaded else ()
-        if action.kind in (Op.FORWARD, Op.BACKWARD):
-            weights = (len(self.device) if self.spec.device_slots else slots,)
-            return weights * len(self.spec.sites[action.index]) + moved + on_device
-        if action.kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
-            return moved + on_device
-        return {
-            "R": (slots,),
-            "S": (ring,),
-            "U": (ring, slots, stage),
-            "W": (ring, slots),
-            "P": (stage,),
-            "G": (stage,),
-            "L": (slots, len(self.device)),
-            "O": act,
-            "I": act,
-            "A": (len(self.device),),
-        }.get(action.kind, ())
-
-    def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in (Op.BACKWARD_DONE, Op.END_STEP):
+    def _exists(self, kind: Operation, index: int, chunk: int) -> bool:
+        if kind.subject is Subject.STEP:
             return index == chunk == -1
-        if kind in SITE_OPS:
+        if kind.subject is Subject.SITE:
             return 0 <= index < len(self.spec.sites) and chunk == -1
         if not 0 <= index < len(self.spec.chunks):
             return False
-        return chunk == -1 if kind in GROUP_OPS else 0 <= chunk < self.spec.chunks[index]
+        whole = kind.subject is Subject.GROUP
+        return chunk == -1 if whole else 0 <= chunk < self.spec.chunks[index]
 
     # -- clocks and races -------------------------------------------------------------------------
 
@@ -241,7 +209,9 @@ class _Check:
     # -- the serial order -------------------------------------------------------------------------
 
     def content(self, action: Action) -> None:
-        self._CONTENT[action.kind](self, action)
+        check = self._CONTENT.get(action.kind)
+        if check is not None:
+            check(self, action)
 
     def _forward(self, action: Action) -> None:
         self._weights(action)
@@ -429,7 +399,7 @@ class _Check:
             lost = self.unwritten
         if lost:
             group, chunk = min(lost)
-            self.fail(action, f"U{group}.{chunk} is not written yet")
+            self.fail(action, f"{Op.UPDATE.of(group, chunk)} is not written yet")
         everything = {(g, c) for g, n in enumerate(self.spec.chunks) for c in range(n)}
         if self.whole_step and self.updated != everything:
             group, chunk = min(everything - self.updated)

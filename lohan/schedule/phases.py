@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, Schedule, ScheduleSpec
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, Schedule, ScheduleSpec
 from lohan.schedule.buffers import BufferState
-from lohan.schedule.effects import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, effects_of
+from lohan.schedule.effects import effects_of
+from lohan.schedule.ops import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, Op, Operation
 
 # Resources of a phase, in addition to those of its actions (effects.py).
 # In mode `naive`, a chunk is read only after the previous chunk was written.
@@ -124,7 +125,7 @@ class Builder:
 
     def emit(
         self,
-        kind: Op,
+        kind: Operation,
         index: int = -1,
         chunk: int = -1,
         at: tuple[int, ...] = (),
@@ -287,7 +288,7 @@ class Builder:
         self.emit(Op.READ_STATE, group, chunk, (buffer,), *one_by_one)
         self.read[key] = buffer
 
-    def stage(self, kind: Op, group: int, chunk: int, *more: Effect) -> int:
+    def stage(self, kind: Operation, group: int, chunk: int, *more: Effect) -> int:
         """Spill or fetch a chunk of held gradients through a staging buffer; return the buffer."""
         buffer = self.staging.take()
         while buffer in self.staged.values():

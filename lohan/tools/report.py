@@ -28,7 +28,7 @@ from lohan.planner.wear import (
     format_usd,
     wear_of,
 )
-from lohan.schedule.actions import Op
+from lohan.schedule.ops import Op
 from lohan.train.logs import WARM_UP_STEPS
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered

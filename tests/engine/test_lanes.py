@@ -53,7 +53,7 @@ class Recorder:
         self.note("complete", action)
         assert handle == [action.name]
 
-    def run_optimizer(self, action: Action, scalars: Any) -> None:
+    def run(self, action: Action, scalars: Any) -> None:
         self.scalars.append(scalars)
         self.note("start", action)
         self.note("complete", action)
@@ -158,14 +158,14 @@ def test_updates_on_the_callers_thread(make):
     runner = Recorder()
     lanes = make(runner, way="caller")
     seen: list[str] = []
-    run = runner.run_optimizer
+    run = runner.run
 
     def on_caller(action: Action, scalars: Any) -> None:
         assert threading.current_thread() is threading.main_thread()
         seen.append(action.name)
         run(action, scalars)
 
-    runner.run_optimizer = on_caller  # type: ignore[method-assign]
+    runner.run = on_caller  # type: ignore[method-assign]
     lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) U1.0@0,1 W0.0@0,0(U0.0) F1@1(W0.0) U1.1@0,1(F1)"))
     lanes.begin("F0")
     lanes.end()

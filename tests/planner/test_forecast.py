@@ -18,7 +18,7 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
 )
 from lohan.planner.planner import PlanOptions, closed_form_plan
-from lohan.schedule.actions import Op
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.util.units import MiB
 

@@ -20,6 +20,7 @@ from lohan.schedule.actions import (
 )
 from lohan.schedule.buffers import BufferState, empty_buffers
 from lohan.schedule.check import validate
+from lohan.schedule.ops import Op
 from lohan.schedule.phases import (
     Upcoming,
     backward,
@@ -34,7 +35,7 @@ from lohan.schedule.phases import (
 
 
 def test_tokens_print_and_parse():
-    action = Action("U", 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
+    action = Action(Op.UPDATE, 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
     assert action.token() == "U5.1@0,2,1(H5,E,S5.1)"
     assert (action.name, action.lane) == ("U5.1", "optimizer")
     assert parse_token(action.token()) == action

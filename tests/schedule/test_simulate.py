@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import simulate
 from tests.schedule.test_phases import chain_of, runs
 
@@ -62,7 +63,7 @@ def _lock_up() -> None:
     from lohan.schedule.simulate import _Shared
 
     simulation = _Shared(seconds)
-    simulation._add(Action("F", 0)).missing = 1
+    simulation._add(Action(Op.FORWARD, 0)).missing = 1
     simulation._step()
 
 
