@@ -37,6 +37,7 @@ from lohan.util.settings import (
     interval,
     kind,
     load_toml,
+    logged_steps,
     model_folder,
     names,
     one_path,
@@ -375,6 +376,13 @@ class BudgetConfig:
         "commits what stays in memory is not written. auto: every step where that costs little "
         "time and little of the drives' life, otherwise as often as does, at least every 15 "
         "minutes. Changes speed and wear, not the result.",
+    )
+    log_gradients: str = setting(
+        "off",
+        logged_steps,
+        "Commit every step by its gradients, and write the full state only every so many steps (2 "
+        "to 64): a third of the writes. Needs the 16-bit weights in main memory. Changes speed, "
+        "wear and room on the drives, not the result.",
     )
     snapshot_every: int = setting(
         0, whole(0), "Steps between full copies of the state; 0 means none."

@@ -560,7 +560,7 @@ def create_store(
         shards,
         state_format=state_format,
         chunk_params=plan.chunk_params,
-        gradients=plan.needs_all_gradients,
+        gradients=plan.may_hold_gradients,
         exact=exact,
     )
     barrier = process_group.barrier if ranks.several else None

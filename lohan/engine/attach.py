@@ -54,13 +54,14 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
+from lohan.engine.logged import fold_log
 from lohan.engine.session import ExecutorAndHead, PlanContext, Session
 from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
+from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, with_log
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups
@@ -89,12 +90,15 @@ class Budget:
     four fifths of the free memory. Several ranks on a machine share it. `device` bounds the
     memory of an accelerator in the same way. `ssd` names the directories over which the state
     is spread. `commit_every` is "step", a number of steps, a time such as "10min", or "auto".
+    `log_gradients` is the number of steps from one write of the full state to the next, if every
+    step is to be committed by its gradients, or "off".
     """
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
     device: str | int | None = None
     commit_every: str | int = AUTO
+    log_gradients: str | int = "off"
 
     def host_bytes(self, ranks: int = 1) -> int:
         """Of each of so many ranks on this machine."""
@@ -253,7 +257,13 @@ def open_store(
 ) -> Store:
     """Open the store of this rank at the commit that all ranks agree on."""
     if not process_group.several:
-        return Store.open(dirs, engine=engine)
+        alone = Store.open(dirs, engine=engine, replays=True)
+        try:
+            fold_log(alone)  # the steps of a run that was killed
+        except BaseException:
+            alone.close()
+            raise
+        return alone
     with process_group.all_or_none():
         own, primary = CommitState(None, None), Path(dirs[0])
         if primary.is_dir():
@@ -370,7 +380,8 @@ def attach(
             settings.enter_context(deterministic_algorithms(device.torch_device))
         device = rank_device(device, process_group)
         host_bytes = budget.host_bytes(process_group.local_size)
-        options = _options(dtype, offload_policy, budget, optimizer, clip)
+        world = process_group.world
+        options = _options(dtype, offload_policy, budget, optimizer, clip, world=world)
         context = PlanContext(
             found,
             replace(options, device_overhead=device_overhead(device, model, host_bytes)),
@@ -450,8 +461,10 @@ def _options(
     budget: Budget,
     optimizer: Optimizer,
     clip: float,
+    *,
+    world: int,
 ) -> PlanOptions:
-    return PlanOptions(
+    options = PlanOptions(
         dtype=dtype,
         micro_batch=offload.micro_batch,
         overlap=offload.overlap,
@@ -463,6 +476,7 @@ def _options(
         can_rerun=offload.run_again,
         commit=parse_interval(budget.commit_every, name="commit_every"),
     )
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
 
 
 def _created(

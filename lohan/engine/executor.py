@@ -620,6 +620,8 @@ class Executor:
             next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
                 self.runner.steps_to_end.append((meta, commits))
+                if self.runner.logged is not None:
+                    self.runner.logged.close_step(meta, scalars, commits=commits)
             self.scheduler.close_step(scalars)
             if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
@@ -635,6 +637,8 @@ class Executor:
         if self.runner.uncommitted is None:
             self.store.commit(meta, advance=False)
         else:
+            if self.runner.logged is not None:
+                self.store.commit_logged_meta(meta)
             self.runner.uncommitted = meta
             if commits:
                 self.runner.commit_uncommitted()
@@ -696,7 +700,7 @@ class Executor:
         weights of two steps.
         """
         self._lost = "the roll-back of a step that failed was interrupted"
-        lost = 0
+        newest_step = 0  # of those whose backward has returned
         try:
             if self.runner.steps_to_end or self.runner.uncommitted is not None:
                 # Steps whose backward has returned are not given up with the one after them, unless
@@ -705,10 +709,9 @@ class Executor:
                     self.scheduler.finish_earlier_steps(in_backward=self._in_backward)
                     if not self.runner.unfinished:  # no update of the step that failed has run
                         self.runner.commit_uncommitted()
-            lost = len(self.runner.steps_to_end)
-            if self.runner.uncommitted is not None:
-                lost += TrainState.of(self.runner.uncommitted).step
-                lost -= TrainState.of(self.store.meta).step
+            ended = [meta for meta, _ in self.runner.steps_to_end]
+            newest = ended[-1] if ended else self.runner.uncommitted
+            newest_step = 0 if newest is None else TrainState.of(newest).step
             self.scheduler.reset()
             self.store.discard()
             if self.runner.activation_spill is not None:
@@ -717,6 +720,7 @@ class Executor:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
             else:
                 self.runner.load_host_cached()
+                self.runner.recover_log()
                 self._lost = ""
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
@@ -725,6 +729,7 @@ class Executor:
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
+        lost = max(0, newest_step - self.train_state.step)
         self._reset_step()
         self.scheduler.commits = True
         self.commit_clock.committed()

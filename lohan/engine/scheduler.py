@@ -311,6 +311,9 @@ class ActionScheduler:
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
+        if self._spec.log and scalars is not None:
+            made, self._buffers = sched.commit_log(self._spec, self._buffers)
+            self._lanes.enqueue(made)
         ends = bool(deferred) or self.skips_norm_wait
         if self._update_mode == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(

@@ -12,12 +12,13 @@ from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.files import from_json, load_json
-from lohan.util.units import EVERY_STEP, Interval, format_bytes, parse_interval
+from lohan.util.units import EVERY_STEP, Interval, format_bytes, log_steps, parse_interval
 
 # -- The plan: made by the planner, followed by the executor, convertible to and from JSON ---------
 
 
 # Owners in the host ledger.
+LOG = "log of gradients"  # in the ledger of the drives
 CACHED_WEIGHTS, CACHED_STATE = "cached weights", "cached optimizer state"
 
 
@@ -57,6 +58,9 @@ class Plan:
     deferred: tuple[str, ...] = ()  # Groups that `balanced` updates in the next forward.
     # Groups whose held gradients are stored on SSD until their update.
     spilled_gradients: tuple[str, ...] = ()
+    # Steps from one write of the full state to the next, if every step appends its gradients to a
+    # log; 0 if there is no log. `commit` is then the same number of steps.
+    log_gradients: int = 0
     host_cached_weights: tuple[str, ...] = ()  # Groups whose weights stay in host memory.
     # (group, chunk) whose state stays in host memory.
     host_cached_state: tuple[tuple[str, int], ...] = ()
@@ -90,7 +94,17 @@ class Plan:
 
         An update may run earlier if the plan `may_speculate`.
         """
-        return self.clip > 0 or self.dtype == "fp16" or self.update_mode == "serial"
+        return self.waits_for_norm or self.update_mode == "serial" or self.log_gradients > 0
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """True if the updates of a step depend on the norm of its gradients."""
+        return self.clip > 0 or self.dtype == "fp16"
+
+    @property
+    def may_hold_gradients(self) -> bool:
+        """True if a later plan of the run may hold gradients on SSD without logging them."""
+        return self.waits_for_norm or self.update_mode == "serial"
 
     @property
     def may_speculate(self) -> bool:
@@ -293,6 +307,8 @@ class PlanOptions:
     spill_all: bool = False
     # True to cache whole groups first, instead of all weights and then state.
     cache_groups: bool = False
+    # Steps from one write of the full state to the next, with a log of gradients; 0 for none.
+    log_gradients: int = 0
     commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.
     minimise: str = "time"  # One of MINIMISE.
     activations: str | Kept = "holistic"  # One of ACTIVATIONS, or an explicit choice.
@@ -316,12 +332,36 @@ class PlanOptions:
         )
 
 
+LOGGED_MODES = ("optimized", "balanced")  # modes of updates that a log can be combined with
+
+
+def with_log(
+    options: PlanOptions, asked: str | int, *, commit_every: str | int, world: int
+) -> PlanOptions:
+    """Return the options with a log of gradients, or raise ConfigError if it is not possible."""
+    steps = log_steps(asked)
+    if not steps:
+        return options
+    problem = ""
+    if world > 1:
+        problem = f"{world} ranks share the state, and a log is for one rank; train on one rank"
+    elif not options.overlap:
+        problem = "it needs overlap; leave out overlap = false"
+    elif options.update_mode not in LOGGED_MODES:
+        problem = f"update_mode is {options.update_mode!r}; choose {' or '.join(LOGGED_MODES)}"
+    elif options.commit not in (None, EVERY_STEP):
+        problem = f"it commits every step, but commit_every is {commit_every!r}; leave that out"
+    if problem:
+        raise ConfigError(f"log_gradients = {asked}: {problem}, or set log_gradients = off")
+    return replace(options, log_gradients=steps, commit=Interval(steps, 0.0))
+
+
 def options_of(
     config: Config, *, dtype: str, minimise: str = "time", world: int = 1
 ) -> PlanOptions:
     """Return the plan options of a run with these settings."""
     train, budget = config.train, config.budget
-    return PlanOptions(
+    options = PlanOptions(
         dtype=dtype,
         micro_batch=train.micro_batch,
         tiles=train.tiles,
@@ -335,3 +375,4 @@ def options_of(
         can_rerun=True,
         commit=parse_interval(budget.commit_every, name="commit_every"),
     )
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)

@@ -127,7 +127,8 @@ class Simulator:
         elif chunks > 2 * MANY_CHUNKS:
             spec, work = _joined(spec, work, MANY_CHUNKS)
         order = planned_order(blocks, plan, clipped=clipped)
-        machine = profile if order.commits else replace(profile, commit_s=0.0)
+        durable = order.commits or spec.log  # every step is
+        machine = profile if durable else replace(profile, commit_s=0.0)
         chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
         timeline, costs = _timed(machine, phases, work)
@@ -225,6 +226,9 @@ def _with_commits(
 
 def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
     """Return the bytes that only a step with a commit writes."""
+    if spec.log:
+        params = sum(count for group, count in enumerate(work.groups) if spec.chunks[group])
+        return params * (work.per_parameter.state + work.per_parameter.weight)
     cached = set(spec.host_cached_weights)
     params = sum(work.chunk(*key) for key in spec.host_cached_state if key[0] in cached)
     return params * (work.per_parameter.state + work.per_parameter.weight)
@@ -304,6 +308,7 @@ def step_work(
         chunk_params=plan.chunk_params,
         slices=memory.slices,
         world=plan.world,
+        logged=(plan.log_gradients + 1) / 2 if plan.log_gradients else 0.0,
         per_parameter=BytesPerParameter(
             weight=fmt.weight_bytes,
             state=fmt.state_bytes,

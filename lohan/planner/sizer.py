@@ -220,6 +220,7 @@ class Sizer:
             kind=options.kind,
             can_rerun=options.can_rerun,
             commit=options.commit or EVERY_STEP,
+            log_gradients=options.log_gradients,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots,
@@ -235,7 +236,7 @@ class Sizer:
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
             )
-            if options.gradients_on_ssd is False:
+            if options.gradients_on_ssd is False and not plan.log_gradients:
                 plan = replace(plan, spilled_gradients=())
         plan = self.memory.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:
@@ -351,7 +352,8 @@ class Sizer:
             kept = choice.kept if choice else ()
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
         if plan.needs_all_gradients:
-            plan = plan if self.options.spill_all else fill.unspill(plan)
+            spills = self.options.spill_all or plan.log_gradients
+            plan = plan if spills else fill.unspill(plan)
         elif plan.update_mode == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
         plan = fill.cache_on_device(plan)

@@ -232,7 +232,7 @@ def _candidates(
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
     much_in_memory = sum(weights_too(plan)) > (1 - LESS) * chunks
-    if not plan.commits_by_interval and much_in_memory:
+    if not plan.commits_by_interval and not plan.log_gradients and much_in_memory:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.spilled_sites and options.activations == "holistic":

@@ -279,11 +279,17 @@ class Builder:
         if group in self.spec.spilled_gradients and (
             self.held_before or key in self.second_updates
         ):
-            self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk)
+            logged = self.spec.log and key not in self.cached_buffer
+            fetch = Op.FETCH_LOGGED if logged else Op.FETCH_GRADIENTS
+            self.staged[key] = self.stage(fetch, group, chunk)
         if key in self.cached_buffer:
             self.read[key] = self.cached_buffer[key]
             return
         buffer = self.ring.take()
+        if self.spec.log:
+            self.emit(Op.READ_BASE, group, chunk, (buffer, self.held_slot(group)))
+            self.read[key] = buffer
+            return
         one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.update_mode == "naive" else []
         self.emit(Op.READ_STATE, group, chunk, (buffer,), *one_by_one)
         self.read[key] = buffer
@@ -329,7 +335,7 @@ class Builder:
             self.done += 1
             if not write:
                 self.second_updates[key] = None
-            elif not cached or self.spec.write_through or slot < self.spec.slots:
+            elif self._writes(cached=cached and slot >= self.spec.slots):
                 action = Action(Op.WRITE, group, chunk, (buffer, slot))
                 if self.write_behind and cached and slot >= self.spec.slots:
                     self.unwritten.append(action)
@@ -341,6 +347,10 @@ class Builder:
             if self.update_mode != "naive":
                 self.read_ahead()
         self.device = [None if held == group else held for held in self.device]
+
+    def _writes(self, *, cached: bool) -> bool:
+        """Return whether this step writes a chunk, given whether its weights and state stay."""
+        return self.spec.write_through or not (cached or self.spec.log)
 
     def second_update(self, group: int) -> None:
         """Repeat the update of a group that was not written, from the old state and weights."""
@@ -478,6 +488,13 @@ def backward(
             b.update(group)
     if not deferred and not speculate:
         b.emit(Op.END_STEP)
+    return b.result()
+
+
+def commit_log(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
+    """Return the schedule of the end of a step in the log, after its backward."""
+    b = Builder(spec, buffers)
+    b.emit(Op.COMMIT_LOG)
     return b.result()
 
 

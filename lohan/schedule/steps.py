@@ -35,7 +35,12 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
         grads=plan.grad_groups,
         host_cached_weights=tuple(cached),
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
-        spilled_gradients=frozenset(numbers[key] for key in plan.spilled_gradients),
+        # The log has the gradients of all trained groups, those of resident parameters included.
+        spilled_gradients=frozenset(
+            numbers[group.key]
+            for group in blocks.trained
+            if plan.log_gradients or group.key in plan.spilled_gradients
+        ),
         spilled_sites=frozenset(
             n for n, s in enumerate(blocks.sites) if s.name in plan.spilled_sites
         ),
@@ -49,6 +54,7 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
             if plan.device_slots and s.name not in plan.staying
         ),
         net=plan.world > 1,
+        log=plan.log_gradients > 0,
         updated_twice=frozenset(numbers[key] for key in plan.updated_twice),
     )
 
@@ -204,6 +210,9 @@ def _overlapped(
         unreached=_unreached(spec, order),
         speculate=order.speculates,
     )
+    if spec.log:
+        end, buffers = sched.commit_log(spec, buffers)
+        backward += end
     after: Schedule = ()
     if order.deferred and not order.deferred_to_forward:
         after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, end_step=True)

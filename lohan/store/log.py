@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
-from lohan.store.extents import Extent, Layout, Region, plan_layout
+from lohan.store.extents import Extent, Layout, Region, layout_from_json, plan_layout
 from lohan.store.files import LOG, LOG_DATA
 from lohan.store.io_engine import Buffer, DeadlineError, Volume
 from lohan.store.manifest import (
@@ -51,7 +51,7 @@ class LogManifest:
     uuid: str
     generation: int  # the base
     segments: int
-    regions: tuple[tuple[str, tuple[int, ...]], ...]  # keys, and bytes of room for each chunk
+    layout: tuple[dict[str, Any], ...]  # of one segment, in the form of store.json
     entries: tuple[LogEntry, ...]  # oldest first
     meta: dict[str, Any]  # of the last entry's step
 
@@ -74,13 +74,20 @@ def _check_manifest(manifest: LogManifest) -> None:
     segments = [entry.segment for entry in manifest.entries]
     if len(set(segments)) < len(segments) or not all(0 <= s < manifest.segments for s in segments):
         raise WrongType(f"entries are in segments {segments} of {manifest.segments}")
-    room = [size for _, sizes in manifest.regions for size in sizes]
+
+
+def _check_entries(manifest: LogManifest, layout: Layout, path: Path) -> None:
+    extents = layout.durable
     for number, entry in enumerate(manifest.entries):
-        if not len(entry.nbytes) == len(entry.checksums) == len(room):
-            raise WrongType(f"entry {number} has {len(entry.nbytes)} chunks, wants {len(room)}")
-        for count, most in zip(entry.nbytes, room, strict=True):
-            if count % PAGE or not 0 < count <= most:
-                raise WrongType(f"entry {number} has a chunk of {count} bytes in {most}")
+        if not len(entry.nbytes) == len(entry.checksums) == len(extents):
+            raise malformed(
+                path,
+                WrongType(f"entry {number} has {len(entry.nbytes)} chunks, wants {len(extents)}"),
+            )
+        for count, extent in zip(entry.nbytes, extents, strict=True):
+            if count % PAGE or not 0 < count <= extent.nbytes:
+                problem = f"entry {number} has a chunk of {count} bytes in {extent.nbytes}"
+                raise malformed(path, WrongType(problem))
 
 
 def live_log(directory: Path, *, uuid: str, generation: int) -> LogManifest | None:
@@ -166,8 +173,14 @@ class GradientLog:
         timeout_s: float,
     ) -> GradientLog:
         """Preallocate a log without entries; any other log in the directories must not be live."""
-        manifest = LogManifest(uuid, generation, segments, tuple(regions), (), {})
-        layout = _layout_of(volume, manifest)
+        # Spread over the directories as the chunks of the store are.
+        sizes = [max(1, volume.layout.disk_slot_bytes(n)) for n in range(len(volume.dirs))]
+        layout = plan_layout(
+            [Region(key, chunks) for key, chunks in regions],
+            directories=len(volume.dirs),
+            weights=sizes,
+        )
+        manifest = LogManifest(uuid, generation, segments, tuple(layout.to_json()), (), {})
         remove_log(volume.dirs)
         needed = {
             path: segments * layout.disk_slot_bytes(number)
@@ -187,7 +200,8 @@ class GradientLog:
     @classmethod
     def open(cls, volume: Volume, manifest: LogManifest, *, timeout_s: float) -> GradientLog:
         """Open a live log to replay it."""
-        layout = _layout_of(volume, manifest)
+        layout = layout_from_json(list(manifest.layout), directories=len(volume.dirs))
+        _check_entries(manifest, layout, volume.dirs[0] / LOG)
         return cls(volume, manifest, layout, timeout_s=timeout_s, create=False)
 
     @property
@@ -400,11 +414,3 @@ class GradientLog:
     def _sync(self) -> None:
         for number, file in self._files.items():
             self._volume.sync_file(file, self._volume.dirs[number] / LOG_DATA)
-
-
-def _layout_of(volume: Volume, manifest: LogManifest) -> Layout:
-    """Return the extents of one segment, spread over the directories as the store's chunks are."""
-    store = volume.layout
-    sizes = [max(1, store.disk_slot_bytes(number)) for number in range(store.directories)]
-    regions = [Region(key, sizes_of_chunks) for key, sizes_of_chunks in manifest.regions]
-    return plan_layout(regions, directories=store.directories, weights=sizes)

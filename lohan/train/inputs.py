@@ -199,6 +199,7 @@ def open_session(
             host=budget.host,
             ssd=ssd_folders,
             commit_every=budget.commit_every,
+            log_gradients=budget.log_gradients,
         ),
         device=device,
         batch=inputs.shapes(config, group),

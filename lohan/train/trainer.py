@@ -480,7 +480,12 @@ def show_rate(config: Config, display: Display) -> None:
 def show_commits(session: Session, display: Display) -> None:
     """Report how many steps a crash can lose, if commits are by interval."""
     plan = session.plan
-    if plan.commits_by_interval:
+    if plan.log_gradients:
+        display.note(
+            f"logs gradients: every step is committed by them, and the full state is written every "
+            f"{plan.commit}"
+        )
+    elif plan.commits_by_interval:
         display.note(
             f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
             "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"
