@@ -43,7 +43,7 @@ from lohan.engine import attach as attaching
 from lohan.engine.session import OomGuard, Session
 from lohan.errors import BudgetError, RankError
 from lohan.model.plan import Plan
-from lohan.planner.planner import plan_for_budget
+from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.io_engine import aligned_buffer
 
 Case = dict[str, Any]
@@ -468,14 +468,16 @@ class SessionRun:
         context, plan = self.session.context, self.session.plan
         kept = "recompute" if plan.kept else "all"
         options = replace(context.options.fixed_by(plan), activations=kept, world=plan.world)
-        other = plan_for_budget(
-            context.shards,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=context.profile,
-            device_bytes=context.device_bytes,
-        )
+        other = make_plan(
+            PlanProblem(
+                context.shards,
+                options,
+                host_bytes=context.host_bytes,
+                workload=context.workload,
+                profile=context.profile,
+                device_bytes=context.device_bytes,
+            )
+        ).plan
         self.session.follow(other)
 
     def event_forward_error(self, number: int) -> None:
@@ -598,10 +600,10 @@ def planned_as(reference: Plan | None) -> Iterator[list[Plan]]:
     """
     agree, plans = attaching.agreed_plan, list[Plan]()
 
-    def agreed(context: Any) -> Any:
+    def agreed(context: Any, given: Plan | None) -> Any:
         if reference is not None:
             context = replace(context, options=context.options.fixed_by(reference))
-        plan, context = agree(context)
+        plan, context = agree(context, given)
         plans.append(plan)
         return plan, context
 

@@ -20,8 +20,9 @@ from lohan.capture.blocks import cut
 from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError
 from lohan.model.machine import Drive, Profile
+from lohan.model.plan import PlanOptions
 from lohan.planner.activations import HOST_ONLY
-from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action
 from tests.support.model_families import save_model
 from tests.support.setting_grids import pairwise
@@ -177,7 +178,9 @@ def smaller(
     )
     size = 2**26
     while size > 2**16:
-        plan = closed_form_plan(blocks, options, host_bytes=size, workload=workload, profile=SLOW)
+        plan = closed_form_plan(
+            PlanProblem(blocks, options, host_bytes=size, workload=workload, profile=SLOW)
+        )
         if plan.spilled_sites and (plan.kept or policy in HOST_ONLY):
             return f"{size}b"
         size = size * 24 // 25
@@ -275,19 +278,23 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     blocks = cut(model)
     workload = workload_of(model, blocks, {"input_ids": batch_of(model, SEQ * 6).to("meta")})
     smallest = closed_form_plan(
-        blocks,
-        PlanOptions(dtype="fp32", activations="recompute"),
-        host_bytes=2**26,
-        workload=workload,
+        PlanProblem(
+            blocks,
+            PlanOptions(dtype="fp32", activations="recompute"),
+            host_bytes=2**26,
+            workload=workload,
+        )
     )
     sizes = range(smallest.tier_bytes("host"), 0, -50_000)
     for size in sizes:
         try:
             tight = closed_form_plan(
-                blocks,
-                PlanOptions(dtype="fp32", activations="recompute", micro_batch=4),
-                host_bytes=size,
-                workload=workload,
+                PlanProblem(
+                    blocks,
+                    PlanOptions(dtype="fp32", activations="recompute", micro_batch=4),
+                    host_bytes=size,
+                    workload=workload,
+                )
             )
         except BudgetError:
             break

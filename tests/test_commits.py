@@ -45,10 +45,8 @@ def budget(place: Path, every: str | int) -> lohan.Budget:
         pytest.param(LLAMA, Tuning(ring=1, slots=0, window=0), 4, marks=pytest.mark.slow),
         pytest.param(DROPS, Tuning(cached=0.4, spilled=0.5), 100, marks=pytest.mark.slow),
         (HALF, Tuning(cached=0.4), 3),
-        (PLAIN, Tuning(cached=0.2, twice=1.0, spilled=0.5), 3),
-        (TIED, Tuning(twice=1.0, spilled=1.0, ring=1, slots=0, window=0), 5),
-        (LLAMA, Tuning(cached=0.2, twice=0.5, spilled=0.0, own_thread=True), 4),
-        (HALF, Tuning(twice=0.5, spilled=0.5), 3),
+        (TIED, Tuning(spilled=1.0, ring=1, slots=0, window=0), 5),
+        (LLAMA, Tuning(cached=0.2, spilled=0.0, own_thread=True), 4),
     ],
 )
 def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, monkeypatch):
@@ -143,16 +141,14 @@ def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path,
         assert stored_bytes(again) == plain.stored
 
 
-@pytest.mark.parametrize(
-    ("clip", "back_to", "again"), [(1e9, 7, 0.0), (1e9, 7, 1.0), (0.0, 5, 0.0)]
-)
-def test_an_error_in_backward(clip, back_to, again, plain, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("clip", "back_to"), [(1e9, 7), (0.0, 5)])
+def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
     """After an error in backward, training continues to the same bits.
 
     Earlier steps are committed, unless the updates of the failed step have overwritten theirs:
     then the last commit remains.
     """
-    tuned(monkeypatch, Tuning(cached=0.0 if again else 0.5, twice=again, spilled=0.0))
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
     model = net()
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
         go_on(session, data(8), 7)

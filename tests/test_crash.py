@@ -192,32 +192,6 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
 
-@pytest.mark.parametrize("every", ["step", 3])
-@pytest.mark.parametrize("number", [5, *(pytest.param(number, marks=SLOW) for number in range(12))])
-def test_kill_while_updates_are_made_twice(number, every, forge, inputs, tmp_path):
-    """A run killed while updates are made twice resumes to the same result.
-
-    Every step is clipped, and its updates are written when they are made a second time, also in
-    steps between two commits.
-    """
-    more = ("--clip", 0.001, "--host", "2MiB", "--commit-every", every)
-    plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    how = {"before": "updated_twice:everywhere"}
-    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
-    ended = forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace", **how)
-    assert ended.code == 0, ended.err
-    plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
-    assert len(plan["updated_twice"]) > 2
-    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
-    assert result(run) == expected
-    kill_at = instants(names, 12, seed=6)[number]
-    ended = forge.run("train", *arguments(inputs, killed, *more), kill_at=kill_at, **how)
-    assert ended.code == -signal.SIGKILL, ended.err
-    ended = go_on(forge, inputs, killed, *more, **how)
-    assert ended.code == 0, ended.err
-    assert result(killed) == expected
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_kill_long_form(number, forge, inputs, whole, tmp_path):

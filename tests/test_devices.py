@@ -20,8 +20,8 @@ from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
-from lohan.model.plan import Plan
-from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.model.plan import Plan, PlanOptions
+from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
@@ -172,7 +172,9 @@ def test_leftover_memory_caches_weights():
     for memory in (1 * MiB, 64 * MiB):
         options = PlanOptions(dtype="fp32", micro_batch=2)
         plan = closed_form_plan(
-            blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
+            PlanProblem(
+                blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
+            )
         )
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory

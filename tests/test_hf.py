@@ -143,25 +143,22 @@ def test_the_same_losses_with_another_import(changes, tmp_path):
     assert max((expected[n] - found[n]).abs().max().item() for n in expected) < 2e-5
 
 
-@pytest.mark.parametrize("how", ["always", "by_norm"])
-def test_a_training_plans_again_as_a_run_does(how, tmp_path, monkeypatch, caplog):
+def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
     """A Trainer replans as `lohan train` does, with the bits of a run without overlap.
 
-    It replans after its third step, which follows an evaluation, or when its last steps were
-    clipped.
+    It replans after its third step, which follows an evaluation.
     """
-    limit = {"max_grad_norm": 0.01 if how == "by_norm" else 1.0, "max_steps": 8}
+    limit = {"max_grad_norm": 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
     plain = script(plainly, tmp_path / "plain", **limit)
-    for name in ("plan_for_budget", "RECENT", "pays", "WORTH"):  # put back at the end
+    for name in ("make_plan", "WORTH"):  # put back at the end
         monkeypatch.setattr(session_module, name, getattr(session_module, name))
-    getattr(replan_at_once, how)()
+    replan_at_once.always()
     with caplog.at_level(logging.INFO, logger="lohan.hf.mixin"):
         ours = script(
             lohan.hf.Trainer, tmp_path / "ours", eval_strategy="steps", eval_steps=2, **limit
         )
-    said = {"always": "after step 3: measured the first", "by_norm": "last 2 steps clipped; a new"}
-    assert said[how] in caplog.text
+    assert "after step 3: measured the first" in caplog.text
     assert ours.session.plan.kept and not plain.session.plan.kept
     for name in ("loss", "grad_norm"):
         assert logged(ours, name) == logged(plain, name)

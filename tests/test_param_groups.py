@@ -205,7 +205,7 @@ def bits(place: Path, monkeypatch, tuning: Tuning, *, kind: str = "several", **o
     ("clip", "tuning", "more"),
     [
         (0.0, Tuning(deferred=0.5, ring=1), {}),  # half of the updates run in the next forward
-        (0.3, Tuning(spilled=0.5, twice=1.0), {}),  # all do, and some are made twice
+        (0.3, Tuning(spilled=0.5), {}),  # all do
         (0.9, Tuning(spilled=0.0), {"update_mode": "optimized"}),  # speculated and rolled back
         (0.5, Tuning(cached=0.4, spilled=0.0), {"kind": "llama", "dtype": torch.float16}),
     ],

@@ -165,13 +165,13 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
     monkeypatch.setattr(replan, "WORTH", 0.0)  # any other plan is worth it
-    made = replan.plan_for_budget
+    made = replan.make_plan
 
-    def other(*args, **kwargs):
+    def other(problem):
         """Plan as for a machine with slow compute, which would keep activations."""
-        return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
+        return made(replace(problem, options=replace(problem.options, activations="all")))
 
-    monkeypatch.setattr(replan, "plan_for_budget", other)
+    monkeypatch.setattr(replan, "make_plan", other)
     got, notes = train(inputs, tmp_path / "replanned", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
@@ -193,7 +193,7 @@ def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
     )
     for overlap in (False, True):
         if overlap:
-            for name in ("plan_for_budget", "WORTH"):  # put back at the end
+            for name in ("make_plan", "WORTH"):  # put back at the end
                 monkeypatch.setattr(replan, name, getattr(replan, name))
             replan_at_once.always()
         model, own = small_model("llama"), losses.setdefault(overlap, [])

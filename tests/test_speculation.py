@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine import session as session_module
-from lohan.engine.session import Replanner
 from lohan.util.units import MiB
-from tests.support import forked_ranks, replan_at_once
+from tests.support import forked_ranks
 from tests.support.delayed_runs import (
     Result,
     Tuning,
@@ -106,7 +104,7 @@ def check(
     losses, norms, counts = [], [], []
     options.setdefault("engine", memory_engine())
     with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, tuning)
+        tuned(patch, replace(tuning, most_clipped=share))
         model = case.model()
         session = attached(
             model, place, clip=limit, micro_batch=case.micro_batch, run_again=rerun, **options
@@ -114,7 +112,6 @@ def check(
     with session:
         executor = session.executor
         executor.lanes._stall_s = 15.0
-        executor.clipping._plan = replace(session.plan, most_clipped=share)
         delay_lanes(session, seed)
         torch.manual_seed(11)
         for batch, scale in zip(case.data(), case.scales, strict=True):
@@ -153,10 +150,8 @@ def check(
             (LLAMA, Tuning(cached=0.4), True),
             (DROPS, Tuning(cached=0.4), True),
             (HALF, Tuning(cached=0.4, own_thread=True), True),
-            (PLAIN, Tuning(spilled=0.0, twice=1.0), False),
-            (PLAIN, Tuning(cached=0.2, twice=1.0, own_thread=True), True),
-            (DROPS, Tuning(twice=0.5, spilled=0.5), True),
-            (HALF, Tuning(twice=0.5, spilled=0.5), True),
+            (DROPS, Tuning(spilled=0.5), True),
+            (HALF, Tuning(spilled=0.5), True),
         ],
         0,
         2,
@@ -167,7 +162,6 @@ def check(
         8,
         9,
         13,
-        15,
     ),
 )
 def test_every_way_has_the_bits_of_waiting(case, tuning, rerun, tmp_path):
@@ -178,7 +172,7 @@ def test_every_way_has_the_bits_of_waiting(case, tuning, rerun, tmp_path):
 @pytest.mark.parametrize("rerun", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
 def test_on_a_device(mode, rerun, tmp_path):
-    tuning = Tuning(cached=0.2, spilled=float(rerun), twice=0.5, device_slots=1)
+    tuning = Tuning(cached=0.2, spilled=float(rerun), device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, rerun=rerun, update_mode=mode, device=device)
 
@@ -193,39 +187,6 @@ def test_on_a_device(mode, rerun, tmp_path):
 )
 def test_the_plan_says_how_many_steps_may_be_clipped(share, ways, tmp_path):
     check(PLAIN, tmp_path, Tuning(spilled=0.0), rerun=False, share=share, ways=ways)
-
-
-# -- plans for clipped steps ----------------------------------------------------------------------
-
-SWITCHING = (*[1.0] * 5, *[LARGE] * 4, *[1.0] * 4, *[LARGE] * 3)
-
-
-@pytest.mark.parametrize("has_own_memory", [False, True])
-def test_a_run_goes_on_by_a_plan_for_its_norms(has_own_memory, tmp_path, monkeypatch):
-    """When all of the last steps were clipped, when none was, and again; bits as ever."""
-    case = Case("llama", scales=SWITCHING)
-    limit, expected = case.waiting
-    tuned(monkeypatch, Tuning(cached=0.4, spilled=0.0, device_slots=1))
-    for name in ("plan_for_budget", "RECENT", "pays", "WORTH"):  # put back at the end
-        monkeypatch.setattr(session_module, name, getattr(session_module, name))
-    replan_at_once.by_norm()
-    device = {"device": EmulatedDevice(64 * MiB)} if has_own_memory else {}
-    model, rows, losses, norms, said = case.model(), case.data(), [], [], []
-    with attached(
-        model, tmp_path, clip=limit, batch=rows[0], engine=memory_engine(), **device
-    ) as session:
-        replanner = Replanner(session)
-        for row, scale in zip(rows, case.scales, strict=True):
-            loss = model(**row).loss
-            (loss * scale).backward()
-            losses.append(loss.item())
-            norms.append(session.executor.grad_norm)
-            spans = session.executor.trace.take_step()
-            note = replanner.after_step(spans, step_s=1.0)
-            said += [(session.step, note.split(" ")[0])] if note and "last 2" in note else []
-        assert [word for _, word in said] == ["all", "none", "all"], said
-        assert [step for step, _ in said] == [7, 11, 15]
-        Result(losses, norms, stored_bytes(session), session.executor.train_state).check(expected)
 
 
 # -- whole runs -----------------------------------------------------------------------------------

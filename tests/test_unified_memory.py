@@ -16,11 +16,11 @@ from lohan.engine.attach import machine_with
 from lohan.engine.lanes import Lanes
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
+from lohan.model.plan import PlanOptions
 from lohan.planner import presets
 from lohan.planner.forecast import on_machine
 from lohan.planner.machine_plan import PlanRequest, faster_drives, plan_for_machine
 from lohan.planner.memory import CARD_OWNERS
-from lohan.planner.planner import PlanOptions
 from lohan.util.units import MiB
 from tests.support.delayed_runs import Tuning, data, memory_engine, net
 from tests.support.setting_grids import pairwise

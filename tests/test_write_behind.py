@@ -1,8 +1,7 @@
 """If every step is clipped, state in memory is written during the next backward.
 
-It is committed there, also if gradients are spilled and other state is streamed. The same holds for
-state whose updates are made twice: for the weights in forward, and to be written in backward. The
-bits do not change.
+It is committed there, also if gradients are spilled and other state is streamed. The bits do not
+change.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from tests.support.small_models import attached, stored_bytes
 STEPS = 6
 CLIP = 1e-3  # far below every norm
 PARTLY = Tuning(cached=0.5, spilled=0.5)
-TWICE = Tuning(twice=1.0, spilled=0.5)
 
 
 def plain(rows, kind="plain") -> Result:
@@ -93,11 +91,7 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
         (Tuning(cached=1.0, spilled=1.0, own_thread=True), False),
         (Tuning(cached=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
         (Tuning(cached=0.5, spilled=0.5, device_slots=1), True),
-        (TWICE, False),
-        (Tuning(cached=0.2, twice=0.5, spilled=0.0, own_thread=True), False),
-        (Tuning(twice=1.0, spilled=1.0, ring=1, slots=0, window=0), False),
-        (Tuning(twice=1.0, spilled=0.5, device_slots=1), True),
-        (Tuning(twice=1.0, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
+        (Tuning(cached=0.3, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
     ],
 )
 def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch):
@@ -108,45 +102,24 @@ def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("kind", ["tied", "several", "llama", "gpt2"])
 @pytest.mark.parametrize("device", [False, True])
-def test_updates_made_twice_in_models_of_any_shape(kind, device, tmp_path, monkeypatch):
+def test_models_of_any_shape(kind, device, tmp_path, monkeypatch):
     rows, more = data(STEPS, kind=kind), {"device": EmulatedDevice(64 * MiB)} if device else {}
     expected = plain(rows, kind)
-    tuned(monkeypatch, Tuning(twice=1.0, spilled=0.5, device_slots=1))
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.5, device_slots=1))
     train(net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
 
 
-def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(twice=0.5, spilled=0.5))
-    model = net()
-    with attached(model, tmp_path, clip=CLIP) as session:
-        spec = session.executor.spec
-        twice = {f"{g}.{c}" for g in spec.updated_twice for c in range(spec.chunks[g])}
-        phases = phases_of(session)
-        for names in phases:
-            assert len(names) == len(set(names))
-        for names in phases[1:-1:2]:
-            assert {f"{op}{key}" for op in "SU" for key in twice} <= set(names)
-            assert not {f"W{key}" for key in twice} & set(names) and Op.END_STEP not in names
-        for names in phases[:-1:2]:
-            assert {name[1:] for name in names if name[0] in "SUW"} == twice
-            assert names.index(Op.END_STEP) == names.index(Op.BACKWARD_DONE) - 1
-        assert {f"W{key}" for key in twice} < set(phases[-1])  # of the last step, by flush
-        assert stored_bytes(session) == expected.stored
-
-
-@pytest.mark.parametrize("tuning", [PARTLY, TWICE])
 @pytest.mark.parametrize("what", ["skip", "still"])
-def test_a_backward_that_takes_another_way(what, tuning, tmp_path, monkeypatch):
+def test_a_backward_that_takes_another_way(what, tmp_path, monkeypatch):
     """What was to be written beside it is written all the same."""
     rows = data(STEPS, **{what: {3: 1, 4: 2}})
-    tuned(monkeypatch, tuning)
+    tuned(monkeypatch, PARTLY)
     train(net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))
 
 
-@pytest.mark.parametrize("tuning", [PARTLY, TWICE])
-def test_a_step_is_durable_before_its_backward(tuning, expected, tmp_path, monkeypatch):
+def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
     """Who flushes between forward and backward finds the step before committed."""
-    tuned(monkeypatch, tuning)
+    tuned(monkeypatch, PARTLY)
     model = net()
     with attached(model, tmp_path, clip=CLIP) as session:
         for step, row in enumerate(data(STEPS)):
@@ -157,13 +130,10 @@ def test_a_step_is_durable_before_its_backward(tuning, expected, tmp_path, monke
         assert stored_bytes(session) == expected.stored
 
 
-@pytest.mark.parametrize("tuning", [PARTLY, TWICE])
 @pytest.mark.parametrize("block", [0, 3])
-def test_an_error_in_backward_costs_its_own_step_only(
-    block, tuning, expected, tmp_path, monkeypatch
-):
+def test_an_error_in_backward_costs_its_own_step_only(block, expected, tmp_path, monkeypatch):
     """Writes of the step before that were not begun are done when the next one is given up."""
-    tuned(monkeypatch, tuning)
+    tuned(monkeypatch, PARTLY)
     model, rows = net(), data(STEPS)
 
     def fails(*_):

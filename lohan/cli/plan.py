@@ -89,12 +89,11 @@ def _speed(planned: MachinePlan, steps: int | None) -> list[str]:
     lines.append(f"tokens/s      {foreseen.tokens_per_s:,.1f}")
     if planned.clipped is not None:
         clipped, speed = planned.clipped.step_s, planned.clipped.tokens_per_s
-        then = ", by a plan for such steps" if planned.changes_plan else ""
         lines.append(
             f"if clipped    {format_seconds(clipped)}, {speed:,.1f} tokens/s, with every norm "
-            f"above the limit{then}"
+            f"above the limit"
         )
-    elif planned.plan.clip and planned.plan.always_waits():
+    elif planned.plan.clip and planned.plan.always_waits:
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -157,7 +156,6 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained),
-        **_updated_twice(plan),
         "commits": _commits(planned),
         **_log(planned),
         "held gradients": "none"
@@ -168,13 +166,6 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
         f"{format_bytes(cached)} of {format_bytes(whole)}",
         "cached state": f"{len(plan.host_cached_state)} of {sum(planned.spec.chunks)} chunks",
     }
-
-
-def _updated_twice(plan: Plan) -> dict[str, str]:
-    if not plan.updated_twice:
-        return {}
-    groups = counted(len(plan.updated_twice), "group")
-    return {"updates twice": f"where they wait, of {groups}: written during backward"}
 
 
 def _tiles(plan: Plan) -> dict[str, str]:

@@ -62,9 +62,9 @@ def init(
     run = (out or file.with_name(f"{file.stem}-run")).resolve()
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
+    from lohan.model.plan import PlanOptions
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
-    from lohan.planner.planner import PlanOptions
 
     if machine is None:
         profile, drives = _this_machine(ssd or [], file, ssds=ssds, gpus=gpus)

@@ -57,9 +57,7 @@ The optimizer
                            clipped (`Clipping` has all conditions; the first step of a start or of
                            a new plan waits)
      otherwise             gradients are held until the norm is known, and updates run in the next
-                           forward, each before its block. Where reads are cheap some are made
-                           twice: there for the weights alone, and in the backward after it once
-                           more, from the same state, for what is written
+                           forward, each before its block
      `serial`              before backward returns
 11 [ssd W] State and weights go to the generation that is not committed.
 

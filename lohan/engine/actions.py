@@ -125,7 +125,6 @@ class ActionRunner:
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._updated_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
@@ -290,12 +289,6 @@ class ActionRunner:
         yield self._ring.write(group, chunk, action.at[0], crc=state)
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
 
-    def _written(self, action: Action) -> None:
-        number = action.index
-        if self._is_last(action) and number in self._updated_once:
-            self._updated_once.discard(number)
-            self._drop_gradients_of(number)  # of the step before: none of these is kept
-
     def _spill_gradients(self, action: Action) -> Iterable[Any]:
         grads = self.pending.on_host.get(action.index, {})  # none: no use of it got a gradient
         if self.logged is not None:
@@ -418,9 +411,6 @@ class ActionRunner:
             if self._keeping:
                 self._used.append(number)
                 return
-        self._drop_gradients_of(number)
-
-    def _drop_gradients_of(self, number: int) -> None:
         self.pending.on_host.pop(number, None)
         if self.device_parts is not None:
             self.device_parts.gradient_offload.release(number)
@@ -455,10 +445,7 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            if number in scalars.updated_twice:
-                self._updated_once.add(number)
-            else:
-                self._release_gradients(number)
+            self._release_gradients(number)
 
     def _apply(
         self, number: int, chunk: int, buffer: int, slot: int, updates: Sequence[Update]
@@ -500,7 +487,6 @@ class ActionRunner:
     }
     # What follows when the requests of an ssd action have completed.
     _FINISH: ClassVar[dict[str, Callable[[ActionRunner, Action], None]]] = {
-        Op.WRITE: _written,
         Op.SPILL_GRADIENTS: _gradients_spilled,
         Op.SPILL_ACTIVATIONS: _activations_spilled,
         Op.END_STEP: _end_step,
@@ -532,7 +518,6 @@ class ActionRunner:
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
-        self._updated_once.clear()
         self.pending.clear()
         if self.device_parts is not None:
             self.device_parts.gradient_offload.clear()

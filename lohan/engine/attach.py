@@ -61,12 +61,13 @@ from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, with_log
+from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan, PlanOptions, with_log
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups
+from lohan.planner.given import GivenPlan, accept_plan, read_plan
 from lohan.planner.memory import MemoryModel
-from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
+from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
@@ -221,30 +222,29 @@ def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     return device
 
 
-def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
+def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanContext]:
     """Return the plan that all ranks follow, and the context with the memory that it assumes.
 
-    The first rank makes the plan, for the smallest memory of any rank.
+    The first rank makes the plan, or accepts the `given` one, for the smallest memory of any rank.
     """
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
     host, own = group.least(context.host_bytes, room)
-    shards, shared = context.shards, replace(context.options, world=group.world)
     in_one_memory = group.several and isinstance(device, LinkedCpuDevice)
+    problem = PlanProblem(
+        context.shards,
+        replace(context.options, world=group.world),
+        host_bytes=host,
+        workload=workload,
+        profile=None if in_one_memory else context.profile,
+        device_bytes=own,
+        in_one_memory=in_one_memory,
+    )
 
     def make() -> list[Any]:
-        if in_one_memory:
-            plan, taken = plan_in_one_memory(shards, shared, host_bytes=host, workload=workload)
-            return [plan.to_json(), host - taken, taken]
-        plan = plan_for_budget(
-            shards,
-            shared,
-            host_bytes=host,
-            workload=workload,
-            profile=context.profile,
-            device_bytes=own,
-        )
-        return [plan.to_json(), host, own]
+        planned = make_plan(problem) if given is None else accept_plan(given, problem)
+        taken = (planned.device_bytes or 0) if in_one_memory else 0
+        return [planned.plan.to_json(), host - taken, planned.device_bytes]
 
     made, host, own = group.broadcast_made(make)
     if isinstance(device, LinkedCpuDevice) and in_one_memory:
@@ -339,6 +339,7 @@ def attach(
     model_policy: ModelPolicy = _MODEL,
     store_policy: StorePolicy = _STORE,
     process_group: ProcessGroup = ALONE,
+    plan: GivenPlan | None = None,
     trace: bool = False,
     **fields: Any,
 ) -> Session:
@@ -355,14 +356,17 @@ def attach(
     may also be given one by one, as keywords of `attach`: `attach(model, ..., overlap=False)`.
     `process_group`, made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
-    rows of the batch, and has a folder of its own. `backward` returns before a step is durable;
-    `Session.commit` makes it so. A model that is attached already is taken over with what it has
-    learnt: its earlier session ends.
+    rows of the batch, and has a folder of its own. `plan` is a plan to follow instead of the
+    planner's: an object such as `session.plan`, its JSON, or a file that `lohan plan --json` wrote.
+    It is refused if it does not fit the model and the budget. `backward` returns before a step is
+    durable; `Session.commit` makes it so. A model that is attached already is taken over with what
+    it has learnt: its earlier session ends.
     """
     offload_policy, model_policy, store_policy = with_keywords(
         offload_policy, model_policy, store_policy, fields
     )
     parse_interval(budget.commit_every, name="commit_every")
+    given = None if plan is None else read_plan(plan)
     make_groups = _groups_maker(model, optimizer, param_groups)
     batch = None if batch is None else arguments_by_name(model, batch)
     source, dtype, found, wider = _prepared(model, batch, model_policy, new=not store_policy.resume)
@@ -393,16 +397,21 @@ def attach(
             backend=backend_of(model_policy.compile, device),
             check=not is_tested(model) if model_policy.check is None else model_policy.check,
             settings=settings,
+            plan_is_given=given is not None,
         )
         if store_policy.resume:
-            store, plan, context = _reopened(model, context, optimizer, budget, store_policy, undo)
+            store, followed, context = _reopened(
+                model, context, given, optimizer, budget, store_policy, undo
+            )
         else:
             assert source is not None
-            store, plan, context = _created(source, wider, context, budget, store_policy, undo)
+            store, followed, context = _created(
+                source, wider, context, given, budget, store_policy, undo
+            )
             del source  # and with it, weights in memory
         run = partial(make_executor, model, context, store, groups, Trace(keep=trace))
         to_meta(model)
-        session = Session(model, context, run, plan)
+        session = Session(model, context, run, followed)
         undo.pop_all()
     return session
 
@@ -483,6 +492,7 @@ def _created(
     source: ReadFlat,
     wider: Collection[str],
     context: PlanContext,
+    given: Plan | None,
     budget: Budget,
     store_policy: StorePolicy,
     undo: ExitStack,
@@ -492,7 +502,7 @@ def _created(
     For frozen parameters that were given in a `wider` type, the store also keeps what rounding
     removes.
     """
-    plan, context = agreed_plan(context)
+    plan, context = agreed_plan(context, given)
     groups = context.blocks.groups
     exact = context.process_group.broadcast_made(
         lambda: groups_that_lose_bits(source, groups, wider, plan.dtype)
@@ -514,6 +524,7 @@ def _created(
 def _reopened(
     model: nn.Module,
     context: PlanContext,
+    given: Plan | None,
     optimizer: Optimizer,
     budget: Budget,
     store_policy: StorePolicy,
@@ -538,7 +549,7 @@ def _reopened(
         chunk_params=held.chunk_params,
         gradients_on_ssd=any(region.scratch for region in store.regions),
     )
-    plan, context = agreed_plan(replace(context, options=options))
+    plan, context = agreed_plan(replace(context, options=options), given)
     restore_rng(store.meta, context.device)
     restore_buffers(model, store.meta)
     return store, plan, context

@@ -282,8 +282,6 @@ class StepScalars:
     update: int  # from 1
     grad_multiplier: float
     missed_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
-    # Groups whose gradients are needed for a second update.
-    updated_twice: frozenset[int] = frozenset()
 
 
 class StateRing:

@@ -68,12 +68,9 @@ class ActionScheduler:
         self._whole_phase = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
-        # What this backward does for the step before: its writes, then its end; and for which of
-        # these writes the update is made a second time, with the scalars of that step.
+        # The writes that this backward makes for the step before, and then the end of that step.
         self._behind: tuple[Action, ...] = ()
-        self._second_updates: frozenset[tuple[int, int]] = frozenset()
         self._scalars: StepScalars | None = None
-        self._waiting_scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a device buffer.
         self.activation_buffers: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
@@ -95,7 +92,6 @@ class ActionScheduler:
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
         if self._overlap and order and self._lanes.expected() is None:
-            self._make_second_updates()
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
             self._queued_inference = True
@@ -147,14 +143,9 @@ class ActionScheduler:
 
     def _write_behind(self) -> None:
         """Schedule the remaining writes of the step before, because no backward follows."""
-        if self._buffers.behind or self._buffers.second_updates:
+        if self._buffers.behind:
             made, self._buffers = sched.write_behind(self._spec, self._buffers)
-            self._lanes.enqueue(made, self._waiting_scalars)
-
-    def _make_second_updates(self) -> None:
-        """As `_write_behind`, where the next schedule could do no updates of the step before."""
-        if self._buffers.second_updates:
-            self._write_behind()
+            self._lanes.enqueue(made)
 
     def wait_updated(self, group: int) -> None:
         """Wait until the queued updates of a group are done."""
@@ -185,10 +176,6 @@ class ActionScheduler:
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
             self._unreached = [group for group in range(len(self._groups)) if group not in used]
-            second = () if speculate else self._buffers.second_updates
-            self._second_updates = frozenset(second)
-            if speculate:
-                self._make_second_updates()
             names = [action.name for action in self._buffers.behind]
             made, self._buffers = sched.backward(
                 self._writing,
@@ -199,14 +186,10 @@ class ActionScheduler:
                 unreached=self._unreached,
                 speculate=self.skips_norm_wait,
             )
-            if self._second_updates:  # No update of this backward belongs to this step.
-                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
-            else:  # What was left behind precedes the writes of this step.
-                first = {action.name: action for action in reversed(made)}
-                self._behind = tuple(first[name] for name in names)
-            self._lanes.enqueue(made, self._waiting_scalars if self._second_updates else scalars)
-        else:
-            self._make_second_updates()
+            # What was left behind precedes the writes of this step.
+            first = {action.name: action for action in reversed(made)}
+            self._behind = tuple(first[name] for name in names)
+            self._lanes.enqueue(made, scalars)
 
     def last_use_groups(self) -> tuple[int, ...] | None:
         """Return the groups whose last use is the current backward, if it was scheduled."""
@@ -234,12 +217,9 @@ class ActionScheduler:
     def _cancel_rest(self) -> None:
         cancelled = set(map(id, self._lanes.cancel_queued()))
         left = [action for action in self._behind if id(action) in cancelled]
-        writes = {(action.index, action.chunk) for action in left}
-        second = tuple(key for key in sorted(self._second_updates) if key in writes)
-        left = [a for a in left if (a.index, a.chunk) not in self._second_updates]
         # Idle; what slots hold is not known.
         behind = (*left, *self._buffers.behind)
-        self._buffers = replace(empty_buffers(self._spec), behind=behind, second_updates=second)
+        self._buffers = replace(empty_buffers(self._spec), behind=behind)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
         self._whole_phase, self._last_uses, self._behind = False, None, ()
@@ -347,7 +327,6 @@ class ActionScheduler:
         self, deferred: Sequence[int], scalars: StepScalars | None = None, *, end_step: bool = False
     ) -> None:
         if self._known is not None:
-            self._make_second_updates()
             made, self._buffers = sched.forward(
                 self._writing,
                 self._buffers,
@@ -355,9 +334,6 @@ class ActionScheduler:
                 deferred=deferred,
                 end_step=end_step,
             )
-            if self._buffers.second_updates and scalars is not None:
-                second = frozenset(group for group, _ in self._buffers.second_updates)
-                scalars = self._waiting_scalars = replace(scalars, updated_twice=second)
             self._lanes.enqueue(made, scalars)
 
     def wait_for_squares(self) -> list[int]:

@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,30 +41,22 @@ from lohan.device.choose import Backend
 from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.actions import MOST_ENDED
-from lohan.engine.clipping import RECENT
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
 from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
+from lohan.model.plan import CACHED_STATE, BatchWorkload, Plan, PlanOptions
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.forecast import (
-    UNKNOWN_DRIVE,
     Forecast,
     Simulator,
     profile_of_step,
     step_work,
 )
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import (
-    WORTH,
-    PlanOptions,
-    closed_form_plan,
-    lower_hint,
-    plan_for_budget,
-)
+from lohan.planner.planner import WORTH, PlanProblem, closed_form_plan, lower_hint, make_plan
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
@@ -87,12 +78,24 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
     check: bool = False  # compare first calls with plain ones
+    plan_is_given: bool = False  # by the caller, so that `replan` keeps it
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's when a session ends
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         """Forecast a step of a plan on a machine. The batch must be known."""
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
+
+    def problem(self, options: PlanOptions, *, profile: Profile | None) -> PlanProblem:
+        """Return the problem of another plan of this rank."""
+        return PlanProblem(
+            self.shards,
+            options,
+            host_bytes=self.host_bytes,
+            workload=self.workload,
+            profile=profile,
+            device_bytes=self.device_bytes,
+        )
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
         """Return the machine as measured by a step of this plan on this rank."""
@@ -389,10 +392,9 @@ class Session:
         """Choose a better plan if the measured machine allows one. Call it after each step.
 
         The caller must have released the losses of earlier steps. After the third step, the
-        session continues with a plan for the measured machine if that is faster, and later,
-        if every step is clipped, with one for such steps. Results stay the same, bit for
-        bit. Returns a description of what was measured and changed, or None. With several
-        ranks, all of them call this.
+        session continues with a plan for the measured machine if that is faster. Results stay
+        the same, bit for bit. Returns a description of what was measured and changed, or None.
+        With several ranks, all of them call this.
         """
         if self._closed:
             raise StoreError("the session is closed, so there is no step to plan for")
@@ -696,7 +698,6 @@ FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a 
 TOLERANCE = 0.2  # between predicted and measured seconds of a lane
 LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
 MOST_PLANS = 3
-PAYS_WITHIN = 4 * RECENT  # steps: what a plan for clipped steps, or for others, must save by then
 
 
 @dataclass(frozen=True)
@@ -720,9 +721,8 @@ class Replanner:
     """Compares an early step of each plan with its forecast, and changes the plan if that pays.
 
     The step is the third or, if not every step commits, the fourth. The plan changes at most
-    twice. After that, the class watches the norm: a run in which every step is clipped
-    continues with a plan for such steps, until no recent step is clipped. With several ranks,
-    all of them call this after the same steps; the first measures, plans and decides.
+    twice. With several ranks, all of them call this after the same steps; the first measures,
+    plans and decides.
     """
 
     def __init__(self, session: Session) -> None:
@@ -730,18 +730,14 @@ class Replanner:
         self._since = 0  # steps with the current plan
         self._plans = 1
         context = session.context
-        self._able = context.workload is not None
         chosen = context.options.activations != "holistic"  # by the user
-        self._done = chosen or not self._able or not session.plan.overlap
-        self._clipped: deque[bool] = deque(maxlen=RECENT)  # of the last steps
-        self._every_clipped = False  # the plan is for such steps
-        self._refused = False  # another plan was not worth it
+        able = context.workload is not None and session.plan.overlap
+        self._done = chosen or context.plan_is_given or not able
         self._last_s = time.perf_counter()  # of `after_own_step`
-        # What only the first rank knows.
-        self._machine = known = context.profile  # as measured, once it is
-        self._promised: Forecast | None = None  # of the plan; None: the machine is not known
-        if known is not None and not self._done and session.process_group.ranks.first:
-            self._promised = context.forecast(known, session.plan)
+        # The forecast of the plan, or None. Only the first rank has it, if it knows the machine.
+        self._promised: Forecast | None = None
+        if context.profile is not None and not self._done and session.process_group.ranks.first:
+            self._promised = context.forecast(context.profile, session.plan)
 
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """Describe what was measured and changed, or return None."""
@@ -749,9 +745,7 @@ class Replanner:
         # The first two steps of a plan are committed in any case; some of the second's writes come
         # in the third, which is no step between two commits then.
         first_look = FIRST_LOOK + self._session.plan.commits_by_interval
-        if self._done or self._since > first_look:
-            return self._follow_norms() if self._able else None
-        if self._since < first_look:
+        if self._done or self._since != first_look:
             return None
         found = self._decided(partial(self._look, spans, step_s=step_s))
         self._done = True  # unless another plan is followed
@@ -789,7 +783,6 @@ class Replanner:
         found = context.measured(spans, plan) if why else None
         if found is None or self._plans >= MOST_PLANS:
             return stays
-        self._machine = found
         other = self._better(found)
         if other is None:
             return stays
@@ -798,43 +791,6 @@ class Replanner:
             return stays
         self._promised = then
         return Decision(why, other, _faster(now, then))
-
-    def _follow_norms(self) -> str | None:
-        """Change to a plan for clipped or unclipped steps if all recent steps are of that kind.
-
-        The change must soon save more than it costs. Returns a description, or None.
-        """
-        plan = self._session.plan
-        if not plan.updates_in_next_forward or not plan.clip:
-            return None
-        self._clipped.append(self._session.executor.clipping.over_limit)
-        every = all(self._clipped)
-        if len(self._clipped) < RECENT or any(self._clipped) is not every:
-            return None
-        if every is self._every_clipped:
-            self._refused = False
-            return None
-        if self._refused:
-            return None
-        self._refused = True  # unless it is followed
-        found = self._decided(partial(self._for_norms, every_clipped=every))
-        if found.plan is None:
-            return None
-        said, followed = self._follow(found.plan, found.faster)
-        if followed:
-            self._every_clipped, self._refused = every, False
-            self._clipped.clear()
-        return f"{'all' if every else 'none'} of the last {RECENT} steps clipped; {said}"
-
-    def _for_norms(self, *, every_clipped: bool) -> Decision:
-        """Return a plan for clipped steps, or for others, if it pays."""
-        plan, machine = self._session.plan, self._machine
-        other = None if machine is None else self._better(machine, every_clipped=every_clipped)
-        if machine is None or other is None or other == plan:
-            return Decision()
-        forecast = partial(self._session.context.forecast, machine, clipped=every_clipped)
-        now, then = forecast(plan), forecast(other)
-        return Decision(plan=other if pays(now, then, machine) else None, faster=_faster(now, then))
 
     def _decided(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision of the first rank."""
@@ -856,36 +812,17 @@ class Replanner:
             return f"a new plan could not be followed, the old one goes on: {error}", False
         return f"a new plan should make steps {faster}: {_difference(old, plan)}", True
 
-    def _better(self, measured: Profile, *, every_clipped: bool = False) -> Plan | None:
+    def _better(self, measured: Profile) -> Plan | None:
         context, plan = self._session.context, self._session.plan
-        options = context.options.fixed_by(plan)
-        options = replace(options, every_clipped=every_clipped, world=plan.world)
+        options = replace(context.options.fixed_by(plan), world=plan.world)
         try:
-            return plan_for_budget(
-                context.shards,
-                options,
-                host_bytes=context.host_bytes,
-                workload=context.workload,
-                profile=measured,
-                device_bytes=context.device_bytes,
-            )
+            return make_plan(context.problem(options, profile=measured)).plan
         except BudgetError:
             return None
 
 
 def _faster(now: Forecast, then: Forecast) -> str:
     return f"{now.step_s / then.step_s:.2f}x as fast"
-
-
-def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:
-    """Return whether a change of plan soon saves more than it costs.
-
-    The cost is that cached data is read again, and that the first step is scheduled on demand.
-    """
-    cached = then.plan.owner_bytes(CACHED_WEIGHTS, CACHED_STATE)
-    read_s = cached / (machine.ssd_read or UNKNOWN_DRIVE)
-    saved_s = PAYS_WITHIN * (now.step_s - then.step_s)
-    return now.step_s >= WORTH * then.step_s and saved_s > read_s + now.step_s
 
 
 def surprises(
@@ -984,16 +921,8 @@ def _shrunk(session: Session) -> str:
         room = int(used * LEFT)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
     options = replace(context.options, chunk_params=session.plan.chunk_params)
-    session.follow(
-        lambda: closed_form_plan(
-            context.blocks,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=profile,
-            device_bytes=room,
-        )
-    )
+    problem = context.problem(options, profile=profile)
+    session.follow(lambda: closed_form_plan(replace(problem, device_bytes=room)))
     session.context = replace(context, device_bytes=room, profile=profile)
     tiles = f" in tiles of {session.plan.tiles} tokens" if session.plan.tiles else ""
     return f"{session.plan.micro_batch or 'all'}{tiles}"

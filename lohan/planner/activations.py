@@ -12,6 +12,7 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
+from lohan.planner.host_memory import Use, share_out
 from lohan.planner.memory import INPUTS, MemoryModel
 from lohan.schedule.simulate import (
     DEQUANTISING,
@@ -147,24 +148,26 @@ class _Pricer:
         out: float,
         kept: float,
     ) -> Traffic:
-        """Return the traffic of a step.
-
-        Free host memory is used for waiting gradients first, then for weights, then for state.
-        """
+        """Return the traffic of a step with this share of deferred updates."""
         fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
-        spilled = max(0.0, waiting - free) if plan.needs_all_gradients else 0.0
+        uses = share_out(
+            free,
+            {
+                Use.GRADIENTS: 0.0 if self.spill_all else waiting,
+                Use.WEIGHTS: n * fmt.weight_bytes,
+                Use.STATE: trained * fmt.state_bytes,
+            },
+        )
+        weights, state = uses[Use.WEIGHTS], uses[Use.STATE]
+        spilled = waiting - uses[Use.GRADIENTS] if plan.needs_all_gradients else 0.0
         in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
         if in_memory.may_speculate:
             # The price is that of a step that is not clipped: its updates run in backward.
             share, spilled = 0.0, 0.0
-            waiting = 0.0 if self.spill_all else waiting
         if not plan.needs_all_gradients and waiting > free:
-            share, waiting = free / (trained * width), free
-        free = max(0.0, free - waiting)
-        weights = min(free, n * fmt.weight_bytes)
-        state = min(free - weights, trained * fmt.state_bytes)
+            share = free / (trained * width)
         read_again = n * fmt.weight_bytes - weights
         written = trained * (fmt.state_bytes + fmt.weight_bytes)
         unwritten = 0.0 if self.writes_cached else state + weights * trained / max(n, 1.0)

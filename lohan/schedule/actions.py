@@ -126,6 +126,3 @@ class ScheduleSpec:
     net: bool = False  # whether ranks gather weights and reduce gradients on the device
     # Whether gradients are appended to a log, and full state is written by some steps only.
     log: bool = False
-    # Groups that are updated twice if all updates wait for forward: in forward to obtain the new
-    # weights, and in the backward after it, from the same state, to write the result.
-    updated_twice: frozenset[int] = frozenset()

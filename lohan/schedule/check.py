@@ -120,10 +120,6 @@ class _Check:
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Chunks that were updated in memory and are outdated on SSD.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
-        # Chunks whose first update is not written. Only forward may use their weights.
-        self.second_updates = set(buffers.second_updates)
-        # Chunks that await their second update: their weights are those of the previous step.
-        self.old: set[tuple[int, int]] = set()
         self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C
         self.held: set[int] = set()  # groups with complete gradients that are still to be updated
         self.put_away: set[tuple[int, int]] = set()  # chunks of held gradients that are on SSD
@@ -234,19 +230,13 @@ class _Check:
         for group, slot in zip(self.spec.sites[action.index], action.at, strict=False):
             if held[slot] != group:
                 self.fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
-            self._new(action, group)
             if self.spec.net and slot not in self.whole_there:
                 self.fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
-
-    def _new(self, action: Action, group: int) -> None:
-        if any(key[0] == group for key in self.old):
-            self.fail(action, f"the weights of group {group} are those of the step before")
 
     def _load(self, action: Action) -> None:
         slot, device_slot = action.at
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
-        self._new(action, action.index)
         self.device[device_slot] = action.index
         self.whole_there.discard(device_slot)
 
@@ -304,31 +294,14 @@ class _Check:
         if action.at[0] >= self.spec.slots:
             self.fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
-        if group in self.spec.updated_twice:
-            self._drop(group)
         if any(number == group for number, _ in self.unwritten):
             self.fail(action, "the newest weights are not written yet")
         self.slots[action.at[0]] = group
 
-    def _drop(self, group: int) -> None:
-        """Discard the unwritten updates of a group, which are to be made a second time."""
-        once = {key for key in self.unwritten | self.second_updates if key[0] == group}
-        if not once:
-            return
-        self.unwritten -= once
-        self.updated -= once
-        self.second_updates -= once
-        self.old |= once
-        slots = [slot for slot, held in enumerate(self.slots) if held == group]
-        for slot in slots:
-            self.slots[slot] = None
-        self.device = [None if held == group else held for held in self.device]
-
     def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
             self.fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
-        unwritten = (action.index, action.chunk) in self.unwritten
-        if unwritten and action.index not in self.spec.updated_twice:
+        if (action.index, action.chunk) in self.unwritten:
             self.fail(action, "the newest state is not written yet")
         self.ring[action.at[0]] = (action.index, action.chunk)
 
@@ -353,12 +326,8 @@ class _Check:
         self.updated.add(key)
         self.unwritten.add(key)
         self.last_update = self.finished(action)
-        if action.index not in self.spec.updated_twice:
-            self.put_away.discard(key)
-        if key in self.old:  # This second update belongs to the previous step.
-            self.old.discard(key)
-        else:
-            self.since_forward.add(action.index)
+        self.put_away.discard(key)
+        self.since_forward.add(action.index)
         self.device = [None if held == action.index else held for held in self.device]
         if action.chunk == self.spec.chunks[action.index] - 1:
             self.held.discard(action.index)
@@ -368,8 +337,6 @@ class _Check:
         if (action.index, action.chunk) not in self.unwritten:
             self.fail(action, "there is nothing new to write")
         self.unwritten.discard((action.index, action.chunk))
-        if action.index in self.spec.updated_twice:
-            self.put_away.discard((action.index, action.chunk))
         if self.step_end is not None and not self.known(self.step_end):
             self.fail(action, "would write into the generation that C is committing")
 

@@ -98,15 +98,12 @@ class Builder:
         self.fetched = self.done = 0  # how many chunks of the queue were read, and updated
         self.read: dict[tuple[int, int], int] = {}  # (group, chunk) -> its state buffer
         self.staged: dict[tuple[int, int], int] = {}  # (group, chunk) -> its staging buffer
-        # The keys are the (group, chunk) whose second update is still to be made, in order.
-        self.second_updates = dict.fromkeys(buffers.second_updates)
         # With `write_behind`, writes of cached chunks are collected in `unwritten`, for the next
         # phase. `behind` are the writes that the previous phase left to this one.
         self.write_behind = False
         self.unwritten: list[Action] = []
         self.behind = deque(buffers.behind)
         if not defer_writes:
-            assert not self.second_updates
             self.emit_left_writes(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
@@ -120,7 +117,6 @@ class Builder:
             self.acts.taken,
             self.device_acts.taken,
             tuple(self.behind),
-            tuple(self.second_updates),
         )
 
     def emit(
@@ -266,19 +262,16 @@ class Builder:
 
         All ring buffers but one are used to read ahead. The last one is being written, so that
         reads and writes alternate and the drive always has a queued request. With a ring of one
-        buffer, one chunk is read ahead, except during second updates: gradients that are spilled in
-        the same backward then need the only staging buffer.
+        buffer, one chunk is read ahead.
         """
-        ahead = self.spec.ring - 1 if self.second_updates else max(1, self.spec.ring - 1)
+        ahead = max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
             self.fetched += 1
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.spec.spilled_gradients and (
-            self.held_before or key in self.second_updates
-        ):
+        if group in self.spec.spilled_gradients and self.held_before:
             logged = self.spec.log and key not in self.cached_buffer
             fetch = Op.FETCH_LOGGED if logged else Op.FETCH_GRADIENTS
             self.staged[key] = self.stage(fetch, group, chunk)
@@ -305,20 +298,15 @@ class Builder:
     def update(
         self,
         group: int,
-        only: Sequence[int] | None = None,
         *,
-        write: bool = True,
         frees: Sequence[Effect] = (),
-        second: bool = False,
     ) -> None:
-        """Read, update and write all chunks of a group, or `only` some of them.
+        """Read, update and write all chunks of a group.
 
-        Without `write`, the chunks are written by a second update. `frees` are the effects on the
-        rooms that the update of the last chunk frees. If this is the `second` update, the write of
-        a chunk frees its gradients.
+        `frees` are the effects on the rooms that the update of the last chunk frees.
         """
         slot = self.held_slot(group)
-        chunks = range(self.spec.chunks[group]) if only is None else only
+        chunks = range(self.spec.chunks[group])
         for chunk in chunks:
             key = (group, chunk)
             if key not in self.read and key not in self.queue:
@@ -333,16 +321,13 @@ class Builder:
                 at = (buffer, slot, self.staged.pop(key))
             self.emit(Op.UPDATE, group, chunk, at, *(frees if chunk == chunks[-1] else ()))
             self.done += 1
-            if not write:
-                self.second_updates[key] = None
-            elif self._writes(cached=cached and slot >= self.spec.slots):
+            if self._writes(cached=cached and slot >= self.spec.slots):
                 action = Action(Op.WRITE, group, chunk, (buffer, slot))
                 if self.write_behind and cached and slot >= self.spec.slots:
                     self.unwritten.append(action)
                 else:
-                    more: list[Effect] = [(("gradients", group), WRITE, chunk)] if second else []
-                    if self.update_mode == "naive":
-                        more.append((CHUNK_TURN, READ, WHOLE))
+                    naive = self.update_mode == "naive"
+                    more: list[Effect] = [(CHUNK_TURN, READ, WHOLE)] if naive else []
                     self.emit_action(action, *more)
             if self.update_mode != "naive":
                 self.read_ahead()
@@ -351,17 +336,6 @@ class Builder:
     def _writes(self, *, cached: bool) -> bool:
         """Return whether this step writes a chunk, given whether its weights and state stay."""
         return self.spec.write_through or not (cached or self.spec.log)
-
-    def second_update(self, group: int) -> None:
-        """Repeat the update of a group that was not written, from the old state and weights."""
-        chunks = [chunk for number, chunk in self.second_updates if number == group]
-        self.update(group, chunks, second=True)
-        self.second_updates = {key: None for key in self.second_updates if key[0] != group}
-
-    def forget(self, groups: Collection[int]) -> None:
-        """Mark the weights of these groups as missing, so that their next use reads them again."""
-        self.slots = [None if held in groups else held for held in self.slots]
-        self.device = [None if held in groups else held for held in self.device]
 
 
 # -- Phases ---------------------------------------------------------------------------------------
@@ -383,8 +357,7 @@ def forward(
 
     If all groups are deferred, the drives are the bottleneck of forward and mostly idle in
     backward. The writes of cached chunks are then left to the backward that follows, and the
-    previous step ends there. The updates of `updated_twice` groups only compute weights here; they
-    are repeated and written in that backward.
+    previous step ends there.
 
     Without `training`, no backward follows and no activations are kept.
     """
@@ -399,15 +372,11 @@ def forward(
     unused = [g for g in left if g not in first_use]
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
-    twice = spec.updated_twice if b.write_behind and training else frozenset()
-
     def update_first(group: int) -> None:
         if group in left:
             del left[group]
-            # A group that is used again might be evicted and read from SSD before it is written.
-            unwritten = group in twice and used.count(group) == 1
-            b.update(group, write=not unwritten)
-            if not left and end_step and not b.unwritten and not b.second_updates:
+            b.update(group)
+            if not left and end_step and not b.unwritten:
                 b.emit(Op.END_STEP)
 
     for group in unused:
@@ -426,10 +395,8 @@ def forward(
         reached.passed(groups)
         b.offload_activations(site, into, by)
     b.behind.extend(b.unwritten)
-    if end_step and (b.unwritten or b.second_updates):
+    if end_step and b.unwritten:
         b.behind.append(Action(Op.END_STEP))
-    # The second updates start from the old weights, which have to be read from SSD again.
-    b.forget({group for group, _ in b.second_updates})
     if not (order and training):
         b.emit_left_writes(len(b.behind))
     return b.result()
@@ -457,7 +424,7 @@ def backward(
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
     b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
     used = [group for site in order for group in spec.sites[site]]
-    second, upcoming = _SecondUpdates(b, used), Upcoming(used)
+    upcoming = Upcoming(used)
     share = -(-len(b.behind) // max(1, len(order)))
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
@@ -465,7 +432,7 @@ def backward(
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     rooms = _GradientRooms(spec)
     for position, site in enumerate(order):
-        reached.bring(position, then=second.update)
+        reached.bring(position)
         restoring.fetch(position)
         if update_mode != "naive":
             b.read_ahead()
@@ -478,7 +445,6 @@ def backward(
             b.offload_gradients(group, *rooms.taken_by_offload())
             _update_or_hold(b, group, rooms, deferred=deferred, speculate=speculate)
         b.emit_left_writes(share)
-    second.finish()
     b.emit(Op.BACKWARD_DONE, -1, -1, (), *([(SQUARES, AFTER, WHOLE)] if speculate else []))
     for group in _trained(spec, unreached):
         if group in deferred:
@@ -504,40 +470,8 @@ def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, Bu
     It is used if no backward follows, or one that cannot take this work.
     """
     b = Builder(spec, buffers, held_before=True, defer_writes=True)
-    groups = {group for group, _ in b.second_updates}
-    second = _SecondUpdates(b, ())
     b.emit_left_writes(len(b.behind))
-    second.finish()
-    b.forget(groups)  # The next use waits for a read of the weights, not for these updates.
     return b.result()
-
-
-class _SecondUpdates:
-    """The second updates of the previous step, which are made and written during backward.
-
-    Each runs when backward reads the weights of its group. The previous step ends after all of
-    them.
-    """
-
-    def __init__(self, builder: Builder, used: Sequence[int]) -> None:
-        self._b, b = builder, builder
-        self._groups = {group for group, _ in b.second_updates}
-        self._step_end = [b.behind.pop()] if b.second_updates and b.behind else []
-        first_use = {group: at for at, group in reversed(list(enumerate(used)))}
-        b.queue = sorted(b.second_updates, key=lambda key: (first_use.get(key[0], len(used)), key))
-
-    def update(self, group: int) -> None:
-        if group in self._groups and any(number == group for number, _ in self._b.second_updates):
-            self._b.second_update(group)
-
-    def finish(self) -> None:
-        """Update the groups that backward has not used, and end the previous step."""
-        for group in dict.fromkeys(group for group, _ in self._b.queue):
-            if any(number == group for number, _ in self._b.second_updates):
-                self._b.bring(group, Upcoming(()))
-                self._b.second_update(group)
-        for action in self._step_end:
-            self._b.emit_action(action)
 
 
 class _Reach:

@@ -55,7 +55,6 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
         ),
         net=plan.world > 1,
         log=plan.log_gradients > 0,
-        updated_twice=frozenset(numbers[key] for key in plan.updated_twice),
     )
 
 
@@ -197,10 +196,6 @@ def _overlapped(
     earlier = spec_for_step(spec, before is None or before.commits)
     forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, end_step=ends)
     spec = spec_for_step(spec, order.commits)
-    late: Schedule = ()
-    if buffers.second_updates and order.speculates:
-        # Backward runs updates of this step, so those of the step before have to come first.
-        late, buffers = sched.write_behind(spec, buffers)
     backward, buffers = sched.backward(
         spec,
         buffers,
@@ -216,7 +211,7 @@ def _overlapped(
     after: Schedule = ()
     if order.deferred and not order.deferred_to_forward:
         after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, end_step=True)
-    return {"forward": forward + late, "backward": backward, "after backward": after}, buffers
+    return {"forward": forward, "backward": backward, "after backward": after}, buffers
 
 
 def _plain(

@@ -24,7 +24,7 @@ from lohan.engine.session import OomGuard, Replanner, Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import PlanOptions
 from lohan.planner.forecast import Forecast
-from lohan.planner.planner import plan_for_budget
+from lohan.planner.planner import make_plan
 from lohan.planner.wear import (
     ASSUMED_WEAR,
     Alternative,
@@ -529,15 +529,10 @@ def sparing_options(session: Session) -> list[Alternative]:
 
     def planned(options: PlanOptions, host: int) -> Forecast:
         options = replace(options, head_tokens=session.plan.head_tokens)
-        plan = plan_for_budget(
-            context.blocks,
-            options,
-            host_bytes=host,
-            workload=workload,
-            profile=profile,
-            device_bytes=context.device_bytes,
-        )
-        return context.forecast(profile, plan)
+        problem = replace(context.problem(options, profile=profile), host_bytes=host)
+        made = make_plan(problem).forecast
+        assert made is not None
+        return made
 
     now = context.forecast(profile, session.plan)
     return list(alternatives(now, context.options, context.host_bytes, planned))

@@ -53,7 +53,6 @@ class LoggedTuning(Tuning):
             host_cached_weights=tuple(keys),
             host_cached_state=tuple(state),
             spilled_gradients=tuple(keys),
-            updated_twice=(),
         )
 
 

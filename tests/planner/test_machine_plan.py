@@ -15,6 +15,7 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.plan import describe
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Drive, Profile
+from lohan.model.plan import PlanOptions
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.planner import presets
 from lohan.planner.activations import choose, levels
@@ -29,7 +30,7 @@ from lohan.planner.machine_plan import (
     with_alternatives,
 )
 from lohan.planner.memory import CARD_OWNERS, MemoryModel
-from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
@@ -290,11 +291,13 @@ def test_the_choice_is_the_best_of_all(clip):
     asked = request("gpt-6b", "rtx4090", batch=16, clip=clip)
     workload = load_of_shape(asked.model, batch=16, seq=1024, dtype="bf16")
     plan = closed_form_plan(
-        layout_of(asked.model),
-        replace(asked.options, activations="recompute"),
-        host_bytes=asked.host,
-        workload=workload,
-        profile=asked.machine,
+        PlanProblem(
+            layout_of(asked.model),
+            replace(asked.options, activations="recompute"),
+            host_bytes=asked.host,
+            workload=workload,
+            profile=asked.machine,
+        )
     )
     memory = MemoryModel(
         layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True

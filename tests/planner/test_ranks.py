@@ -12,7 +12,7 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.main import app
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import GROUP_ALIGN
-from lohan.model.plan import Plan
+from lohan.model.plan import Plan, PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.machine_plan import (
@@ -22,7 +22,6 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
     without_lane,
 )
-from lohan.planner.planner import PlanOptions
 from lohan.schedule.actions import to_text
 
 MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")

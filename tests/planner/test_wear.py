@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from lohan.cli.main import app
 from lohan.cli.plan import describe, to_json
 from lohan.model.machine import Drive
+from lohan.model.plan import PlanOptions
 from lohan.optim import StateKind
 from lohan.planner import presets, wear
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine, with_alternatives
-from lohan.planner.planner import PlanOptions
 from lohan.planner.wear import (
     Alternative,
     describe_wear,

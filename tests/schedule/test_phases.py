@@ -412,8 +412,6 @@ def runs(draw: st.DrawFn) -> Run:
     else:
         deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
-    in_memory = {*cached, *(g for g, _ in host_cached_state)}
-    again = [g for g in moving if g not in in_memory and draw(st.booleans())]
     spec = ScheduleSpec(
         sites=sites,
         chunks=chunks,
@@ -425,7 +423,6 @@ def runs(draw: st.DrawFn) -> Run:
         host_cached_state=tuple(host_cached_state),
         write_through=draw(st.booleans()),
         spilled_gradients=frozenset(spilled),
-        updated_twice=frozenset(again),
     )
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
@@ -471,13 +468,7 @@ class Chain:
         self.all += made[0]
         self.buffers = made[1]
 
-    def write_behind(self) -> None:
-        if self.buffers.second_updates:
-            self.add(write_behind(self.spec, self.buffers))
-
     def step(self, step: Step, after: Step | None) -> None:
-        if step.evaluated or not step.ahead:
-            self.write_behind()
         for site in step.evaluated:
             self.add(forward(self.spec, self.buffers, [site], training=False))
         if not step.ahead:
@@ -490,8 +481,6 @@ class Chain:
         deferred = () if speculate else deferred
         last_use_groups = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
-        if speculate or not waits:
-            self.write_behind()
         if step.ahead:
             self.add(
                 backward(
