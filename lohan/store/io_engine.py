@@ -158,6 +158,7 @@ class Volume:
         self._engine = open_engine(engine) if isinstance(engine, str) else engine
         # Maps (disk_slot, directory) to a file number of the engine.
         self._files: dict[tuple[int, int], int] = {}
+        self._further: dict[int, Path] = {}  # other files, by their number
 
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
@@ -259,7 +260,13 @@ class Volume:
                 f"{path}: has {found} bytes, {size} expected; it was cut or altered;"
                 " restore the store from a snapshot or start the run again"
             )
-        return self._engine.open(str(path), size=size, create=create)
+        number = self._engine.open(str(path), size=size, create=create)
+        self._further[number] = path
+        return number
+
+    def forget_file(self, file: int) -> None:
+        """Stop expecting a file of `open_file` in its directory, because it is to be removed."""
+        del self._further[file]
 
     def read_file(self, file: int, offset: int, buffer: Buffer) -> int:
         return self._engine.read(file, offset, buffer)
@@ -286,6 +293,7 @@ class Volume:
         paths = [path / IDENTITY for path in self.dirs]
         if self._owned:
             paths += [self._file_path(*place) for place in self._files]
+            paths += self._further.values()
         return next((path for path in paths if not path.exists()), None)
 
     def close(self) -> None:

@@ -24,10 +24,12 @@ from lohan.store.files import LOG, LOG_DATA
 from lohan.store.io_engine import Buffer, DeadlineError, Volume
 from lohan.store.manifest import (
     PROGRESS,
+    Manifest,
     checksum,
     malformed,
     plain_json,
     read_json,
+    read_manifest,
     write_json,
 )
 from lohan.util.files import WrongType, checked, from_json
@@ -96,7 +98,12 @@ def live_log(directory: Path, *, uuid: str, generation: int) -> LogManifest | No
     Entries for an earlier generation are part of the committed one. A log cannot be ahead of its
     base, because the base is committed first.
     """
-    manifest = read_log(directory)
+    return _if_live(read_log(directory), directory, uuid=uuid, generation=generation)
+
+
+def _if_live(
+    manifest: LogManifest | None, directory: Path, *, uuid: str, generation: int
+) -> LogManifest | None:
     if manifest is None:
         return None
     if manifest.uuid != uuid or manifest.generation > generation:
@@ -106,6 +113,18 @@ def live_log(directory: Path, *, uuid: str, generation: int) -> LogManifest | No
             "files are not of one store"
         )
     return manifest if manifest.entries and manifest.generation == generation else None
+
+
+def read_latest(directory: Path) -> Manifest | None:
+    """Return the manifest of a store, with the meta of the last step in its log, if it has one.
+
+    The log is read first: while a run replaces both files, it is never ahead of the manifest then.
+    """
+    log, manifest = read_log(directory), read_manifest(directory)
+    if manifest is None:
+        return None
+    live = _if_live(log, directory, uuid=manifest.uuid, generation=manifest.generation)
+    return manifest if live is None else replace(manifest, meta=live.meta)
 
 
 def remove_log(dirs: Iterable[Path]) -> None:
@@ -410,6 +429,11 @@ class GradientLog:
             with self._lock:
                 self._outstanding.discard(ticket)
         self._written = {}
+
+    def close(self) -> None:
+        """End the use of the files, which the caller removes if the log is not live."""
+        for file in self._files.values():
+            self._volume.forget_file(file)
 
     def _sync(self) -> None:
         for number, file in self._files.items():

@@ -520,6 +520,7 @@ class Store:
         self._earlier_logs = Counters(
             before.bytes_read + log.bytes_read, before.bytes_written + log.bytes_written
         )
+        log.close()
         self._log = None
 
     def commit_logged(self, meta: Mapping[str, Any], record: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lohan.errors import ChecksumError, StoreError
+from lohan.store import admin
 from lohan.store.files import LOG, LOG_DATA, NoRoomError
 from lohan.store.log import GradientLog
 from lohan.store.store import Store
@@ -264,3 +265,26 @@ def test_no_power_cut_loses_a_logged_step(
             assert promised is None or step in (promised, promised + 1), (prefix, journal, keep)
             seen["promised" if step == promised else "in flight"] += 1
     assert seen["promised"] > 50 and seen["in flight"] > 5, seen
+
+
+def test_describes_the_last_logged_step(tmp_path: Path) -> None:
+    with new_store([tmp_path / "a"]) as store:
+        store.commit({"progress": {"step": 0}}, advance=False)
+        log = log_of(store)
+        log.wait_all([log.append(k, c, content(k, c, PAGE, 1)) for k, c in CHUNKS])
+        store.commit_logged({"progress": {"step": 1}}, {})
+        assert admin.describe(tmp_path / "a")["step"] == 1
+        fold(store, 2)
+        store.commit({"progress": {"step": 2}}, advance=False)
+        assert admin.describe(tmp_path / "a")["step"] == 2
+
+
+def test_a_log_that_is_removed_while_it_is_used_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lohan.store.store.PRESENCE_INTERVAL_S", 0.0)
+    with new_store([tmp_path / "a"]) as store:
+        append_step(store, 1)
+        (tmp_path / "a" / LOG_DATA).unlink()
+        with pytest.raises(StoreError, match=r"log\.bin: was removed while the run used it"):
+            append_step(store, 2)
