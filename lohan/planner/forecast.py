@@ -78,8 +78,11 @@ class Forecast:
         A step is at least as long as the work of its busiest lane. The simulated timeline may be
         shorter, because it leaves work, mostly writes, to the next step.
         """
-        step_s = max(self.timeline.step_s, *self.busy_s.values(), self.shared_s, self.bus_s)
-        return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
+        commit_s = self.commit.seconds / self.commit.steps if self.commit else 0.0
+        # The busy seconds of the drives include the writes of commits.
+        return max(
+            self.timeline.step_s + commit_s, *self.busy_s.values(), self.shared_s, self.bus_s
+        )
 
     @property
     def tokens_per_s(self) -> float:

@@ -231,7 +231,10 @@ class Sizer:
         options = self.options
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
         small = self._small_groups()
-        slots = self._widest_without(small)
+        if options.log_gradients:  # Its steps compute all trained weights before they are used.
+            trained = tuple(group.key for group in self.memory.trained)
+            small = (*trained, *(key for key in small if key not in trained))
+        slots = max(1, self._widest_without(small))
         plan = Plan(
             **options.taken_over(),
             micro_batch=self.micro_batch,

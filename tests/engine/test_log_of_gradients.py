@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import lohan
+from lohan.device.emulated import EmulatedDevice
 from lohan.engine.logged import fold_log
 from lohan.errors import ConfigError
 from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.store.store import Store
+from lohan.util.units import MiB
 from tests.support.delayed_runs import (
     CHUNK,
     Result,
@@ -145,6 +147,62 @@ def test_delays_of_lanes_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     compare(tmp_path, monkeypatch, kind="several", seed=seed, tuning=LoggedTuning(own_thread=True))
+
+
+@pytest.mark.parametrize("kind", ["several", "llama"])
+def test_on_a_device_with_its_own_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Compared there with the same run without a log, since sums on a device differ."""
+    tuned(monkeypatch, LoggedTuning())
+    made = data(STEPS, kind=kind)
+    runs = [
+        train(
+            net(kind),
+            made,
+            tmp_path / str(every),
+            clip=0.5,
+            device=EmulatedDevice(64 * MiB),
+            budget=budget(tmp_path / str(every), every),
+        )
+        for every in ("off", 3)
+    ]
+    runs[1].check(runs[0])
+
+
+def test_steps_of_several_backward_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    made = data(10, kind="tied")
+
+    def run(place: Path, **options: Any) -> dict[str, bytes]:
+        with attached(net("tied"), place, engine=memory_engine(), **options) as session:
+            for step in range(5):
+                with session.accumulate():
+                    for batch in made[2 * step : 2 * step + 2]:
+                        session.model(**batch).backward()
+            assert session.step == 5
+            return stored_bytes(session)
+
+    logged = run(tmp_path / "a", budget=budget(tmp_path / "a", 2))
+    assert logged == run(tmp_path / "b", overlap=False)
+
+
+def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the base are frozen and stream; those of the adapters are logged."""
+    peft = pytest.importorskip("peft")
+    made = data(STEPS, kind="llama")
+
+    def run(place: Path, **options: Any) -> dict[str, bytes]:
+        torch.manual_seed(4)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        model = peft.get_peft_model(net("llama"), lora)
+        with attached(model, place, engine=memory_engine(), **options) as session:
+            for batch in made:
+                session.model(**batch).loss.backward()
+            return stored_bytes(session)
+
+    logged = run(tmp_path / "a", budget=budget(tmp_path / "a", 4))
+    assert logged == run(tmp_path / "b", overlap=False)
 
 
 def test_skipped_steps_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
