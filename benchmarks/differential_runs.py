@@ -40,7 +40,8 @@ from lohan.checkpoint.store_io import gathering_reader
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine import attach as attaching
-from lohan.engine.session import OomGuard, Session
+from lohan.engine.oom_guard import OomGuard
+from lohan.engine.session import Session
 from lohan.errors import BudgetError, RankError
 from lohan.model.plan import Plan
 from lohan.planner.planner import PlanProblem, make_plan

@@ -19,7 +19,7 @@ def main() -> None:
 
     import lohan
     from lohan.capture.blocks import cut
-    from lohan.engine.attach import workload_of
+    from lohan.engine.workload import workload_of
     from lohan.errors import LohanError
     from lohan.model.machine import Profile
     from lohan.model.plan import Kept, Plan, PlanOptions

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 import lohan
 from lohan.capture import recompute
 from lohan.capture.blocks import cut
-from lohan.engine.attach import workload_of
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import PlanOptions

@@ -12,6 +12,7 @@ from torch import nn
 
 import lohan
 from lohan import _core
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.files import SCRATCH
 from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
 from tests.support.small_models import (
@@ -142,7 +143,7 @@ def test_bf16_equals_torch(kind, side, tmp_path, monkeypatch):
 def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning())
     with attached(net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
-        assert not session.plan.needs_all_gradients
+        assert gate_of(session.plan) is Gate.NONE
         assert not any(region.scratch for region in session.store.regions)
         seen = []
         original = session.executor.runner.run

@@ -18,7 +18,7 @@ import pytest
 import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
-from lohan.engine.executor import SETTLING, CommitClock
+from lohan.engine.commit_clock import SETTLING, CommitClock
 from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
@@ -200,7 +200,7 @@ def test_by_time(monkeypatch):
     """A step commits if the next would end too late; the first ones of a plan in any case."""
     now = 0.0
     monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)
-    plan: Any = SimpleNamespace(commit=Interval(0, 10.0), commits_by_interval=True)
+    plan: Any = SimpleNamespace(commit=Interval(0, 10.0))
     clock, commits, seen = CommitClock(plan, ALONE), True, []
     for _ in range(12):
         seen.append(commits)

@@ -18,11 +18,12 @@ from lohan.config import UPDATE_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.attach import workload_of
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.planner.sizer import Sizer
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
 from tests.support.delayed_runs import Result, Tuning, train
@@ -181,7 +182,7 @@ def test_leftover_memory_caches_weights():
         spec = spec_of(blocks, plan)
         sites = tuple(range(len(blocks.sites)))
         order = ExecutionOrder(
-            forward=sites, backward=sites[::-1], update_mode="balanced", deferred=()
+            forward=sites, backward=sites[::-1], updates=UpdateOptions(mode="balanced")
         )
         loads = [a for a in steady_step(spec, order)["backward"] if a.kind == "L"]
         assert len(loads) == max(0, len(sites) - plan.device_slots)

@@ -20,7 +20,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
-from lohan.engine import session as session_module
+from lohan.engine import replanning
 from lohan.errors import StoreError
 from lohan.hf.arguments import REFUSED
 from lohan.hf.mixin import merged, shapes_for
@@ -152,7 +152,7 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
     plain = script(plainly, tmp_path / "plain", **limit)
     for name in ("make_plan", "WORTH"):  # put back at the end
-        monkeypatch.setattr(session_module, name, getattr(session_module, name))
+        monkeypatch.setattr(replanning, name, getattr(replanning, name))
     replan_at_once.always()
     with caplog.at_level(logging.INFO, logger="lohan.hf.mixin"):
         ours = script(

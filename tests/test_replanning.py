@@ -13,9 +13,10 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig
 
 from lohan.config import load_config
-from lohan.engine import session as replan
+from lohan.engine import replanning as replan
+from lohan.engine.context import PlanContext
 from lohan.engine.profile import cache_file
-from lohan.engine.session import FIRST_LOOK, PlanContext
+from lohan.engine.replanning import FIRST_LOOK
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.forecast import profile_of_step

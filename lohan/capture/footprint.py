@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lohan.capture.call_context import collecting, swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -31,11 +32,9 @@ from lohan.capture.fake import (
 from lohan.capture.kernels import has_replaced_forward, plain_forwards
 from lohan.capture.recompute import (
     SavedCall,
-    collecting,
     discard_saved_tensors,
     is_prefix,
     refuse_cache,
-    swapped,
 )
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling

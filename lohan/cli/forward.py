@@ -21,7 +21,7 @@ from lohan.util.units import align_up, counted
 
 if TYPE_CHECKING:
     from lohan.data import Encoder
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
     from lohan.train.forward_only import Sampling
 
 ModelOrRun = Annotated[
@@ -98,7 +98,7 @@ def evaluate(
     if tasks is not None and pack:
         raise ConfigError("--pack: goes with --data, not with --tasks; leave it out")
     set_up_libraries()
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
 
     how: dict[str, Any] = {
         "budget": Budget(host=host, device=device_memory, ssd=ssd or ()),
@@ -177,7 +177,7 @@ def generate(
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
     set_up_libraries()
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
     from lohan.train.forward_only import Sampling
 
     sampling = Sampling(

@@ -32,6 +32,7 @@ from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
+from lohan.schedule.placement import Gate, Update, UpdateOptions, gate_of, rule_of
 from lohan.util.display import echo
 from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
@@ -93,7 +94,7 @@ def _speed(planned: MachinePlan, steps: int | None) -> list[str]:
             f"if clipped    {format_seconds(clipped)}, {speed:,.1f} tokens/s, with every norm "
             f"above the limit"
         )
-    elif planned.plan.clip and planned.plan.always_waits:
+    elif planned.plan.clip and _waits(planned.plan):
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -138,7 +139,7 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
     """Return the decisions of the planner by name."""
     plan, rows = planned.plan, planned.workload.batch
     trained = len(planned.blocks.trained)
-    held = trained if plan.needs_all_gradients else len(plan.deferred)
+    held = trained if gate_of(plan) is Gate.NORM else len(plan.deferred)
     moving = [group for group in planned.blocks.groups if not group.resident]
     width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
@@ -166,6 +167,12 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
         f"{format_bytes(cached)} of {format_bytes(whole)}",
         "cached state": f"{len(plan.host_cached_state)} of {sum(planned.spec.chunks)} chunks",
     }
+
+
+def _waits(plan: Plan) -> bool:
+    """Return whether all updates of every step run in the next forward."""
+    updates = UpdateOptions.of(plan)
+    return not updates.can_speculate and rule_of(updates).update is Update.NEXT_FORWARD
 
 
 def _tiles(plan: Plan) -> dict[str, str]:
@@ -214,9 +221,11 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int) -> str:
-    if plan.update_mode == "serial" or (plan.needs_all_gradients and not plan.overlap):
+    updates = UpdateOptions.of(plan)
+    update = rule_of(updates).update
+    if update is Update.AFTER_BACKWARD:
         return f"{plan.update_mode}: all {groups} groups after backward"
-    if plan.may_speculate and plan.clip:
+    if updates.can_speculate and plan.clip:
         again = "run again" if plan.spilled_gradients else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
@@ -224,11 +233,11 @@ def _updates(plan: Plan, groups: int) -> str:
             f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
-    if plan.may_speculate:
+    if updates.can_speculate:
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.log_gradients:
         return f"{plan.update_mode}: all {groups} groups in the next forward, from the log"
-    if plan.needs_all_gradients:
+    if update is Update.NEXT_FORWARD:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
     return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"
@@ -239,7 +248,7 @@ def _commits(planned: MachinePlan) -> str:
     plan, foreseen = planned.plan, planned.forecast
     if plan.log_gradients:
         return "every step, by its gradients: a crash costs the one in flight"
-    if not plan.commits_by_interval:
+    if plan.commit.every_step:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
     if foreseen is None or (added := foreseen.commit) is None:

@@ -218,7 +218,7 @@ def export_run(
     from lohan.checkpoint.resharding import open_set
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.data.text import chosen_template
-    from lohan.engine.session import export_merged, export_store
+    from lohan.engine.export import export_merged, export_store
     from lohan.model.state import stored_state_format
     from lohan.train.inputs import task_of
     from lohan.train.run_folder import RunFolder, check_export_to, stores_of
@@ -326,7 +326,7 @@ def merge_adapter(
     from lohan.checkpoint.adapters import named_base
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
-    from lohan.engine.session import export_merged
+    from lohan.engine.export import export_merged
     from lohan.train.forward_only import own_dtype
 
     base = model or named_base(adapter)

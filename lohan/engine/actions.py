@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from lohan.capture.recompute import ActivationHooks
-from lohan.device.accelerator import read_back
-from lohan.device.out_of_memory import is_out_of_memory
 from lohan.engine.buffers import (
     ChunkChecksums,
-    DeviceSlots,
     HostPool,
     StateRing,
     StepScalars,
@@ -26,43 +20,29 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import (
-    GradientOffload,
-    GradientSpill,
-    GroupGrads,
-    PendingGradients,
-    sum_of_squares,
-)
+from lohan.engine.device_operations import DeviceOperations
+from lohan.engine.gradient_transport import GradientSpill, PendingGradients
+from lohan.engine.gradients import sum_of_squares
+from lohan.engine.host_cache import HostCache
 from lohan.engine.logged import LoggedGradients
-from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
-from lohan.errors import BudgetError, LohanError
+from lohan.engine.offload import ActivationSpill
+from lohan.engine.step import Steps
+from lohan.errors import LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
-from lohan.planner.memory import WAITING
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
+from lohan.model.state import TensorRange, chunks, state_format_of
+from lohan.schedule.actions import Action, ScheduleSpec
 from lohan.schedule.ops import Op
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Status, Store, Ticket
-from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.session import PlanContext
-
-
-@dataclass(frozen=True)
-class DeviceParts:
-    """What a device with a memory of its own adds to a step."""
-
-    slots: DeviceSlots
-    gradient_offload: GradientOffload
-    activation_offload: DeviceActivationOffload
+    from lohan.engine.context import PlanContext
 
 
 # Operations of the ssd lane whose requests go to the log, if there is one.
 LOG_OPERATIONS = (Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS, Op.FETCH_LOGGED)
-MOST_ENDED = 16  # steps whose meta is kept until it is taken: a loop need not take any
 
 
 class ActionRunner:
@@ -77,12 +57,12 @@ class ActionRunner:
         store: Store,
         pool: HostPool,
         collectives: StepCollectives,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store = spec, store
-        self._collectives, self._device = collectives, context.device
-        self._needs_norm = plan.needs_all_gradients
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -118,23 +98,24 @@ class ActionRunner:
             self._gradient_spill = GradientSpill(
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
-        self.pending = PendingGradients()
-        # The meta of each step whose end is to come, and whether that is a commit.
-        self.steps_to_end: deque[tuple[dict[str, Any], bool]] = deque()
-        self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
-        self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
-        self.unfinished = False  # some updates of a step that has not ended have run
-        self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._used: list[int] = []
+        self.pending = PendingGradients(steps)
+        self.host_cache = HostCache(spec, groups, store=store, slots=self.slots, ring=self._ring)
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
-        # Of `_keeping` and `_used`, which the caller and lanes change.
-        self._lock = threading.Lock()
-        self.device_parts: DeviceParts | None = None
+        self.device_parts: DeviceOperations | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
             if context.device.has_own_memory:
-                self.device_parts = _device_parts(context, plan, spec, self.activation_spill)
+                self.device_parts = DeviceOperations(
+                    context,
+                    plan,
+                    spec,
+                    groups=groups,
+                    host_slots=self.slots,
+                    pending=self.pending,
+                    collectives=collectives,
+                    activation_spill=self.activation_spill,
+                )
             self.load_host_cached()
         except BaseException:
             self.close()
@@ -147,44 +128,23 @@ class ActionRunner:
             return self.device_parts.activation_offload
         return self.activation_spill or ActivationHooks()
 
-    @property
-    def gradient_offload(self) -> GradientOffload | None:
-        return None if self.device_parts is None else self.device_parts.gradient_offload
-
     # -- what stays in host memory ----------------------------------------------------------------
 
-    def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Resident groups, by number, with their cached slots, which hold this rank's shards."""
-        return [
-            (number, self.slots.flat(self._groups[number], self._spec.slots + i))
-            for i, number in enumerate(self._spec.host_cached_weights)
-            if self._groups[number].resident
-        ]
-
     def load_host_cached(self, *, trained: bool = False) -> None:
-        """Fill the cached slots and buffers from the committed generation.
-
-        With `trained`, only those that a step changes are filled.
-        """
+        """Fill the host cache from the committed generation."""
         self._checksums.clear()
-        tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.host_cached_weights):
-            if trained and not self._spec.chunks[number]:
-                continue
-            tickets += self.slots.read(self._groups[number], self._spec.slots + i)
-        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
-            tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
-        self._store.wait_all(tickets)
+        self.host_cache.load(trained=trained)
 
     def commit_uncommitted(self) -> None:
         """Commit the last step if it has ended without a commit. The lanes must be idle."""
-        if self.uncommitted is not None:
+        uncommitted = self.steps.uncommitted
+        if uncommitted is not None:
             if self.logged is not None:
-                self.fold(self.uncommitted)
+                self.fold(uncommitted)
             else:
-                self.write_back_host_cached()
-                self._store.commit(self.uncommitted)
-            self.uncommitted = None
+                self.host_cache.write_back()
+                self._store.commit(uncommitted)
+            self.steps.uncommitted = None
 
     def fold(self, meta: dict[str, Any], *, cached_is_base: bool = False) -> None:
         """Commit the state after all logged steps as a generation. The lanes must be idle.
@@ -219,17 +179,6 @@ class ActionRunner:
             self.logged.reset()
             if self.logged.log.live:
                 self.fold(self._store.meta, cached_is_base=True)
-
-    def write_back_host_cached(self) -> None:
-        """Brings what lives in host memory to the SSD, where steps do not."""
-        tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.host_cached_weights):
-            slot = self._spec.slots + i
-            for chunk in range(self._spec.chunks[number]):  # frozen ones have none
-                tickets.append(self.slots.write(self._groups[number], chunk, slot))
-        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
-            tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
-        self._store.wait_all(tickets)
 
     def close(self) -> None:
         if self.activation_spill is not None:
@@ -299,7 +248,7 @@ class ActionRunner:
 
     def _gradients_spilled(self, action: Action) -> None:
         if self._is_last(action):
-            self._release_gradients(action.index)
+            self.pending.release(action.index)
 
     def _fetch_gradients(self, action: Action) -> Iterable[Any]:
         if self.logged is not None:  # A cached chunk lacks the last step only.
@@ -338,87 +287,34 @@ class ActionRunner:
         return self.activation_spill.read(action.index, action.at[0])
 
     def _end_step(self, action: Action) -> None:
-        meta, commits = self.steps_to_end.popleft()
-        if commits:
-            self._store.commit(meta)
+        step = self.steps.ending.popleft()
+        if step.commits:
+            self._store.commit(step.meta)
         else:
             self._store.check_present()
-        self.uncommitted = None if commits else meta
-        self.ended_metas.append(meta)
-        self.unfinished = False
+        self.steps.ended(step)
 
     # -- the other lanes --------------------------------------------------------------------------
 
     def run(self, action: Action, scalars: StepScalars) -> None:
         """Run an action of a link, of the net lane or of the optimizer lane from start to end."""
-        self._RUN[action.kind](self, action, scalars)
-
-    def _load_weights(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        weights = self.slots.flat(self._groups[action.index], action.at[0])
-        self.device_parts.slots.load(action.at[1], weights)
-
-    def _all_gather(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        self.device_parts.slots.gather(action.at[0], self._groups[action.index].numel)
-
-    def _reduce_scatter(self, action: Action, _: StepScalars) -> None:
-        number = action.index
-        whole = dict(self.pending.on_device.pop(number, {}))  # ranks without any take part
-        shard = self._collectives.reduce_scatter(number, whole, self._device)
-        if self._needs_norm:
-            self.pending.squares[number] = self._squares_of(shard)
-        if shard:
-            self.pending.on_device[number] = shard
-
-    def _offload_gradients(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        number, grads = action.index, self.pending.on_device.get(action.index)
-        if grads is not None:  # held here until they have arrived
-            squares = self.pending.squares_on_device.pop(number, None)
-            self.pending.on_host[number] = self.device_parts.gradient_offload.offload(
-                number, self._groups[number], grads, squares=squares
-            )
-            del self.pending.on_device[number]
-
-    def _offload_activations(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        self.device_parts.activation_offload.evict(action.index)
-
-    def _restore_activations(self, action: Action, _: StepScalars) -> None:
-        assert self.device_parts is not None
-        self.device_parts.activation_offload.bring_back(action.index, action.at)
+        if self.device_parts is not None and action.lane != "optimizer":
+            self.device_parts.run(action)
+        else:
+            self._RUN[action.kind](self, action, scalars)
 
     def _sum_squares(self, action: Action, _: StepScalars) -> None:
         number = action.index
         if number not in self.pending.squares:  # over ranks, others have taken them
             self.pending.squares[number] = sum_of_squares(self.pending.on_host.get(number, {}))
 
-    def _squares_of(self, shard: GroupGrads) -> float:
-        """Return the sum of squares of the shard that this rank has reduced, on the net lane."""
-        assert self.device_parts is not None
-        made = self.device_parts.gradient_offload.sum_squares(shard)
-        if made is not None:
-            return float(read_back(made))
-        return sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
-
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
-
-    def _release_gradients(self, number: int) -> None:
-        """Frees the gradients of a group after their update, or after they were spilled."""
-        with self._lock:
-            if self._keeping:
-                self._used.append(number)
-                return
-        self.pending.on_host.pop(number, None)
-        if self.device_parts is not None:
-            self.device_parts.gradient_offload.release(number)
 
     def _update(self, action: Action, scalars: StepScalars) -> None:
         number, group = action.index, self._groups[action.index]
         grads = self.pending.on_host.get(number, {})
-        self.unfinished = True
+        self.steps.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
         if self.logged is not None:
@@ -445,7 +341,7 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            self._release_gradients(number)
+            self.pending.release(number)
 
     def _apply(
         self, number: int, chunk: int, buffer: int, slot: int, updates: Sequence[Update]
@@ -463,7 +359,8 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, chunk] = checksums
 
-    # The branch of each operation. Those of the ssd lane return the tickets of their requests.
+    # The branch of each operation; DeviceOperations has those of a device. Those of the ssd lane
+    # return the tickets of their requests.
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
@@ -476,12 +373,6 @@ class ActionRunner:
         Op.SPILL_ACTIVATIONS: _spill_activations,
         Op.FETCH_ACTIVATIONS: _fetch_activations,
         Op.END_STEP: _submit_end,
-        Op.LOAD_WEIGHTS: _load_weights,
-        Op.ALL_GATHER: _all_gather,
-        Op.REDUCE_SCATTER: _reduce_scatter,
-        Op.OFFLOAD_GRADIENTS: _offload_gradients,
-        Op.OFFLOAD_ACTIVATIONS: _offload_activations,
-        Op.RESTORE_ACTIVATIONS: _restore_activations,
         Op.SUM_SQUARES: _sum_squares,
         Op.UPDATE: _update,
     }
@@ -493,72 +384,20 @@ class ActionRunner:
         Op.COMMIT_LOG: _commit_log,
     }
 
-    # -- gradients that stay until the step is accepted -------------------------------------------
-
-    def keep_gradients(self) -> None:
-        """Gradients stay until `accept_updates`, or until they are used once more."""
-        self._keeping, self._used = True, []
-
-    def accept_updates(self) -> None:
-        """Accept the updates of this step.
-
-        Gradients that are already used are released now, the others as soon as they are
-        used.
-        """
-        with self._lock:
-            self._keeping, used = False, self._used
-        for number in used:
-            self._release_gradients(number)
+    # -- steps that are rolled back ---------------------------------------------------------------
 
     def undo_updates(self) -> None:
-        """They do not; the lanes are idle. Kept gradients are there to be used once more."""
-        self._keeping, self.unfinished = False, False
+        """Return to the committed state; the lanes are idle. Kept gradients are used once more."""
+        self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
-    def drop_gradients(self) -> None:
-        """Discards the gradients that were handed over."""
-        self._keeping = False
-        self.pending.clear()
-        if self.device_parts is not None:
-            self.device_parts.gradient_offload.clear()
-
     def forget(self) -> None:
-        """After an error: discards all that was handed over."""
-        self.drop_gradients()
-        self.steps_to_end.clear()
-        self.uncommitted, self.unfinished = None, False
+        """Discard all gradients and activations that were handed over, after an error."""
+        self.pending.clear()
         if self.activation_spill is not None:
             self.activation_spill.forget()
         if self.device_parts is not None:
             self.device_parts.activation_offload.forget()
-
-
-def _device_parts(
-    context: PlanContext, plan: Plan, spec: ScheduleSpec, activation_spill: ActivationSpill | None
-) -> DeviceParts:
-    device = context.device
-    waiting = sum(e.bytes for e in plan.ledger if e.owner == WAITING)
-    try:
-        slots = DeviceSlots(
-            device,
-            groups=[group for group in context.blocks.groups if not group.resident],
-            slots=spec.device_slots,
-            state_format=STATE_FORMATS[plan.dtype],
-            process_group=context.process_group,
-        )
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise BudgetError(
-            f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
-            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
-            "else uses it, or lower --device-memory"
-        ) from None
-    offload = DeviceActivationOffload(
-        device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
-    )
-    gradient_offload = GradientOffload(device, waiting, groups=len(context.blocks.groups))
-    return DeviceParts(slots, gradient_offload, offload)
 
 
 def _activation_spill(

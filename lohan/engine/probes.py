@@ -881,7 +881,8 @@ def launch_seconds(device: Device, folder: Path) -> tuple[float, float]:
     A session trains small decoder blocks, because its own work on that thread is part of the cost.
     Only the CPU time of this thread counts, and autograd runs backward on it.
     """
-    from lohan.engine.attach import Budget, attach
+    from lohan.engine.attach import attach
+    from lohan.engine.policies import Budget
 
     probe = BlockProbe(LAUNCHED, device)
     model = nn.Sequential(*(_ProbedBlock(probe) for _ in range(LAUNCHED_BLOCKS)))

@@ -21,13 +21,15 @@ import torch
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
+from lohan.engine.step import Steps
 from lohan.errors import RankError
 from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import Action, ScheduleSpec
 from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.ops import Op
-from lohan.schedule.steps import ExecutionOrder, check_order, spec_for_step
+from lohan.schedule.placement import StepPlacement, UpdateOptions, place
+from lohan.schedule.steps import ExecutionOrder, check_order
 
 
 class Slots(Protocol):
@@ -46,35 +48,20 @@ class ActionScheduler:
         *,
         slots: Slots,
         lanes: Lanes,
-        overlap: bool,
-        update_mode: str,
-        deferred: Sequence[int],
-        speculates: bool = False,
-        by_interval: bool = False,
+        updates: UpdateOptions,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         self._groups, self._spec, self._slots = groups, spec, slots
-        self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
-        self._deferred = tuple(deferred)  # groups whose updates wait until backward has ended
-        self._speculates = speculates
-        self.skips_norm_wait = False  # in this step, where there is a norm to wait for
-        self._by_interval = by_interval  # commits
-        self.commits = True  # this step does
+        self._lanes, self._updates = lanes, updates
+        self._compiled: dict[tuple[bool, bool], StepPlacement] = {}
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
-        self._forward: list[int] = []
-        self._reached: list[int] = []  # those of them that backward will come to
-        self._backward: list[int] = []
-        self._handed_over: set[int] = set()  # groups whose gradients were handed over in this step
-        self._whole_phase = False  # the current phase is scheduled as a whole
-        self._paused = False  # between two backward calls of one step
-        self._last_uses: list[tuple[int, ...]] | None = None
-        # The writes that this backward makes for the step before, and then the end of that step.
+        # Writes of the step before that this backward contains, followed by its end.
         self._behind: tuple[Action, ...] = ()
-        self._scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a device buffer.
         self.activation_buffers: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._unreached: list[int] = []  # groups whose gradients count only when backward has ended
         self._queued_inference = False  # the forward that is queued is one without gradients
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
         self._last_inference: tuple[int, ...] = ()  # and of the last such pass
@@ -91,7 +78,7 @@ class ActionScheduler:
             [],
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
-        if self._overlap and order and self._lanes.expected() is None:
+        if self._updates.overlap and order and self._lanes.expected() is None:
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
             self._queued_inference = True
@@ -104,17 +91,18 @@ class ActionScheduler:
         if training and self._queued_inference:
             # A pass without gradients was expected to go on; it has no buffers for activations.
             self.drain()
-        if training and not self._forward and self._lanes.expected() is None:
-            self._schedule_forward(())
+        step = self.steps.current
+        if training and not step.forward and self._lanes.expected() is None:
+            self._schedule_forward(None)
         if self._lanes.expected() != name:
             self.drain()
             made, self._buffers = sched.forward(
                 self._spec, self._buffers, [site], training=training
             )
             self._lanes.enqueue(made)
-        (self._forward if training else self._inference_sites).append(site)
+        (step.forward if training else self._inference_sites).append(site)
         if training and backward_follows:
-            self._reached.append(site)
+            step.reached.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
     def end(self) -> None:
@@ -139,7 +127,7 @@ class ActionScheduler:
         """Everything that is queued is done; nothing is scheduled ahead."""
         self._write_behind()
         self._lanes.drain()
-        self._whole_phase = self._queued_inference = False
+        self.steps.current.whole_phase = self._queued_inference = False
 
     def _write_behind(self) -> None:
         """Schedule the remaining writes of the step before, because no backward follows."""
@@ -163,41 +151,37 @@ class ActionScheduler:
         of a step (`whole` is False). With `speculate`, updates run in it without waiting
         for the norm.
         """
-        self._scalars, self.skips_norm_wait = scalars, False
+        step = self.steps.current
+        step.scalars, step.placed = scalars, self._place()
         if self._lanes.expected() is not None:
             self.drain()  # sites that did not come this time
         known = self._known
-        self._last_uses = None
+        step.last_uses = None
         # If backward comes to every call that it came to last time, what was the last use of a
         # group in its order is the last use in any order that begins like it.
-        sure = known is not None and Counter(self._reached) == Counter(known.backward)
-        if known is not None and sure and whole and known.forward == tuple(self._forward):
-            self._whole_phase, self.skips_norm_wait = True, speculate
-            self._last_uses = sched.last_uses(self._spec, known.backward)
-            used = {group for groups in self._last_uses for group in groups}
-            self._unreached = [group for group in range(len(self._groups)) if group not in used]
+        sure = known is not None and Counter(step.reached) == Counter(known.backward)
+        if known is not None and sure and whole and known.forward == tuple(step.forward):
+            step.whole_phase, step.placed = True, self._place(speculates=speculate)
+            step.last_uses = sched.last_uses(self._spec, known.backward)
+            used = {group for groups in step.last_uses for group in groups}
+            step.unreached = [group for group in range(len(self._groups)) if group not in used]
             names = [action.name for action in self._buffers.behind]
             made, self._buffers = sched.backward(
-                self._writing,
+                self._spec,
                 self._buffers,
                 known.backward,
-                update_mode=self._update_mode,
-                deferred=self._deferred_now,
-                unreached=self._unreached,
-                speculate=self.skips_norm_wait,
+                step.placed,
+                unreached=step.unreached,
             )
             # What was left behind precedes the writes of this step.
             first = {action.name: action for action in reversed(made)}
             self._behind = tuple(first[name] for name in names)
             self._lanes.enqueue(made, scalars)
 
-    def last_use_groups(self) -> tuple[int, ...] | None:
-        """Return the groups whose last use is the current backward, if it was scheduled."""
-        return None if self._last_uses is None else self._last_uses[len(self._backward) - 1]
-
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = Op.BACKWARD.of(site)
-        if self._whole_phase and self._lanes.expected() != name:
+        step = self.steps.current
+        if step.whole_phase and self._lanes.expected() != name:
             # It runs blocks in another order than in the step before: what follows from the blocks
             # that it has reached is brought to its end, what was scheduled beyond is cancelled, and
             # the rest goes on demand.
@@ -208,10 +192,10 @@ class ActionScheduler:
                     "rank"
                 )
             self._cancel_rest()
-        if not self._whole_phase:
+        if not step.whole_phase:
             made, self._buffers = sched.one_backward(self._spec, self._buffers, site)
             self._lanes.enqueue(made)
-        self._backward.append(site)
+        step.backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
     def _cancel_rest(self) -> None:
@@ -222,62 +206,53 @@ class ActionScheduler:
         self._buffers = replace(empty_buffers(self._spec), behind=behind)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
-        self._whole_phase, self._last_uses, self._behind = False, None, ()
+        step = self.steps.current
+        step.whole_phase, step.last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """End the backward of a site, after the gradients of `finished` groups were handed over."""
         self._lanes.end()
-        self._handed_over.update(finished)
-        if not self._whole_phase and finished:
-            made, self._buffers = sched.updates(
-                self._writing,
-                self._buffers,
-                finished,
-                deferred=self._deferred_now,
-                speculate=self.skips_norm_wait,
-            )
-            self._lanes.enqueue(made, self._scalars)
+        step = self.steps.current
+        step.handed_over.update(finished)
+        if not step.whole_phase and finished:
+            assert step.placed is not None
+            made, self._buffers = sched.updates(self._spec, self._buffers, finished, step.placed)
+            self._lanes.enqueue(made, step.scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
             self._lanes.wait_for(*(action.name for action in made))
 
     def backward_done(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
-        if not self._whole_phase:
-            self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
+        step = self.steps.current
+        if not step.whole_phase:
+            assert step.placed is not None
+            step.unreached = [n for n in range(len(self._groups)) if n not in step.handed_over]
             made, self._buffers = sched.updates(
-                self._writing,
-                self._buffers,
-                self._unreached,
-                end=True,
-                deferred=self._deferred_now,
-                speculate=self.skips_norm_wait,
+                self._spec, self._buffers, step.unreached, step.placed, end=True
             )
-            self._lanes.enqueue(made, self._scalars)
+            self._lanes.enqueue(made, step.scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
             self._lanes.end()
         self._lanes.begin(Op.BACKWARD_DONE)
         self._learn()
-        self._reset_step()
-        self._paused = False
+        self._inference_sites = []
 
     def pause(self) -> None:
         """Backward has ended, and its step goes on with another forward."""
         self.drain()
         self._learn()
-        self._reset_step()
-        self._paused = True
+        self.steps.current.begin_part()
+        self._inference_sites = []
 
     def _learn(self) -> None:
         """Remember the order of this step for the next one."""
-        if self._overlap and not self._paused:
+        step = self.steps.current
+        if self._updates.overlap and not step.parts:
             seen = ExecutionOrder(
-                forward=tuple(self._forward),
-                backward=tuple(self._backward),
-                update_mode=self._update_mode,
-                deferred=self._deferred,
-                speculates=self._speculates,
-                commits=not self._by_interval,
+                forward=tuple(step.forward),
+                backward=tuple(step.backward),
+                updates=self._updates,
             )
             if seen != self._known:
                 check_order(self._spec, seen)
@@ -290,49 +265,46 @@ class ActionScheduler:
         """
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
-        deferred = self._deferred_now if scalars is not None else ()
+        placed = self.steps.current.placed
+        assert placed is not None
         if self._spec.log and scalars is not None:
             made, self._buffers = sched.commit_log(self._spec, self._buffers)
             self._lanes.enqueue(made)
-        ends = bool(deferred) or self.skips_norm_wait
-        if self._update_mode == "serial" or not self._overlap or scalars is None:
-            made, self._buffers = sched.forward(
-                self._writing, self._buffers, (), deferred=deferred, end_step=ends
-            )
+        left = placed if scalars is not None and not placed.ends_in_backward else None
+        ends_here = left is not None and not left.in_next_forward
+        if ends_here or scalars is None or not self._updates.overlap:
+            made, self._buffers = sched.forward(self._spec, self._buffers, (), left)
             self._lanes.enqueue(made, scalars)
             self._lanes.drain()
-            deferred, ends = (), False
-        self._schedule_forward(deferred, scalars, end_step=ends)
+            left = None
+        self._schedule_forward(left, scalars)
 
     def roll_back(self) -> None:
         """Discard the updates of this backward, and invalidate all weight slots.
 
-        The step before is committed first.
+        The previous step is committed first. The current one goes on as a step that waits.
         """
         self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
-        self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
+        self._buffers = empty_buffers(self._spec)
+        self.steps.current.placed = self._place()
 
-    @property
-    def _writing(self) -> ScheduleSpec:
-        """The spec by which this step writes."""
-        return spec_for_step(self._spec, self.commits)
-
-    @property
-    def _deferred_now(self) -> tuple[int, ...]:
-        """Groups whose updates wait until backward has ended, in this step."""
-        return () if self.skips_norm_wait else self._deferred
+    def _place(self, *, speculates: bool = False) -> StepPlacement:
+        """Return the placements of this step."""
+        commits = self.steps.current.commits
+        way = speculates, commits
+        if way not in self._compiled:
+            self._compiled[way] = place(
+                self._spec, self._updates, speculates=speculates, commits=commits
+            )
+        return self._compiled[way]
 
     def _schedule_forward(
-        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, end_step: bool = False
+        self, left: StepPlacement | None, scalars: StepScalars | None = None
     ) -> None:
         if self._known is not None:
             made, self._buffers = sched.forward(
-                self._writing,
-                self._buffers,
-                self._known.forward,
-                deferred=deferred,
-                end_step=end_step,
+                self._spec, self._buffers, self._known.forward, left
             )
             self._lanes.enqueue(made, scalars)
 
@@ -343,9 +315,11 @@ class ActionScheduler:
         caller.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        waits = (Op.SUM_SQUARES.of(group) for group in trained if group not in self._unreached)
-        self._lanes.wait_for(*waits)
-        return self._unreached
+        unreached = self.steps.current.unreached
+        self._lanes.wait_for(
+            *(Op.SUM_SQUARES.of(group) for group in trained if group not in unreached)
+        )
+        return unreached
 
     @property
     def collectives_checksum(self) -> int:
@@ -365,15 +339,8 @@ class ActionScheduler:
     def reset(self) -> None:
         """After an error: the lanes are idle, and the slots hold nothing that is known."""
         self._lanes.reset()
-        self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
-        self._queued_inference = False
-        self._reset_step()
-        self._paused = False
-
-    def _reset_step(self) -> None:
-        self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
-        self._handed_over = set()
-        self._whole_phase, self._last_uses = False, None
+        self._buffers = empty_buffers(self._spec)
+        self._queued_inference, self._inference_sites = False, []
 
     def _weights(self, site: int, at: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]

@@ -438,12 +438,12 @@ class LohanMixin(OutputStore):
 
     def _replan(self, session: Session) -> None:
         """Update the plan with the speeds and gradient norms measured so far, and log changes."""
-        before, change = session.plan.commits_by_interval, session.replan()
+        before, change = not session.plan.commit.every_step, session.replan()
         if not session.process_group.ranks.first:
             return
         if change is not None:
             logger.info(f"after step {session.step}: {change}")
-        if session.plan.commits_by_interval and not before:
+        if not session.plan.commit.every_step and not before:
             logger.warning(
                 f"LoHan commits every {session.plan.commit} from here on, and with every "
                 "checkpoint: a crash costs the steps since the last commit; "

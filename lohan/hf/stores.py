@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from lohan.checkpoint.from_snapshot import store_from_snapshot
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.attach import STORE_FOLDER
+from lohan.engine.policies import STORE_FOLDER
 from lohan.engine.session import Session
 from lohan.engine.stored_weights import all_stored_weights_of, given_dtype, weights_source
 from lohan.errors import LohanError, StoreError

@@ -101,51 +101,6 @@ class Plan(RunOptions):
     ledger: tuple[LedgerEntry, ...] = ()
 
     @property
-    def needs_all_gradients(self) -> bool:
-        """True if an update is valid only once all gradients are known, or backward has ended.
-
-        An update may run earlier if the plan `may_speculate`.
-        """
-        return self.waits_for_norm or self.update_mode == "serial" or self.log_gradients > 0
-
-    @property
-    def waits_for_norm(self) -> bool:
-        """True if the updates of a step depend on the norm of its gradients."""
-        return self.clip > 0 or self.dtype == "fp16"
-
-    @property
-    def may_hold_gradients(self) -> bool:
-        """True if a later plan of the run may hold gradients on SSD without logging them."""
-        return self.waits_for_norm or self.update_mode == "serial"
-
-    @property
-    def may_speculate(self) -> bool:
-        """True if updates may run in backward as if no step were clipped.
-
-        If the step is clipped after all, the updates are rolled back and repeated, with the held
-        gradients if all of them are in memory, or by running the step again. The committed
-        generation is that of the previous step only if every step is committed; otherwise updates
-        wait.
-        """
-        every_step = self.updates_in_next_forward and not self.commits_by_interval
-        return every_step and (self.can_rerun or not self.spilled_gradients)
-
-    @property
-    def updates_in_next_forward(self) -> bool:
-        """True if all updates run in the next forward, except those made by speculation."""
-        return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
-
-    @property
-    def always_waits(self) -> bool:
-        """True if all updates of every step run in the next forward."""
-        return self.updates_in_next_forward and self.commits_by_interval
-
-    @property
-    def commits_by_interval(self) -> bool:
-        """True if not every step is committed."""
-        return self.commit != EVERY_STEP
-
-    @property
     def kept_counts(self) -> dict[str, int]:
         """The number of blocks that keep each class of activations."""
         return {name: w if isinstance(w, int) else len(w) for name, w in self.kept}

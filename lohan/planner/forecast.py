@@ -130,9 +130,10 @@ class Simulator:
         elif chunks > 2 * MANY_CHUNKS:
             spec, work = _joined(spec, work, MANY_CHUNKS)
         order = planned_order(blocks, plan, clipped=clipped)
-        durable = order.commits or spec.log  # every step is
+        every = order.updates.every_step_commits
+        durable = every or spec.log
         machine = profile if durable else replace(profile, commit_s=0.0)
-        chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
+        chain = chain_of(spec, order, (True,) * STEPS if every else BETWEEN)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
         timeline, costs = _timed(machine, phases, work)
         last = phases[-(len(phases) // STEPS) :]
@@ -149,7 +150,7 @@ class Simulator:
             shared_s(profile, lane_s),
             _bus_s(profile, work, last),
         )
-        if order.commits:
+        if every:
             return made
         later = tuple(phase for step in chain for phase in step.values())
         return _with_commits(made, profile, spec, later)

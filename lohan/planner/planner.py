@@ -27,6 +27,7 @@ from lohan.planner.memory import (
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
+from lohan.schedule.placement import Update, UpdateOptions, rule_of
 from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format_bytes_up
 
 # -- The closed-form plan, or an error that says what would fit ------------------------------------
@@ -303,7 +304,8 @@ def make_plan(problem: PlanProblem) -> Planned:
         return Planned(plan, None, scarce=scarce, device_bytes=problem.device_bytes)
     if forecast is None or forecast.work.joined:
         forecast = simulator.forecast(plan)
-    clipped = simulator.forecast(plan, clipped=True) if plan.may_speculate else None
+    speculates = UpdateOptions.of(plan).can_speculate
+    clipped = simulator.forecast(plan, clipped=True) if speculates else None
     if clipped is not None:
         plan = replace(plan, most_clipped=most_clipped(simulator.profile, forecast, clipped))
     return Planned(plan, forecast, clipped, scarce, problem.device_bytes)
@@ -439,10 +441,11 @@ class _PlanSearch:
         gradients in memory.
         """
         held, made = self._simulated_plan(options, FillOrder())
-        if held.commits_by_interval:
-            fixed = not held.always_waits
+        updates = UpdateOptions.of(held)
+        if not held.commit.every_step:
+            fixed = rule_of(updates).update is not Update.NEXT_FORWARD
         else:
-            fixed = not (options.can_rerun and held.may_speculate)
+            fixed = not (options.can_rerun and updates.can_speculate)
         if made is None or fixed:
             return held, made
         simulator = self._simulator
@@ -523,7 +526,7 @@ def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> floa
 
     `made` is the forecast of a step that is not clipped.
     """
-    speculates = made.plan.may_speculate
+    speculates = UpdateOptions.of(made.plan).can_speculate
     if not clipped or not speculates:
         return made.step_s
     other = simulator.forecast(made.plan, clipped=True, rough=True)

@@ -23,6 +23,7 @@ from lohan.planner.activations import (
 )
 from lohan.schedule.actions import Action, Schedule, ScheduleSpec
 from lohan.schedule.ops import Op, Subject, parse_name
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.simulate import (
     TOUCHED,
     ActionCosts,
@@ -602,7 +603,6 @@ def spec_of(
         grads=1 if policy.update_mode == "naive" else GRADS,
         host_cached_weights=() if policy.weights == "ssd" else tuple(groups),
         host_cached_state=() if policy.state == "ssd" else state,
-        write_through=policy.state == "ssd",
         spilled_gradients=frozenset(groups if spill_gradients else ()),
         spilled_sites=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
         act_buffers=ACT_BUFFERS,
@@ -612,11 +612,10 @@ def spec_of(
 
 
 def order_of(spec: ScheduleSpec, update_mode: str) -> ExecutionOrder:
-    deferred = tuple(range(len(spec.chunks))) if update_mode == "serial" else ()
+    """Return the order of all sites. State in host memory is never written to SSD."""
     sites = tuple(range(len(spec.sites)))
-    return ExecutionOrder(
-        forward=sites, backward=sites[::-1], update_mode=update_mode, deferred=deferred
-    )
+    updates = UpdateOptions(mode=update_mode, every_step_commits=not spec.host_cached_state)
+    return ExecutionOrder(forward=sites, backward=sites[::-1], updates=updates)
 
 
 # -- Transformations of the updates after backward ------------------------------------------------

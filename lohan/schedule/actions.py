@@ -112,7 +112,6 @@ class ScheduleSpec:
     grads: int  # number of groups whose gradients may wait in host memory for their update
     host_cached_weights: tuple[int, ...] = ()  # group of each cache slot
     host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each cache buffer
-    write_through: bool = True  # whether cached weights and state are written in every step
     # Groups whose held gradients are spilled to SSD.
     spilled_gradients: frozenset[int] = frozenset()
     # Sites whose kept activations are spilled to SSD.

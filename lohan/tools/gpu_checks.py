@@ -35,7 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lohan.device import accelerator
 from lohan.device.base import Device, pages
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, attach
+from lohan.engine.attach import attach
+from lohan.engine.policies import Budget
 from lohan.engine.probes import (
     BlockProbe,
     Effort,

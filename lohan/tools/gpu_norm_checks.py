@@ -90,7 +90,8 @@ def train(
     Returns the gradient norms, and the result of `then`, which is called with the session at the
     end. `patch` is applied to the model first.
     """
-    from lohan.engine.attach import Budget, attach
+    from lohan.engine.attach import attach
+    from lohan.engine.policies import Budget
     from lohan.optim import AdamW
     from lohan.tools.gpu_checks import llama, step, tokens
 

@@ -20,7 +20,9 @@ from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
-from lohan.engine.session import OomGuard, Replanner, Session
+from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import Replanner
+from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import PlanOptions
 from lohan.planner.forecast import Forecast
@@ -485,7 +487,7 @@ def show_commits(session: Session, display: Display) -> None:
             f"logs gradients: every step is committed by them, and the full state is written every "
             f"{plan.commit}"
         )
-    elif plan.commits_by_interval:
+    elif not plan.commit.every_step:
         display.note(
             f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
             "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"

@@ -14,7 +14,7 @@ import lohan
 from lohan.cli import main
 from lohan.config import UPDATE_MODES, load_config
 from lohan.engine.lanes import Lanes
-from lohan.engine.session import Replanner
+from lohan.engine.replanning import Replanner
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
 from lohan.planner.machine_plan import MachinePlan

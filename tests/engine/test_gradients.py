@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.gradients import GradientOffload
+from lohan.engine.gradient_transport import GradientOffload
 from lohan.engine.wrapping import BlockRunner
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT

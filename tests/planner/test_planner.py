@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import build_from_config
-from lohan.engine.attach import workload_of
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import RankInfo
 from lohan.model.plan import BatchWorkload, Footprint, Plan, PlanOptions

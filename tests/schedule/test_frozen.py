@@ -6,6 +6,7 @@ import pytest
 
 from lohan.config import UPDATE_MODES
 from lohan.schedule.actions import ScheduleSpec
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, check_order, steps
 
 FROZEN = {1, 4}
@@ -35,9 +36,7 @@ def test_only_reads(mode, place, all_held, overlap):
     order = ExecutionOrder(
         forward=(0, 1, 2, 3),
         backward=(3, 2, 1),
-        update_mode=mode,
-        deferred=deferred,
-        overlap=overlap,
+        updates=UpdateOptions(mode=mode, late=frozenset(deferred), overlap=overlap),
     )
     check_order(spec, order)
     seen = [

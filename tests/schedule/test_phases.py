@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -30,6 +31,7 @@ from lohan.schedule.phases import (
     updates,
     write_behind,
 )
+from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions, place
 
 # -- text -----------------------------------------------------------------------------------------
 
@@ -78,6 +80,20 @@ def test_forward_reads_ahead():
     assert to_text(made) == "R0@0 F0@0(R0) R1@0(F0) F1@0(R1)"
 
 
+def placed(
+    spec: ScheduleSpec,
+    mode: str = "optimized",
+    late: Sequence[int] = (),
+    *,
+    speculates: bool = False,
+    commits: bool = True,
+) -> StepPlacement:
+    """Return the placements of a step in which the `late` groups are updated in forward."""
+    gate = Gate.NORM if speculates else Gate.NONE
+    options = UpdateOptions(mode=mode, late=frozenset(late), gate=gate)
+    return place(spec, options, speculates=speculates, commits=commits)
+
+
 # mode, groups whose update waits, backward, and the forward after it
 MODES = [
     (
@@ -113,26 +129,27 @@ MODES = [
 def test_modes(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), update_mode=mode, deferred=deferred)
+    made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
     assert to_text(made) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, buffers, order, deferred=deferred, end_step=bool(deferred))
+    made, _ = forward(TWO, buffers, order, placed(TWO, mode, deferred))
     assert to_text(made) == after
 
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
     state = ((0, 0), (0, 1))
-    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state, write_through=False)
-    _, buffers = updates(spec, empty_buffers(spec), (0,))
-    made, _ = updates(spec, buffers, (), end=True)
+    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state)
+    uncommitted = placed(spec, commits=False)
+    _, buffers = updates(spec, empty_buffers(spec), (0,), uncommitted)
+    made, _ = updates(spec, buffers, (), uncommitted, end=True)
     assert to_text(made) == "E C(E,U0.1)"
 
 
 def test_tied_weights_are_updated_after_their_last_use():
     made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
     assert to_text(made) == ("R0@0 F0@0(R0) R1@0(F0) F1@0(R1) R0@0(F1) F2@0(R0)")
-    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", unreached=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), placed(TIED), unreached=(2,))
     assert to_text(made) == (
         "S1.0@0 B2@0 R1@0(B2) B1@0(R1) U1.0@0,0(B1) W1.0@0,0(U1.0) "
         "S0.0@0(W1.0) R0@0 B0@0(R0) U0.0@0,0(B0) "
@@ -143,9 +160,9 @@ def test_tied_weights_are_updated_after_their_last_use():
 
 def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
-    made, buffers = backward(SPILLED, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, buffers = backward(SPILLED, buffers, (1, 0), placed(SPILLED, late=(0, 1)))
     assert to_text(made) == "B1@1 H1(B1) B0@0 H0(B0) P0.0@0(H0) P0.1@1 E"
-    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), end_step=True)
+    made, _ = forward(SPILLED, buffers, (0, 1), placed(SPILLED, late=(0, 1)))
     assert to_text(made) == (
         "G0.0@0(P0.0) S0.0@0 U0.0@0,0,0(E,S0.0) W0.0@0,0(U0.0) "
         "G0.1@1 S0.1@1 U0.1@1,0,1(S0.1) W0.1@1,0(U0.1) "
@@ -157,45 +174,44 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     """Where all updates wait; else at once, and so where no such backward follows."""
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
-    _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), end_step=True)
+    _, before = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
+    made, buffers = forward(spec, before, (0, 1), placed(spec, late=(0, 1)))
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2 C"
-    made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, then = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
     for phase, rest in (
-        (backward(spec, buffers, (1, 0), update_mode="optimized", speculate=True), "S1.0"),
+        (backward(spec, buffers, (1, 0), placed(spec, speculates=True)), "S1.0"),
         (one_backward(spec, buffers, 1), "B1"),
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    made, _ = forward(spec, before, (), deferred=(0, 1), end_step=True)
+    made, _ = forward(spec, before, (), placed(spec, late=(0, 1)))
     assert [action.name for action in made][-2:] == ["W0.0", "C"]
-    made, _ = forward(spec, before, (0, 1), deferred=(0,), end_step=True)
+    made, _ = forward(spec, before, (0, 1), placed(spec, late=(0,)))
     assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized", speculate=True)
+    made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, speculates=True))
     assert to_text(made) == (
         "S1.0@0 B1@1 H1(B1) U1.0@0,1(S1.0) W1.0@0,1(U1.0) S0.0@1 B0@0 "
         "H0(B0) U0.0@1,0(S0.0) W0.0@1,0(U0.0) E(H0)"
     )
-    made, _ = forward(TWO, buffers, (0, 1), end_step=True)
+    made, _ = forward(TWO, buffers, (0, 1), placed(TWO, speculates=True))
     assert to_text(made) == "C(E) F0@0(U0.0) F1@1"
 
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
     cached = replace(TWO, host_cached_weights=(1,), host_cached_state=((1, 0),))
-    for write_through, wanted in (
+    for commits, wanted in (
         (True, "U1.0@2,2(B1) W1.0@2,2(U1.0) C(E)"),
         (False, "U1.0@2,2(B1) C(E,U1.0)"),
     ):
-        spec = replace(cached, write_through=write_through)
-        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
+        made, _ = backward(cached, empty_buffers(cached), (1,), placed(cached, commits=commits))
         assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
 
 
@@ -203,9 +219,9 @@ def test_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = one_backward(TWO, buffers, 1)
     assert to_text(made) == "B1@1"
-    made, buffers = updates(TWO, buffers, (1,))
+    made, buffers = updates(TWO, buffers, (1,), placed(TWO))
     assert to_text(made) == "S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0)"
-    made, _ = updates(TWO, buffers, (0,), end=True)
+    made, _ = updates(TWO, buffers, (0,), placed(TWO), end=True)
     assert to_text(made) == "E S0.0@1 U0.0@1,0(E,S0.0) W0.0@1,0(U0.0) C"
 
 
@@ -222,7 +238,7 @@ def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
         head_alone=head_alone,
     )
     _, buffers = forward(spec, empty_buffers(spec), (0, 1, 2))
-    made, _ = backward(spec, buffers, (2, 1, 0), update_mode="naive")
+    made, _ = backward(spec, buffers, (2, 1, 0), placed(spec, "naive"))
     found = [action.waits for action in made if action.kind == "B"]
     assert [set(w) & {"D0", "D1", "D2"} for w in found[1:]] == [set(w) for w in waits]
 
@@ -233,7 +249,7 @@ def test_sites_of_several_groups_take_their_slots_together(window):
     spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
     made, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
     assert [a.name for a in made if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
-    backward(spec, empty_buffers(spec), (2, 1, 0), update_mode="optimized")
+    backward(spec, empty_buffers(spec), (2, 1, 0), placed(spec))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
         forward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), (0,))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
@@ -246,7 +262,7 @@ def test_tables_do_not_grow():
     sizes = []
     for _ in range(4):
         _, buffers = forward(TWO, buffers, (0, 1))
-        _, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized")
+        _, buffers = backward(TWO, buffers, (1, 0), placed(TWO))
         sizes.append(len(buffers.uses.recorded()))
     assert len(set(sizes[1:])) == 1
 
@@ -356,7 +372,7 @@ def test_a_write_waits_for_the_commit_before_it():
 def test_what_came_before_counts():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
-    _, buffers = backward(TIGHT, buffers, (1, 0), update_mode="optimized")
+    _, buffers = backward(TIGHT, buffers, (1, 0), placed(TIGHT))
     made, _ = forward(TIGHT, buffers, (1,))
     assert to_text(made) == "R1@0(W0.0) F1@0(R1)"
     validate(made, TIGHT, buffers)
@@ -378,6 +394,7 @@ class Run:
     mode: str
     deferred: tuple[int, ...]
     steps: tuple[Step, ...]
+    commits: bool = True
 
 
 @dataclass(frozen=True)
@@ -421,7 +438,6 @@ def runs(draw: st.DrawFn) -> Run:
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
         host_cached_state=tuple(host_cached_state),
-        write_through=draw(st.booleans()),
         spilled_gradients=frozenset(spilled),
     )
     steps = []
@@ -434,7 +450,7 @@ def runs(draw: st.DrawFn) -> Run:
         evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
         ahead, speculates = draw(st.booleans()), draw(st.booleans())
         steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
-    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps))
+    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps), draw(st.booleans()))
 
 
 @st.composite
@@ -464,7 +480,7 @@ class Chain:
         self.all: list[Action] = []
 
     def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.spec, self.buffers)
+        validate(made[0], self.spec, self.buffers, by_interval=not self.run.commits)
         self.all += made[0]
         self.buffers = made[1]
 
@@ -477,34 +493,26 @@ class Chain:
         groups = range(len(self.spec.chunks))
         deferred = self.run.deferred
         waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.write_through
-        deferred = () if speculate else deferred
+        speculate = step.speculates and step.ahead and waits and self.run.commits
+        now = placed(
+            self.spec, self.run.mode, deferred, speculates=speculate, commits=self.run.commits
+        )
         last_use_groups = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
         if step.ahead:
-            self.add(
-                backward(
-                    self.spec,
-                    self.buffers,
-                    step.back,
-                    update_mode=self.run.mode,
-                    unreached=rest,
-                    deferred=deferred,
-                    speculate=speculate,
-                )
-            )
+            self.add(backward(self.spec, self.buffers, step.back, now, unreached=rest))
         else:
             for site, final in zip(step.back, last_use_groups, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
                 if final:
-                    self.add(updates(self.spec, self.buffers, final, deferred=deferred))
-            self.add(updates(self.spec, self.buffers, rest, deferred=deferred, end=True))
-        deferred, ends = deferred, bool(deferred) or speculate
+                    self.add(updates(self.spec, self.buffers, final, now))
+            self.add(updates(self.spec, self.buffers, rest, now, end=True))
+        left: StepPlacement | None = now
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
-            deferred, ends = (), False
+            self.add(forward(self.spec, self.buffers, (), now))
+            left = None
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, deferred=deferred, end_step=ends))
+        self.add(forward(self.spec, self.buffers, order, left))
 
 
 def chain_of(run: Run) -> Schedule:
@@ -528,7 +536,6 @@ def commit_between_spill_and_fetch() -> Run:
         grads=1,
         host_cached_weights=(1,),
         host_cached_state=((1, 1),),
-        write_through=True,
         spilled_sites=frozenset({3}),
         act_buffers=1,
     )
@@ -542,7 +549,7 @@ def commit_between_spill_and_fetch() -> Run:
 @example(commit_between_spill_and_fetch())
 def test_no_schedule_can_go_wrong(run):
     chain = chain_of(run)
-    validate(chain, run.spec, empty_buffers(run.spec), whole=True)
+    validate(chain, run.spec, empty_buffers(run.spec), whole=True, by_interval=not run.commits)
     assert from_text(to_text(chain)) == chain
     assert sum(action.kind == "C" for action in chain) == 3
 
@@ -551,7 +558,8 @@ def test_no_schedule_can_go_wrong(run):
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_no_schedule_can_go_wrong_long_form(run):
-    validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True)
+    interval = not run.commits
+    validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True, by_interval=interval)
 
 
 def test_upcoming_says_how_far_away_the_next_use_is():

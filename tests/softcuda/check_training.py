@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.gradients import GradientOffload
-from lohan.engine.session import OomGuard
+from lohan.engine.gradient_transport import GradientOffload
+from lohan.engine.oom_guard import OomGuard
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB

@@ -21,6 +21,7 @@ from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import MOST_CLIPPED, Plan
 from lohan.planner.planner import Planned, PlanProblem, closed_form_plan, make_plan
 from lohan.schedule.actions import Action
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.io_engine import IOEngine
 from tests.support.memory_engine import MemoryEngine
 from tests.support.small_models import attached, batches, stored_bytes
@@ -170,7 +171,7 @@ class Tuning:
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
-        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.needs_all_gradients
+        balanced = plan.update_mode == "balanced" and plan.overlap and gate_of(plan) is Gate.NONE
         return replace(
             plan,
             chunk_params=CHUNK,
@@ -180,7 +181,7 @@ class Tuning:
             grad_groups=self.grads,
             host_cached_weights=weights,
             host_cached_state=state,
-            spilled_gradients=some(keys, self.spilled) if plan.needs_all_gradients else (),
+            spilled_gradients=some(keys, self.spilled) if gate_of(plan) is Gate.NORM else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,

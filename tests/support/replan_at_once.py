@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lohan.engine import session as replan
+from lohan.engine import replanning as replan
+from lohan.engine.context import PlanContext
+from lohan.engine.session import Session
 from lohan.errors import StoreError
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
@@ -50,17 +52,17 @@ def with_fixed_measurement() -> None:
             return MEASURED
         return replace(MEASURED, device_bytes=context.device_bytes, h2d=1e9, d2h=1e9)
 
-    replan.PlanContext.measured = fixed  # type: ignore[method-assign]
+    PlanContext.measured = fixed  # type: ignore[method-assign]
 
 
 def fails() -> None:
     """As `always`, and this process cannot follow the new plan."""
     always()
-    start = replan.Session._start
+    start = Session._start
 
     def started(session: Any, plan: Plan) -> None:
         if session._planless:  # a change of plan, not the start
             raise StoreError("no space left for kept activations")
         start(session, plan)
 
-    replan.Session._start = started  # type: ignore[method-assign]
+    Session._start = started  # type: ignore[method-assign]
