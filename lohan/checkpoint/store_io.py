@@ -34,7 +34,7 @@ from lohan.device.base import Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import ModelError, StoreError, first_line
 from lohan.model.layout import Blocks, FlatGroup, RankInfo, TensorSpec
-from lohan.model.plan import Plan
+from lohan.model.plan import LOG, Plan
 from lohan.model.state import (
     EMA,
     EXACT_ARRAYS,
@@ -565,7 +565,8 @@ def create_store(
         exact=exact,
     )
     barrier = process_group.barrier if ranks.several else None
-    store = Store.create(dirs, layout, engine=engine, barrier=barrier)
+    logged = sum(entry.bytes for entry in plan.ledger if entry.owner == LOG)
+    store = Store.create(dirs, layout, engine=engine, barrier=barrier, reserved_bytes=logged)
     try:
         first = {
             **meta,

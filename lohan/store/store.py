@@ -319,6 +319,7 @@ class Store:
         with_scratch: bool = True,
         barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
+        reserved_bytes: int = 0,
     ) -> Self:
         """Create the files of a new store, which becomes valid with its first commit.
 
@@ -326,6 +327,7 @@ class Store:
         written; if creation fails, everything it created is removed. If other ranks have stores of
         the same run, `barrier` must return when all of them have prepared a commit. `final_dirs`
         are the directories to which the caller will move the store once it is complete.
+        `reserved_bytes` must be free besides the store, because the caller will need them there.
         """
         paths, disk_slots = files.store_dirs(dirs), disk_slot_count(durability)
         layout = plan_layout(regions, directories=len(paths), weights=weights)
@@ -342,7 +344,8 @@ class Store:
         for path in paths:
             files.check_vacant(path)
         needed = needed_bytes(paths, layout, disk_slots=disk_slots, with_scratch=with_scratch)
-        files.check_free_space(needed)
+        share = reserved_bytes // len(paths)
+        files.check_free_space({path: count + share for path, count in needed.items()})
         volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
         created: list[Path] = []
         try:

@@ -288,3 +288,9 @@ def test_a_log_that_is_removed_while_it_is_used_is_noticed(
         (tmp_path / "a" / LOG_DATA).unlink()
         with pytest.raises(StoreError, match=r"log\.bin: was removed while the run used it"):
             append_step(store, 2)
+
+
+def test_refuses_a_store_whose_log_would_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(NoRoomError, match="are free there"):
+        Store.create(tmp_path / "a", REGIONS, engine="threads", reserved_bytes=2**60)
+    assert not (tmp_path / "a").exists()
