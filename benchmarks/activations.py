@@ -98,7 +98,7 @@ def measure(
 
 def together(options: argparse.Namespace, names: list[str]) -> bool:
     """Return whether the processes of all these sides fit in memory together."""
-    from lohan.util.system import host_memory_bytes
+    from lohan.util.memory import host_memory_bytes
     from lohan.util.units import parse_bytes
 
     return len(names) * BESIDE * parse_bytes(options.host, name="host") < host_memory_bytes()

@@ -46,6 +46,7 @@ from lohan.errors import BudgetError, RankError
 from lohan.model.plan import Plan
 from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.io_engine import aligned_buffer
+from lohan.util.units import parse_bytes
 
 Case = dict[str, Any]
 LARGE = 256 * 2**20  # bytes: every model here fits many times
@@ -265,7 +266,7 @@ class SessionRun:
                 continue
             advised = self.advised(tier, option)
             # Exactly as the message has it, or a multiple.
-            size = attaching.parse_bytes(advised, name=tier)
+            size = parse_bytes(advised, name=tier)
             chosen[tier] = advised if asked == 1.0 else int(size * asked)
         self.limits = chosen
 

@@ -408,7 +408,7 @@ def data_kinds(work: Path) -> list[Kind]:
     from lohan.data.images import _array, _tensors, square
     from lohan.data.reading import read_examples
     from lohan.data.text import Encoder
-    from lohan.train.forward_only import read_prompts
+    from lohan.train.generation import read_prompts
 
     note = PngImagePlugin.PngInfo()
     note.add_text("note", "x" * 200, zip=True)
@@ -1058,7 +1058,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     main()

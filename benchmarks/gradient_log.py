@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 from lohan.errors import BudgetError
-from lohan.model.plan import PlanOptions, with_log
+from lohan.model.options import PlanOptions, with_log
 from lohan.planner import presets
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
 from lohan.util.units import GiB

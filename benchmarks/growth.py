@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lohan
 from lohan.errors import ConfigError
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.model.shapes import stacked
 from lohan.planner import presets
 from lohan.planner.forecast import Simulator

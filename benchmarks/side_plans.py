@@ -22,7 +22,8 @@ def main() -> None:
     from lohan.engine.workload import workload_of
     from lohan.errors import LohanError
     from lohan.model.machine import Profile
-    from lohan.model.plan import Kept, Plan, PlanOptions
+    from lohan.model.options import PlanOptions
+    from lohan.model.plan import Kept, Plan
     from lohan.planner.activations import levels
     from lohan.planner.forecast import Simulator
     from lohan.planner.memory import MemoryModel

@@ -20,7 +20,7 @@ from lohan.capture.blocks import cut
 from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action

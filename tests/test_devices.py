@@ -20,7 +20,8 @@ from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
-from lohan.model.plan import Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
 from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.placement import UpdateOptions

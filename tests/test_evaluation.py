@@ -15,7 +15,7 @@ from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine.lanes import Lanes
 from lohan.train import trainer
-from lohan.train.forward_only import Evaluation, History, evaluate
+from lohan.train.evaluation import Evaluation, History, evaluate
 from lohan.train.language import CausalLM
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.support.random_checkpoint import write_random_checkpoint

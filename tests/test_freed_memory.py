@@ -5,7 +5,8 @@ import sys
 
 CODE = """
 import ctypes, sys
-from lohan.util.system import rss_bytes, set_up_libraries
+from lohan.util.libraries import set_up_libraries
+from lohan.util.memory import rss_bytes
 if sys.argv[1] == "ours":
     set_up_libraries()
 libc = ctypes.CDLL(None)

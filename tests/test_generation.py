@@ -21,18 +21,10 @@ from lohan.data import Encoder, prepare
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError
 from lohan.store.store import Store
-from lohan.train.forward_only import (
-    Sampling,
-    Shape,
-    _temporary,
-    encode_prompts,
-    evaluate,
-    generate,
-    open_stream,
-    read_prompts,
-    source_of,
-)
+from lohan.train.evaluation import evaluate
+from lohan.train.generation import Sampling, encode_prompts, generate, read_prompts
 from lohan.train.language import CausalLM
+from lohan.train.streaming import Shape, _temporary, open_stream, source_of
 from lohan.train.trainer import train
 from tests.support.model_families import CONFIGS, VOCAB, save_model
 from tests.support.recording_display import Watch
@@ -248,7 +240,7 @@ def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
         seen.extend(tmp_path.glob("lohan-weights-*/store/*"))
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("lohan.train.forward_only.generate", stop)
+    monkeypatch.setattr("lohan.train.generation.generate", stop)
     ended = lohan("generate", folder, "--prompt", "w1", "--ssd", tmp_path, "--host", "1MiB")
     assert ended.code == 130 and "Traceback" not in ended.err and seen
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -275,7 +267,7 @@ def test_weights_of_a_killed_process_are_removed_by_the_next(tmp_path):
     """Other folders stay, and so does that of a process that still runs."""
     folder = write_model(tmp_path / "model", "llama")
     code = (
-        "import os; from pathlib import Path; from lohan.train.forward_only import _temporary\n"
+        "import os; from pathlib import Path; from lohan.train.streaming import _temporary\n"
         f"with _temporary({str(tmp_path)!r}) as store:\n"
         "    store.mkdir(); (store / 'slot-a.bin').write_text('weights'); os._exit(9)"
     )

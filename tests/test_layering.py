@@ -39,8 +39,16 @@ RANK = {name: rank for rank, name in enumerate(["_core", *PACKAGES])}
 ROOT_FILES = {"__init__.py", "__main__.py", "errors.py", "config.py", "optim.py", "param_groups.py"}
 
 NO_TORCH = ["errors", "config", "optim", "param_groups", "util.units", "util.trace"]
-NO_TORCH += ["util.system", "util.display"]
-NO_TORCH += ["store.store", "store.admin", "model.layout", "model.state", "model.plan"]
+NO_TORCH += ["util.memory", "util.drives", "util.libraries", "util.hub", "util.display"]
+NO_TORCH += [
+    "store.store",
+    "store.admin",
+    "model.layout",
+    "model.state",
+    "model.plan",
+    "model.options",
+]
+NO_TORCH += ["model.options", "model.workload"]
 NO_TORCH += ["model.machine", "model.shapes", "schedule.actions"]
 NO_TORCH += ["schedule.phases", "schedule.steps", "schedule.check", "schedule.simulate"]
 NO_TORCH += ["planner.planner", "planner.forecast", "planner.machine_plan", "planner.presets"]

@@ -18,7 +18,7 @@ from lohan.data import dataset as arrange
 from lohan.data import prepare
 from lohan.data.dataset import IGNORE
 from lohan.errors import ModelError
-from lohan.train.forward_only import evaluate
+from lohan.train.evaluation import evaluate
 from lohan.train.language import CausalLM, check_packs
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.support.model_families import CONFIGS, VOCAB, save_model

@@ -16,7 +16,7 @@ from lohan.engine.attach import machine_with
 from lohan.engine.lanes import Lanes
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.planner import presets
 from lohan.planner.forecast import on_machine
 from lohan.planner.machine_plan import PlanRequest, faster_drives, plan_for_machine

@@ -41,8 +41,8 @@ from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
 from lohan.errors import ModelError
 from lohan.model.layout import Blocks, Site
-from lohan.model.plan import Footprint, SiteFootprint
 from lohan.model.state import FLOAT
+from lohan.model.workload import Footprint, SiteFootprint
 from lohan.util.units import align_up
 
 

@@ -16,7 +16,7 @@ from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of
 from lohan.config import UPDATE_MODES, TrainConfig
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine

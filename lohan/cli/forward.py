@@ -16,13 +16,13 @@ from lohan.cli.options import option
 from lohan.cli.train import check_dtype, display
 from lohan.errors import ConfigError
 from lohan.util.display import Display, echo
-from lohan.util.system import set_up_libraries
+from lohan.util.libraries import set_up_libraries
 from lohan.util.units import align_up, counted
 
 if TYPE_CHECKING:
     from lohan.data import Encoder
     from lohan.engine.policies import Budget
-    from lohan.train.forward_only import Sampling
+    from lohan.train.generation import Sampling
 
 ModelOrRun = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
@@ -110,7 +110,7 @@ def evaluate(
     result: dict[str, Any]
     with display(stderr=as_json) as shown:
         if tasks is not None:
-            from lohan.train.forward_only import run_tasks
+            from lohan.train.lm_eval_tasks import run_tasks
 
             names = [name.strip() for name in tasks.split(",")]
             how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
@@ -178,7 +178,7 @@ def generate(
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
     set_up_libraries()
     from lohan.engine.policies import Budget
-    from lohan.train.forward_only import Sampling
+    from lohan.train.generation import Sampling
 
     sampling = Sampling(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
@@ -231,10 +231,10 @@ def evaluate_file(
     """Return the loss of the model over all examples of a file."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import prepare
-    from lohan.train import forward_only
+    from lohan.train import evaluation, streaming
     from lohan.train.language import CausalLM
 
-    source = forward_only.source_of(folder)
+    source = streaming.source_of(folder)
     vocabulary = getattr(causal_config(source.folder).get_text_config(), "vocab_size", None)
     with tidy_end(), TemporaryDirectory(prefix="lohan-eval-") as cache:
         dataset = prepare(
@@ -249,15 +249,15 @@ def evaluate_file(
         examples = len(dataset)
         dataset = dataset.pack() if pack else dataset
         rows, longest = min(batch, len(dataset)), min(seq, align_up(dataset.longest, 8))
-        with forward_only.open_stream(
+        with streaming.open_stream(
             source,
-            forward_only.Shape(rows, longest, packed=pack),
+            streaming.Shape(rows, longest, packed=pack),
             budget,
             device=device,
             dtype=dtype,
             progress=lambda done, total: shown.advance("loading", done, total),
         ) as session:
-            result = forward_only.evaluate(
+            result = evaluation.evaluate(
                 session.model,
                 dataset,
                 batch=batch,
@@ -289,18 +289,18 @@ def answer(
     """Return each prompt with its answer; print a single answer while it is generated."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import Encoder
-    from lohan.train import forward_only
+    from lohan.train import generation, streaming
 
-    source = forward_only.source_of(folder)
+    source = streaming.source_of(folder)
     causal_config(source.folder)
     encoder = Encoder(source.folder, template=source.template)
-    texts = forward_only.read_prompts(prompts)
-    ids = forward_only.encode_prompts(encoder, texts)
+    texts = generation.read_prompts(prompts)
+    ids = generation.encode_prompts(encoder, texts)
     longest = max(map(len, ids))
-    shape = forward_only.Shape(len(ids), longest, longest + sampling.max_new_tokens)
+    shape = streaming.Shape(len(ids), longest, longest + sampling.max_new_tokens)
     with (
         tidy_end(),
-        forward_only.open_stream(
+        streaming.open_stream(
             source,
             shape,
             budget,
@@ -310,7 +310,7 @@ def answer(
         ) as session,
     ):
         streamer = _live(encoder) if live and len(ids) == 1 else None
-        answers = forward_only.generate(session.model, encoder, ids, sampling, streamer=streamer)
+        answers = generation.generate(session.model, encoder, ids, sampling, streamer=streamer)
     return [{"prompt": p, "text": t} for p, t in zip(texts, answers, strict=True)]
 
 

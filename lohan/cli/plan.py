@@ -25,8 +25,10 @@ from lohan.config import Config, load_config
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import LOG, MINIMISE, BatchWorkload, Plan, options_of
+from lohan.model.options import MINIMISE, options_of
+from lohan.model.plan import LOG, Plan
 from lohan.model.state import STATE_FORMATS, state_format_of
+from lohan.model.workload import BatchWorkload
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
@@ -563,7 +565,7 @@ def _steps_of_epochs(settings: Config, examples: int | None, data: Path | None) 
 def _plan_here(
     settings: Config, minimise: str, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     from lohan.engine.profile import latest_profile

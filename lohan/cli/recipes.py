@@ -62,7 +62,7 @@ def init(
     run = (out or file.with_name(f"{file.stem}-run")).resolve()
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
-    from lohan.model.plan import PlanOptions
+    from lohan.model.options import PlanOptions
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
 
@@ -135,7 +135,7 @@ def _this_machine(
     from lohan.device.choose import known_name
     from lohan.engine.profile import Where, cached_profile, latest_profile
     from lohan.util.display import open_display
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     last = None if ssd else latest_profile()
@@ -170,7 +170,7 @@ def _task(model: Path, data: Path) -> str:
     task = "language"
     if model.is_dir():
         from lohan.train.inputs import made_for
-        from lohan.util.system import set_up_libraries
+        from lohan.util.libraries import set_up_libraries
 
         set_up_libraries()
         task = made_for(model)
@@ -237,7 +237,7 @@ def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, 
         return SEQ, "the default: there is no tokenizer to look at the data with", MANY
     from lohan.data.reading import read_examples, suffix_of
     from lohan.data.text import Encoder
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     if suffix_of(data) == ".txt":

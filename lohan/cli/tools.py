@@ -42,7 +42,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure this machine: compute, links, drives, optimizer, memory. Takes less than a minute."""
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     from rich.console import Console
@@ -108,7 +108,7 @@ def doctor(
 
     The exit code is 1 if something keeps a run from working.
     """
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     if gpu:
@@ -185,7 +185,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write one HTML file about a run: curves, lanes, memory, wear, and what would help."""
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     from lohan.tools.report import page, read_run, read_traces, write_merged
@@ -287,7 +287,7 @@ def verify(
     overrides["out"] = "."  # nothing goes there
     settings = load_config(config, overrides=overrides, assignments=assignments or ())
     as_ranks(settings.budget.gpus)
-    from lohan.util.system import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     from contextlib import closing

@@ -19,8 +19,9 @@ from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
 from lohan.train.changes import check_changes
 from lohan.util.display import echo
+from lohan.util.hub import fetch
+from lohan.util.libraries import set_up_libraries
 from lohan.util.settings import assignment, load_toml
-from lohan.util.system import fetch, set_up_libraries
 from lohan.util.units import counted
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def merge_adapter(
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
     from lohan.engine.export import export_merged
-    from lohan.train.forward_only import own_dtype
+    from lohan.train.streaming import own_dtype
 
     base = model or named_base(adapter)
     for what, path in (("the adapter", adapter), ("--model", base)):

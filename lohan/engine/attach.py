@@ -59,7 +59,8 @@ from lohan.engine.wrapping import FirstCalls
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan, PlanOptions, with_log
+from lohan.model.options import PlanOptions, with_log
+from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups
@@ -69,8 +70,8 @@ from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
+from lohan.util.libraries import offline
 from lohan.util.settings import tile_tokens
-from lohan.util.system import offline
 from lohan.util.trace import Trace
 from lohan.util.units import parse_interval
 

@@ -11,7 +11,9 @@ from lohan.device.choose import Backend
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
+from lohan.model.workload import BatchWorkload
 from lohan.planner.forecast import (
     Forecast,
     Simulator,

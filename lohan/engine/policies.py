@@ -16,7 +16,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.plan import Kept
 from lohan.store.io_engine import IOEngine
-from lohan.util.system import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
+from lohan.util.memory import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
 from lohan.util.units import AUTO, format_bytes, parse_bytes
 
 STORE_FOLDER = "lohan-store"

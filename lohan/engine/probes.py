@@ -36,7 +36,7 @@ from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.store.extents import Region
 from lohan.store.store import Store, Ticket
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from lohan.util.units import GiB, MiB, counted, format_bytes
 
 # -- How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks -------

@@ -18,7 +18,7 @@ from lohan.errors import ConfigError, LohanError, StorageIOError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
 from lohan.util.files import OutputFile, write_atomic
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from lohan.util.units import format_bytes
 
 FORMAT = 3  # of what is measured; a new one makes old files worthless

@@ -32,7 +32,7 @@ from lohan.model.plan import Plan
 from lohan.param_groups import META_KEY, changed_members
 from lohan.store.admin import rewind
 from lohan.store.store import Counters
-from lohan.util.system import return_freed_memory
+from lohan.util.memory import return_freed_memory
 
 ExecutorAndHead = tuple[Executor, SlicedHead | None]
 

@@ -35,7 +35,7 @@ from lohan.engine.user_code import WeightRead, read_weight, watch_optimizers
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from lohan.util.units import format_bytes, parse_bytes
 
 P = ParamSpec("P")

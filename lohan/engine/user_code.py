@@ -22,7 +22,7 @@ from lohan.capture.placeholders import AttachedParameter, OffloadedParameter
 from lohan.errors import BudgetError, ConfigError, LohanError, ModelError
 from lohan.model.layout import FlatGroup
 from lohan.model.state import FLOAT
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from lohan.util.units import MiB, format_bytes
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from lohan.checkpoint.packed import pack_base
 from lohan.engine.head import find_decoder
 from lohan.errors import ModelError
 from lohan.model.layout import Blocks
-from lohan.model.plan import BatchWorkload, Footprint, Plan
+from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
+from lohan.model.workload import BatchWorkload, Footprint
 from lohan.planner.memory import MemoryModel
 
 

@@ -30,7 +30,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError
 from lohan.hf.arguments import LohanArguments
 from lohan.hf.mixin import LohanMixin, merged
-from lohan.train.forward_only import forward_only
+from lohan.train.evaluation import forward_only
 from lohan.train.preference import read_reference, write_reference
 from lohan.util.units import format_bytes
 

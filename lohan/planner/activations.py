@@ -10,8 +10,9 @@ from itertools import groupby
 from lohan.config import ACTIVATIONS
 from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Kept, Plan
+from lohan.model.plan import Kept, Plan
 from lohan.model.shapes import ModelShape
+from lohan.model.workload import BatchWorkload
 from lohan.planner.host_memory import Use, share_out
 from lohan.planner.memory import INPUTS, MemoryModel
 from lohan.schedule.placement import Gate, UpdateOptions, gate_of

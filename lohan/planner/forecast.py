@@ -10,7 +10,8 @@ from math import inf
 
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
+from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, Plan
+from lohan.model.workload import BatchWorkload
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.memory import MemoryModel
 from lohan.schedule.actions import Schedule, ScheduleSpec

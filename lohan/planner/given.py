@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import BudgetError, ConfigError
-from lohan.model.plan import LOGGED_MODES, Plan, PlanOptions
+from lohan.model.options import LOGGED_MODES, PlanOptions
+from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.planner.memory import MemoryModel
 from lohan.planner.planner import (

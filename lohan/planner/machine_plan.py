@@ -23,9 +23,11 @@ from lohan.model.layout import (
     TensorSpec,
 )
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Plan, PlanOptions, SiteFootprint
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
 from lohan.model.shapes import BlockShape, ModelShape
 from lohan.model.state import FLOAT, STATE_FORMATS, packed_numel
+from lohan.model.workload import BatchWorkload, Footprint, SiteFootprint
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast, Simulator, on_machine
 from lohan.planner.memory import card_overhead

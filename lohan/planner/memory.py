@@ -9,17 +9,7 @@ from functools import cached_property
 
 from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.machine import Profile
-from lohan.model.plan import (
-    CACHED_STATE,
-    CACHED_WEIGHTS,
-    LOG,
-    BatchWorkload,
-    Footprint,
-    Kept,
-    LedgerEntry,
-    Plan,
-    SiteFootprint,
-)
+from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, LOG, Kept, LedgerEntry, Plan
 from lohan.model.shapes import BlockShape
 from lohan.model.state import (
     DEQUANTISED,
@@ -30,6 +20,7 @@ from lohan.model.state import (
     dequantising_bytes,
     state_format_of,
 )
+from lohan.model.workload import BatchWorkload, Footprint, SiteFootprint
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.schedule.placement import Gate, gate_of, needs_norm
 from lohan.util.units import PAGE, MiB

@@ -12,8 +12,10 @@ from functools import cached_property, partial
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import CACHED_WEIGHTS, BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import CACHED_WEIGHTS, Kept, LedgerEntry, Plan
 from lohan.model.state import STATE_FORMATS
+from lohan.model.workload import BatchWorkload
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import Forecast, Simulator, most_clipped
 from lohan.planner.host_memory import FillOrder

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from lohan.model.layout import GROUP_ALIGN, Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Kept, Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Kept, Plan
 from lohan.model.state import FLOAT, chunks
+from lohan.model.workload import BatchWorkload
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.host_memory import FillOrder, Use
 from lohan.planner.memory import LOGIT_COPIES, MemoryModel

@@ -15,10 +15,12 @@ from pathlib import Path
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import BatchWorkload, Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
+from lohan.model.workload import BatchWorkload
 from lohan.planner.forecast import Forecast, commit_bytes, step_work
 from lohan.schedule.steps import planned_order, spec_of, steps
-from lohan.util.system import DriveFacts, drives_of
+from lohan.util.drives import DriveFacts, drives_of
 from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format_seconds
 
 Planned = tuple[Plan, Forecast | None]

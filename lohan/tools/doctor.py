@@ -18,18 +18,8 @@ from typing import Any
 from lohan.errors import LohanError, StorageIOError
 from lohan.model.state import STATE_FORMATS
 from lohan.store.io_engine import IOEngine, aligned_buffer, open_engine
-from lohan.util.system import (
-    COPY_ON_WRITE,
-    MEMORY,
-    NETWORK,
-    PROC,
-    DriveFacts,
-    cgroup_memory_limit,
-    drives_of,
-    host_memory_bytes,
-    mount_of,
-    total_memory_bytes,
-)
+from lohan.util.drives import COPY_ON_WRITE, MEMORY, NETWORK, PROC, DriveFacts, drives_of, mount_of
+from lohan.util.memory import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
 from lohan.util.units import GiB, MiB, counted, format_bytes
 
 # -- Findings and how they are printed -------------------------------------------------------------

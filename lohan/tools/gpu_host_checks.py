@@ -11,7 +11,7 @@ import torch
 from lohan.device import accelerator
 from lohan.device.base import HostMemory, pages
 from lohan.tools.gpu_bench import Bench, CheckResult, Wrong
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from lohan.util.units import GiB, MiB, format_bytes
 
 MOST_PINNED = 32 * GiB

@@ -24,7 +24,9 @@ from lohan.engine.workload import blocks_of, workload_of
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks, RankInfo
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan, PlanOptions, options_of
+from lohan.model.options import PlanOptions, options_of
+from lohan.model.plan import Plan
+from lohan.model.workload import BatchWorkload
 from lohan.planner.forecast import Forecast, Simulator, on_machine
 from lohan.planner.machine_plan import (
     MachinePlan,

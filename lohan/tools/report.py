@@ -32,8 +32,8 @@ from lohan.schedule.ops import Op
 from lohan.train.logs import WARM_UP_STEPS
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered
+from lohan.util.drives import drives_of
 from lohan.util.files import WrongType, checked, load_json
-from lohan.util.system import drives_of
 from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output
 from lohan.util.units import GiB, counted, format_bytes, format_seconds
 

@@ -316,7 +316,7 @@ def summary(results: Sequence[Checked]) -> str:
 def report(results: Sequence[Checked], device: str) -> str:
     """Return the report as JSON."""
     from lohan.train.logs import versions
-    from lohan.util.system import total_memory_bytes
+    from lohan.util.memory import total_memory_bytes
 
     content = {
         "report": REPORT,

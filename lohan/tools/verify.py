@@ -36,7 +36,7 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
 from lohan.util.files import read_object
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from lohan.util.units import PAGE, align_up, counted, format_bytes
 
 # -- Tolerances: when two runs count as equal ------------------------------------------------------

@@ -25,16 +25,18 @@ from lohan.engine.session import Session
 from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan, activation_policy_of
+from lohan.model.options import activation_policy_of
+from lohan.model.plan import Plan
 from lohan.model.state import state_format_of, stored_state_format
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.log import read_latest
 from lohan.train import supervised
 from lohan.train.diffusion import Diffusion
-from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
+from lohan.train.generation import encode_prompts, read_prompts
 from lohan.train.language import CausalLM, VisionLanguage
 from lohan.train.preference import Preference, Reward
 from lohan.train.run_folder import RunFolder, sets_of
+from lohan.train.streaming import Shape, batch_of, needs_of
 from lohan.train.task import Batch, DataRequest, Examples, Task
 from lohan.util.display import Display
 from lohan.util.files import read_object, sync_folder, sync_path, write_new

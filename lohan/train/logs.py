@@ -25,7 +25,7 @@ from lohan.planner.forecast import Forecast
 from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
-from lohan.util.system import rss_bytes, total_memory_bytes
+from lohan.util.memory import rss_bytes, total_memory_bytes
 from lohan.util.trace import Span, Trace, busy_s
 
 # -- The journal for `lohan report`, in RUN/journal.jsonl ------------------------------------------

@@ -15,7 +15,8 @@ from lohan.config import Config
 from lohan.data.text import chosen_template
 from lohan.engine.session import Session
 from lohan.errors import TrainingError
-from lohan.train.forward_only import History, Sampling, evaluate, generate
+from lohan.train.evaluation import History, evaluate
+from lohan.train.generation import Sampling, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
 from lohan.train.run_folder import (

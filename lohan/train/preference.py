@@ -37,11 +37,11 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError, StorageIOError
 from lohan.model.state import STATE_FORMATS
 from lohan.store.manifest import checksum
-from lohan.train.forward_only import forward_only
+from lohan.train.evaluation import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
 from lohan.util.files import write_atomic
-from lohan.util.system import offline
+from lohan.util.libraries import offline
 from lohan.util.units import align_up, counted
 
 AllReduceSum = Callable[[float], float]  # sums a number over all ranks

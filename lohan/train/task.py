@@ -23,7 +23,7 @@ from lohan.data.dataset import Fields, Row, open_fields, write_fields
 from lohan.data.reading import data_files, is_saved
 from lohan.engine.attach import load
 from lohan.errors import ConfigError, DataError, ModelError
-from lohan.util.system import offline
+from lohan.util.libraries import offline
 from lohan.util.units import counted
 
 if TYPE_CHECKING:

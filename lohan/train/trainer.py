@@ -24,7 +24,7 @@ from lohan.engine.oom_guard import OomGuard
 from lohan.engine.replanning import Replanner
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.planner.forecast import Forecast
 from lohan.planner.planner import make_plan
 from lohan.planner.wear import (

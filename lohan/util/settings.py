@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.util.system import cached_folder
+from lohan.util.hub import cached_folder
 from lohan.util.units import GiB, MiB, log_steps, parse_bytes, parse_interval
 
 Parser = Callable[[Any, str, Path], Any]

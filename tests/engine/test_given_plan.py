@@ -104,11 +104,11 @@ def test_refuses_chunk_that_does_not_exist(planned, tmp_path):
 
 
 def test_refuses_plan_over_budget_with_both_numbers(planned, tmp_path):
-    wrong = replace(planned[2], weight_slots=10_000)
+    wrong = replace(planned[2], ring=10**6)
     words = r"host budget too small: the given plan needs [\d.]+ .iB, --host allows [\d.]+ .iB"
     with pytest.raises(BudgetError, match=words) as refused:
         attached(small_model("llama"), tmp_path, batch=DATA[0], plan=wrong)
-    assert "largest: weight slots" in str(refused.value)
+    assert "largest: optimizer state ring" in str(refused.value)
     assert "leave the plan out" in str(refused.value)
 
 

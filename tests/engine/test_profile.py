@@ -25,7 +25,7 @@ from lohan.engine.profile import (
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.presets import machine as machine_of
-from lohan.util import system as machine
+from lohan.util import memory
 from tests.engine.test_probes import TINY
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
@@ -106,7 +106,7 @@ def test_free_memory_is_looked_up_each_time(ssd, monkeypatch):
     cached_profile([ssd], measure=measure)
     monkeypatch.setattr(profile_command, "host_memory_bytes", lambda: 12345)
     assert cached_profile([ssd], measure=measure).host_bytes == 12345
-    assert machine.host_memory_bytes() != 12345
+    assert memory.host_memory_bytes() != 12345
 
 
 def test_another_folder_of_the_same_drive_has_the_same_figures(ssd):

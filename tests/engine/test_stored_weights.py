@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import lohan
 from lohan.checkpoint.replacing import SAVED, SAVED_MARK, joining, replacing
-from lohan.util.system import host_memory_bytes
+from lohan.util.memory import host_memory_bytes
 from tests.support.small_models import batches, small_model
 from tests.test_no_file_lost import tree
 

@@ -12,7 +12,8 @@ import pytest
 from lohan.config import ACTIVATIONS
 from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
 from lohan.planner.activations import CHOOSERS, by_class, resolve_activation_policy
 from lohan.planner.machine_plan import layout_of, load_of_shape

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lohan.cli.plan import describe, to_json
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.planner import presets
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
 from lohan.planner.wear import LONGEST_S

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.forecast import Simulator, most_clipped

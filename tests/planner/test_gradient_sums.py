@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.planner import presets
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine
 from lohan.schedule.simulate import SUMMED, SiteWork

@@ -15,7 +15,7 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.plan import describe
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.planner import presets
 from lohan.planner.activations import choose, levels

@@ -13,7 +13,9 @@ from lohan.checkpoint.hf_folder import build_from_config
 from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import RankInfo
-from lohan.model.plan import BatchWorkload, Footprint, Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
+from lohan.model.workload import BatchWorkload, Footprint
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
 from lohan.planner.planner import PlanProblem, closed_form_plan, lower_hint, make_plan

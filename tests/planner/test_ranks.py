@@ -12,7 +12,8 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.main import app
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import GROUP_ALIGN
-from lohan.model.plan import Plan, PlanOptions
+from lohan.model.options import PlanOptions
+from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.machine_plan import (

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from lohan.cli.main import app
 from lohan.cli.plan import describe, to_json
 from lohan.model.machine import Drive
-from lohan.model.plan import PlanOptions
+from lohan.model.options import PlanOptions
 from lohan.optim import StateKind
 from lohan.planner import presets, wear
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine, with_alternatives
@@ -23,7 +23,7 @@ from lohan.planner.wear import (
     wear_of,
     written_per_step,
 )
-from lohan.util.system import DriveFacts, Health
+from lohan.util.drives import DriveFacts, Health
 from lohan.util.units import Interval
 
 DRIVES = (

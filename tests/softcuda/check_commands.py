@@ -279,7 +279,7 @@ def test_small_pieces_of_memory_serve_for_large_ones(model, data, tmp_path):  # 
     ended = run(*arguments(model, data, out, "--device", "cuda"))
     assert ended.code == 0, ended
     code = (
-        "from lohan.util.system import set_up_libraries as s; s(); import torch;"
+        "from lohan.util.libraries import set_up_libraries as s; s(); import torch;"
         "torch.empty(2**21, dtype=torch.uint8, device='cuda');"
         "print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
     )

@@ -13,8 +13,8 @@ from lohan.errors import StorageIOError
 from lohan.store.io_engine import open_engine
 from lohan.tools import doctor
 from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
-from lohan.util import system
-from lohan.util.system import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
+from lohan.util import drives
+from lohan.util.drives import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.util.units import GiB
 from tests.support.memory_engine import MemoryEngine
 from tests.test_cli import lohan, snapshot  # noqa: F401 - a fixture
@@ -115,7 +115,7 @@ def test_bytes_that_change(tmp_path, monkeypatch):
     ],
 )
 def test_kinds_of_file_systems(kind, state, word, tmp_path, monkeypatch):
-    mount = system.Mount(kind, "/dev/x", "/")
+    mount = drives.Mount(kind, "/dev/x", "/")
     monkeypatch.setattr(doctor, "mount_of", lambda path: mount)
     found = doctor._kind(tmp_path)
     assert found.state == state and word in found.text
@@ -162,9 +162,9 @@ def test_partitions_and_volumes(tmp_path, monkeypatch):
     volume = tmp_path / "devices" / "dm-0"
     (volume / "slaves").mkdir(parents=True)
     (volume / "slaves" / "nvme7n1p2").symlink_to(part)
-    assert system._disks(volume) == {disk}
-    assert system._disks(part) == {disk}
-    facts = system.facts_of(disk)
+    assert drives._disks(volume) == {disk}
+    assert drives._disks(part) == {disk}
+    facts = drives.facts_of(disk)
     assert (facts.model, facts.rotating, facts.health) == ("Good Drive 2TB", False, None)
 
 

@@ -14,7 +14,7 @@ import pytest
 from lohan.cli.train import fetch_model
 from lohan.config import load_config
 from lohan.errors import ModelError
-from lohan.util.system import cached_folder, fetch
+from lohan.util.hub import cached_folder, fetch
 
 COMMIT = "0" * 39 + "1"
 FILES = {

@@ -1,0 +1,112 @@
+"""The options that a plan is made for, besides the model and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lohan.config import Config
+from lohan.errors import ConfigError
+from lohan.model.plan import Kept, Plan, RunOptions
+from lohan.util.files import load_json
+from lohan.util.units import EVERY_STEP, Interval, log_steps, parse_interval
+
+# Properties of a step that a plan can minimise; cost includes the machine's time and drive wear.
+MINIMISE = ("time", "writes", "cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """The decisions of the user that a plan must respect.
+
+    The planner decides what is left open here. The plan then contains its decision.
+    """
+
+    micro_batch: int | None = None
+    # Tokens per tile, "off" or "auto". "auto" uses tiles if the batch does not fit without them, or
+    # if they are faster.
+    tiles: int | str = "auto"
+    chunk_params: int | None = None  # The chunk size of an existing store, which cannot change.
+    head_tokens: int | None = None  # The slice size of the head, if the run must not change it.
+    # Whether the store has space for held gradients. None: the store does not exist yet and will be
+    # created with the space that the plan needs.
+    gradients_on_ssd: bool | None = None
+    commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.
+    minimise: str = "time"  # One of MINIMISE.
+    activations: str | Kept = "holistic"  # One of ACTIVATIONS, or an explicit choice.
+    # Device memory, by owner, that is used besides the blocks and the schedule.
+    device_overhead: tuple[tuple[str, int], ...] = ()
+
+    def fixed_by(self, plan: Plan) -> PlanOptions:
+        """Return the options for another plan of the same run.
+
+        Micro-batch, tiles, head slices and chunks are fixed to those of `plan`.
+        """
+        return replace(
+            self,
+            micro_batch=plan.micro_batch,
+            tiles=plan.tiles or "off",
+            head_tokens=plan.head_tokens,
+            chunk_params=plan.chunk_params,
+        )
+
+
+LOGGED_MODES = ("optimized", "balanced")  # modes of updates that a log can be combined with
+
+
+def with_log(
+    options: PlanOptions, asked: str | int, *, commit_every: str | int, world: int
+) -> PlanOptions:
+    """Return the options with a log of gradients, or raise ConfigError if it is not possible."""
+    steps = log_steps(asked)
+    if not steps:
+        return options
+    problem = ""
+    if world > 1:
+        problem = f"{world} ranks share the state, and a log is for one rank; train on one rank"
+    elif not options.overlap:
+        problem = "it needs overlap; leave out overlap = false"
+    elif options.update_mode not in LOGGED_MODES:
+        problem = f"update_mode is {options.update_mode!r}; choose {' or '.join(LOGGED_MODES)}"
+    elif options.commit not in (None, EVERY_STEP):
+        problem = f"it commits every step, but commit_every is {commit_every!r}; leave that out"
+    if problem:
+        raise ConfigError(f"log_gradients = {asked}: {problem}, or set log_gradients = off")
+    return replace(options, log_gradients=steps, commit=Interval(steps, 0.0))
+
+
+def options_of(
+    config: Config, *, dtype: str, minimise: str = "time", world: int = 1
+) -> PlanOptions:
+    """Return the plan options of a run with these settings."""
+    train, budget = config.train, config.budget
+    options = PlanOptions(
+        dtype=dtype,
+        micro_batch=train.micro_batch,
+        tiles=train.tiles,
+        overlap=train.overlap,
+        update_mode=train.update_mode,
+        activations=activation_policy_of(train.activations),
+        clip=train.clip,
+        kind=train.kind,
+        minimise=minimise,
+        world=world,
+        can_rerun=True,
+        commit=parse_interval(budget.commit_every, name="commit_every"),
+    )
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
+
+
+def activation_policy_of(asked: str) -> str | Kept:
+    """Return the policy, or the kept activations of the plan file that it names."""
+    if not asked.endswith(".json"):
+        return asked
+    try:
+        # The file holds a plan, or the output of `lohan plan --json`.
+        data = load_json(Path(asked))
+        whole = isinstance(data, dict) and "plan" in data
+        return Plan.from_json(data["plan"] if whole else data).kept
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"[train] activations: {asked} is not a plan ({error}); `lohan plan --json` writes one"
+        ) from None
