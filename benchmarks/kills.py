@@ -6,9 +6,10 @@ Every process of a run is killed (SIGKILL) until the run has come to its end: in
 drawn first (loading, resuming, a step, a commit, a snapshot, an export), there between
 two operations on files or after a random time; one in five whenever a signal finds it. Kinds of
 runs: `plain`, `balanced` (updates in the next forward), `replanned` (another plan after the third
-step), `snapshots` (two steps between snapshots), `ranks` (two processes;
-one is killed and the other must end by itself, or both at once). A run that has ended is exported
-again, and those exports are killed too. Counted as
+step), `snapshots` (two steps between snapshots), `logged` (every step is committed by its
+gradients), `ranks` (two processes; one is killed and the other must end by itself, or both at
+once). A run that has ended is exported again, and those exports are killed
+too. Counted as
 
 * lost: after a kill the run goes on from an earlier step than its log or snapshot promised, or not;
 * wrong: its exported weights or its losses differ by a bit from the uninterrupted run's, or a
@@ -71,6 +72,7 @@ KINDS = (
     Kind("replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_REPLAN": "1"}),
     Kind("snapshots", snapshots=True),
     Kind("interval", ("--commit-every", 3), commit_every=3),
+    Kind("logged", ("--log-gradients", 3)),
     Kind("ranks", ("--host", "3MiB"), ranks=2),
 )
 

@@ -1,5 +1,5 @@
 // Python functions for optimizer updates: RULE_fp32, RULE_bf16 and RULE_fp16 by how the master
-// weights are stored.
+// weights are stored. RULE_fp32_updates and so on apply several updates in one pass.
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -68,7 +68,7 @@ class Call {
     const Grad narrow = args.master == Master::bf16_split ? Grad::bf16 : Grad::fp16;
     args.grad = a.type == Type::f32 ? Grad::fp32 : narrow;
     args.g = a.data;
-    arrays_.push_back({"g", a});
+    gradients_.push_back({"g", a});
   }
 
   void numbers(double grad_scale, uint32_t seed, uint32_t first) {
@@ -78,19 +78,27 @@ class Call {
     args.first = first;
   }
 
+  // Add the update that `args` and the last gradient describe to those that `run` applies.
+  void add_update() { updates_.push_back(args); }
+
   // With `checksums`, those of the written arrays: weights, what is beside them, moments, scales.
   nb::object run(nb::sequence scales, bool checksums) {
-    const size_t count = common_size(arrays_);
+    std::vector<Named> all = arrays_;
+    all.insert(all.end(), gradients_.begin(), gradients_.end());
+    const size_t count = common_size(all);
     take_scales(scales, count);
-    check_apart(arrays_, arrays_.size() - 1);
     std::vector<Written> written;
     for (const Named& a : arrays_)
       written.push_back({a.array.data, a.array.item_bytes, a.array.size == count ? 1 : kScaled});
-    written.pop_back();  // the gradient
+    all = arrays_;
+    all.insert(all.end(), gradients_.begin(), gradients_.end());
+    check_apart(all, arrays_.size());
+    for (UpdateArgs& update : updates_)
+      for (size_t k = 0; k < kMostMoments; ++k) update.scale[k] = args.scale[k];
     std::vector<uint32_t> sums;
     {
       nb::gil_scoped_release release;
-      update(args, count, written, checksums ? &sums : nullptr);
+      update(updates_, count, written, checksums ? &sums : nullptr);
     }
     return checksums ? nb::cast(sums) : nb::none();
   }
@@ -104,14 +112,11 @@ class Call {
     return arrays_.back().array.data;
   }
 
-  // They go before the gradient, which alone is only read.
   void take_scales(nb::sequence scales, size_t count) {
     const size_t wanted = args.moments == Moments::int8 ? moments_ : 0;
     if (nb::len(scales) != wanted)
       refuse_value("scales", "must be " + std::to_string(wanted) + " arrays, got " +
                                  std::to_string(nb::len(scales)));
-    const Named gradient = arrays_.back();
-    arrays_.pop_back();
     for (size_t k = 0; k < wanted; ++k) {
       args.scale[k] = static_cast<float*>(
           written("scales", nb::object(scales[k]), {Type::f32}, "float32", sizeof(float)));
@@ -122,10 +127,11 @@ class Call {
                                    std::to_string(blocks) + " blocks of " +
                                    std::to_string(kScaled));
     }
-    arrays_.push_back(gradient);
   }
 
-  std::vector<Named> arrays_;
+  std::vector<Named> arrays_;  // those that are written
+  std::vector<Named> gradients_;
+  std::vector<UpdateArgs> updates_;
   size_t moments_ = 0;
 };
 
@@ -145,10 +151,9 @@ struct Rest {
   bool checksums;
 };
 
-nb::object adamw(Call call, nb::handle m, nb::handle v, nb::handle g, double lr, double beta1,
-                 double beta2, double eps, double weight_decay, int64_t step, const Rest& rest) {
-  call.moment("m", m, true);
-  call.moment("v", v, false);
+void adamw_update(Call& call, nb::handle g, double lr, double beta1, double beta2, double eps,
+                  double weight_decay, int64_t step, double grad_scale, uint32_t seed,
+                  uint32_t first) {
   call.gradient(g);
   check_positive("lr", lr);
   check_share("beta1", beta1);
@@ -157,33 +162,127 @@ nb::object adamw(Call call, nb::handle m, nb::handle v, nb::handle g, double lr,
   check_positive("weight_decay", weight_decay);
   if (step < 1) refuse_value("step", "counts from 1, got " + std::to_string(step));
   call.args.adamw = adamw_numbers(lr, beta1, beta2, eps, weight_decay, step);
-  call.numbers(rest.grad_scale, rest.seed, rest.first);
-  return call.run(rest.scales, rest.checksums);
+  call.numbers(grad_scale, seed, first);
+  call.add_update();
 }
 
-nb::object sgd(Call call, nb::handle m, nb::handle g, double lr, double momentum, bool nesterov,
-               double weight_decay, const Rest& rest) {
-  call.moment("m", m, true);
+void sgd_update(Call& call, nb::handle g, double lr, double momentum, bool nesterov,
+                double weight_decay, double grad_scale, uint32_t seed, uint32_t first) {
   call.gradient(g);
   check_positive("lr", lr);
   check_share("momentum", momentum);
   check_positive("weight_decay", weight_decay);
   call.args.sgd = sgd_numbers(lr, momentum, nesterov, weight_decay);
-  call.numbers(rest.grad_scale, rest.seed, rest.first);
-  return call.run(rest.scales, rest.checksums);
+  call.numbers(grad_scale, seed, first);
+  call.add_update();
 }
 
-nb::object lion(Call call, nb::handle m, nb::handle g, double lr, double beta1, double beta2,
-                double weight_decay, const Rest& rest) {
-  call.moment("m", m, true);
+void lion_update(Call& call, nb::handle g, double lr, double beta1, double beta2,
+                 double weight_decay, double grad_scale, uint32_t seed, uint32_t first) {
   call.gradient(g);
   check_positive("lr", lr);
   check_share("beta1", beta1);
   check_share("beta2", beta2);
   check_positive("weight_decay", weight_decay);
   call.args.lion = lion_numbers(lr, beta1, beta2, weight_decay);
-  call.numbers(rest.grad_scale, rest.seed, rest.first);
+  call.numbers(grad_scale, seed, first);
+  call.add_update();
+}
+
+nb::object adamw(Call call, nb::handle m, nb::handle v, nb::handle g, double lr, double beta1,
+                 double beta2, double eps, double weight_decay, int64_t step, const Rest& rest) {
+  call.moment("m", m, true);
+  call.moment("v", v, false);
+  adamw_update(call, g, lr, beta1, beta2, eps, weight_decay, step, rest.grad_scale, rest.seed,
+               rest.first);
   return call.run(rest.scales, rest.checksums);
+}
+
+nb::object sgd(Call call, nb::handle m, nb::handle g, double lr, double momentum, bool nesterov,
+               double weight_decay, const Rest& rest) {
+  call.moment("m", m, true);
+  sgd_update(call, g, lr, momentum, nesterov, weight_decay, rest.grad_scale, rest.seed, rest.first);
+  return call.run(rest.scales, rest.checksums);
+}
+
+nb::object lion(Call call, nb::handle m, nb::handle g, double lr, double beta1, double beta2,
+                double weight_decay, const Rest& rest) {
+  call.moment("m", m, true);
+  lion_update(call, g, lr, beta1, beta2, weight_decay, rest.grad_scale, rest.seed, rest.first);
+  return call.run(rest.scales, rest.checksums);
+}
+
+// -- several updates in one pass ------------------------------------------------------------------
+
+// The keywords of one update; each must be used.
+class Numbers {
+ public:
+  explicit Numbers(nb::handle given) : given_(nb::cast<nb::dict>(given)) {}
+
+  template <class T>
+  T operator()(const char* name) {
+    if (!given_.contains(name)) refuse_type("updates", std::string("lack ") + name);
+    ++used_;
+    return nb::cast<T>(given_[name]);
+  }
+
+  void check_all_used() const {
+    if (used_ != nb::len(given_))
+      refuse_type("updates", "have " + std::to_string(nb::len(given_)) + " keywords, " +
+                                 std::to_string(used_) + " are known");
+  }
+
+ private:
+  nb::dict given_;
+  size_t used_ = 0;
+};
+
+void add_updates(Call& call, nb::sequence gradients, nb::sequence updates, uint32_t first) {
+  const size_t count = nb::len(gradients);
+  if (count == 0 || nb::len(updates) != count)
+    refuse_value("updates", "must be one for each gradient and at least one, got " +
+                                std::to_string(nb::len(updates)) + " for " +
+                                std::to_string(count) + " gradients");
+  for (size_t i = 0; i < count; ++i) {
+    Numbers n(nb::object(updates[i]));
+    const nb::object g = gradients[i];
+    const auto lr = n.operator()<double>("lr"), decay = n.operator()<double>("weight_decay");
+    const auto scale = n.operator()<double>("grad_scale");
+    const auto seed = n.operator()<uint32_t>("seed");
+    switch (call.args.rule) {
+      case Rule::adamw: {
+        const auto beta1 = n.operator()<double>("beta1"), beta2 = n.operator()<double>("beta2");
+        const auto eps = n.operator()<double>("eps");
+        adamw_update(call, g, lr, beta1, beta2, eps, decay, n.operator()<int64_t>("step"), scale,
+                     seed, first);
+        break;
+      }
+      case Rule::sgd: {
+        const auto momentum = n.operator()<double>("momentum");
+        sgd_update(call, g, lr, momentum, n.operator()<bool>("nesterov"), decay, scale, seed,
+                   first);
+        break;
+      }
+      case Rule::lion: {
+        const auto beta1 = n.operator()<double>("beta1"), beta2 = n.operator()<double>("beta2");
+        lion_update(call, g, lr, beta1, beta2, decay, scale, seed, first);
+        break;
+      }
+    }
+    n.check_all_used();
+  }
+}
+
+nb::object apply_updates(Call call, std::initializer_list<nb::handle> moments,
+                         nb::sequence gradients, nb::sequence updates, nb::sequence scales,
+                         uint32_t first, bool checksums) {
+  bool has_sign = true;  // that of AdamW's second moment has none
+  for (nb::handle m : moments) {
+    call.moment(has_sign ? "m" : "v", m, has_sign);
+    has_sign = false;
+  }
+  add_updates(call, gradients, updates, first);
+  return call.run(scales, checksums);
 }
 
 Call fp32(Rule rule, nb::handle p) {
@@ -274,6 +373,47 @@ void bind_updates(nb::module_& m) {
 #undef LOHAN_REST
 #undef LOHAN_REST_NAMES
 #undef LOHAN_REST_VALUES
+
+#define LOHAN_SEVERAL \
+  nb::sequence gradients, nb::sequence updates, nb::sequence scales, uint32_t first, bool checksums
+#define LOHAN_SEVERAL_NAMES                                                             \
+  "gradients"_a, nb::kw_only(), "updates"_a, "scales"_a = nb::make_tuple(), "first"_a = 0, \
+      "checksums"_a = false
+#define LOHAN_SEVERAL_VALUES gradients, updates, scales, first, checksums
+#define LOHAN_SEVERAL_TEXT \
+  "Apply one update for each gradient, in order and in one pass, with the same bits as one call " \
+  "for each. `updates` are the keywords of those calls."
+  m.def("adamw_fp32_updates", [](H p, H m, H v, LOHAN_SEVERAL) {
+    return apply_updates(fp32(Rule::adamw, p), {m, v}, LOHAN_SEVERAL_VALUES);
+  }, "p"_a, "m"_a, "v"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("adamw_bf16_updates", [](H w, H r, H m, H v, LOHAN_SEVERAL) {
+    return apply_updates(bf16(Rule::adamw, w, r), {m, v}, LOHAN_SEVERAL_VALUES);
+  }, "w"_a, "r"_a, "m"_a, "v"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("adamw_fp16_updates", [](H w, H p, H m, H v, LOHAN_SEVERAL) {
+    return apply_updates(fp16(Rule::adamw, w, p), {m, v}, LOHAN_SEVERAL_VALUES);
+  }, "w"_a, "p"_a, "m"_a, "v"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("sgd_fp32_updates", [](H p, H m, LOHAN_SEVERAL) {
+    return apply_updates(fp32(Rule::sgd, p), {m}, LOHAN_SEVERAL_VALUES);
+  }, "p"_a, "m"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("sgd_bf16_updates", [](H w, H r, H m, LOHAN_SEVERAL) {
+    return apply_updates(bf16(Rule::sgd, w, r), {m}, LOHAN_SEVERAL_VALUES);
+  }, "w"_a, "r"_a, "m"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("sgd_fp16_updates", [](H w, H p, H m, LOHAN_SEVERAL) {
+    return apply_updates(fp16(Rule::sgd, w, p), {m}, LOHAN_SEVERAL_VALUES);
+  }, "w"_a, "p"_a, "m"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("lion_fp32_updates", [](H p, H m, LOHAN_SEVERAL) {
+    return apply_updates(fp32(Rule::lion, p), {m}, LOHAN_SEVERAL_VALUES);
+  }, "p"_a, "m"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("lion_bf16_updates", [](H w, H r, H m, LOHAN_SEVERAL) {
+    return apply_updates(bf16(Rule::lion, w, r), {m}, LOHAN_SEVERAL_VALUES);
+  }, "w"_a, "r"_a, "m"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+  m.def("lion_fp16_updates", [](H w, H p, H m, LOHAN_SEVERAL) {
+    return apply_updates(fp16(Rule::lion, w, p), {m}, LOHAN_SEVERAL_VALUES);
+  }, "w"_a, "p"_a, "m"_a, LOHAN_SEVERAL_NAMES, LOHAN_SEVERAL_TEXT);
+#undef LOHAN_SEVERAL
+#undef LOHAN_SEVERAL_NAMES
+#undef LOHAN_SEVERAL_VALUES
+#undef LOHAN_SEVERAL_TEXT
 }
 
 }  // namespace lohan

@@ -15,7 +15,10 @@ constexpr size_t kBlock = 24 * 1024;
 // Elements that are checksummed when they are updated: all their arrays lie in a core's own cache,
 // and 16-bit ones are as long as the checksum's longest stride.
 constexpr size_t kHot = 12 * 1024;
-static_assert(kBlock % kHot == 0 && kHot % kScaled == 0);
+// Elements that take all of several updates before the next ones do: with their gradients they fit
+// into the first-level or second-level cache of a core.
+constexpr size_t kTile = 2 * 1024;
+static_assert(kBlock % kHot == 0 && kHot % kTile == 0 && kTile % kScaled == 0);
 
 template <class Body>
 void over_blocks(size_t count, const Body& body) {
@@ -56,11 +59,16 @@ LionNumbers lion_numbers(double lr, double beta1, double beta2, double weight_de
           rounded(beta2), rounded(1.0 - beta2), rounded(lr)};
 }
 
-void update(const UpdateArgs& args, size_t count, const std::vector<Written>& written,
-            std::vector<uint32_t>* checksums) {
+void update(const std::vector<UpdateArgs>& updates, size_t count,
+            const std::vector<Written>& written, std::vector<uint32_t>* checksums) {
   const auto kernel = kernels().update;
+  const auto update_range = [&](size_t begin, size_t end) {
+    const size_t tile = updates.size() > 1 ? kTile : end - begin;
+    for (size_t i = begin; i < end; i += tile)
+      for (const UpdateArgs& args : updates) kernel(args, i, std::min(end, i + tile));
+  };
   if (checksums == nullptr) {
-    over_blocks(count, [&](size_t begin, size_t end) { kernel(args, begin, end); });
+    over_blocks(count, update_range);
     return;
   }
   const size_t arrays = written.size(), blocks = (count + kBlock - 1) / kBlock;
@@ -69,7 +77,7 @@ void update(const UpdateArgs& args, size_t count, const std::vector<Written>& wr
     uint32_t* own = parts.data() + begin / kBlock * arrays;
     for (size_t i = begin; i < end; i += kHot) {
       const size_t stop = std::min(end, i + kHot);
-      kernel(args, i, stop);
+      update_range(i, stop);
       for (size_t k = 0; k < arrays; ++k) {
         const size_t from = bytes_before(written[k], i), to = bytes_before(written[k], stop);
         own[k] = crc32c(static_cast<const char*>(written[k].data) + from, to - from, own[k]);

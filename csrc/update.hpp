@@ -85,10 +85,12 @@ struct Written {
   size_t item_bytes, per;
 };
 
-// Run on the thread pool with the chosen instruction set. With `checksums`, one for each of
-// `written`: their CRC-32C, taken piece by piece while an update has them in the cache.
-void update(const UpdateArgs& args, size_t count, const std::vector<Written>& written,
-            std::vector<uint32_t>* checksums);
+// Apply consecutive updates of the same arrays, which differ in gradients and numbers, in one pass
+// over main memory, on the thread pool with the chosen instruction set. The bits are those of one
+// pass per update. With `checksums`, return the CRC-32C of each of `written`, computed piece by
+// piece while an update has them in the cache.
+void update(const std::vector<UpdateArgs>& updates, size_t count,
+            const std::vector<Written>& written, std::vector<uint32_t>* checksums);
 void split(const float* p, uint16_t* w, int16_t* r, size_t count);
 void join(const uint16_t* w, const int16_t* r, float* p, size_t count);
 void to_fp16(const float* p, uint16_t* w, size_t count);

@@ -203,6 +203,109 @@ def lion_fp16(
     w is float16 or uint16, and g is float16, uint16 or float32.
     """
 
+# The functions RULE_MASTER_updates apply one update for each gradient, in order, in one pass over
+# memory and with the same bits as one call of RULE_MASTER for each. `updates` holds the keywords of
+# these calls: those of the rule, grad_scale and seed. A missing or unknown keyword is a TypeError.
+
+def adamw_fp32_updates(
+    p: Any,
+    m: Any,
+    v: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def adamw_bf16_updates(
+    w: Any,
+    r: Any,
+    m: Any,
+    v: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def adamw_fp16_updates(
+    w: Any,
+    p: Any,
+    m: Any,
+    v: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def sgd_fp32_updates(
+    p: Any,
+    m: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def sgd_bf16_updates(
+    w: Any,
+    r: Any,
+    m: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def sgd_fp16_updates(
+    w: Any,
+    p: Any,
+    m: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def lion_fp32_updates(
+    p: Any,
+    m: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def lion_bf16_updates(
+    w: Any,
+    r: Any,
+    m: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
+def lion_fp16_updates(
+    w: Any,
+    p: Any,
+    m: Any,
+    gradients: Sequence[Any],
+    *,
+    updates: Sequence[dict[str, Any]],
+    scales: Sequence[Any] = (),
+    first: int = 0,
+    checksums: bool = False,
+) -> list[int] | None: ...
 def sum_squares(x: Any) -> float:
     """Return the sum of squares of float32, bfloat16 or float16 elements, in double precision."""
 

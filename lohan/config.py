@@ -37,6 +37,7 @@ from lohan.util.settings import (
     interval,
     kind,
     load_toml,
+    logged_steps,
     model_folder,
     names,
     one_path,
@@ -371,6 +372,12 @@ class BudgetConfig:
         interval,
         "How much a crash may lose: step, a number of steps, a time such as 10min, or auto. "
         "Affects speed and wear only.",
+    )
+    log_gradients: str = setting(
+        "off",
+        logged_steps,
+        "Commit every step by its gradients, and write the full state every N steps (2 to 64). "
+        "Needs all trained weights in main memory.",
     )
     snapshot_every: int = setting(
         0, whole(0), "Steps between full copies of the state. 0 makes none."

@@ -28,11 +28,11 @@ from lohan.store.admin import remove
 from lohan.store.extents import Region
 from lohan.store.files import IDENTITY, StoreLock
 from lohan.store.io_engine import Buffer, aligned_buffer
+from lohan.store.log import read_latest
 from lohan.store.manifest import (
     COMMITS,
     apply_recovery,
     commit_state_of,
-    read_manifest,
     recovery_actions,
     step_of,
 )
@@ -79,7 +79,7 @@ class StoreSet:
             return None
         if recovery_actions(states) is None:
             return None
-        manifests = filter(None, map(read_manifest, self.primaries))
+        manifests = filter(None, map(read_latest, self.primaries))
         return max(step_of(manifest) or 0 for manifest in manifests)
 
     def remove(self) -> None:

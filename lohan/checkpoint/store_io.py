@@ -34,7 +34,7 @@ from lohan.device.base import Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import ModelError, StoreError, first_line
 from lohan.model.layout import Blocks, FlatGroup, RankInfo, TensorSpec
-from lohan.model.plan import Plan
+from lohan.model.plan import LOG, Plan
 from lohan.model.state import (
     EMA,
     EXACT_ARRAYS,
@@ -55,7 +55,7 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import StateKind
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_norm
 from lohan.store.extents import Region
 from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.store import Store
@@ -561,11 +561,12 @@ def create_store(
         shards,
         state_format=state_format,
         chunk_params=plan.chunk_params,
-        gradients=gate_of(plan) is Gate.NORM,
+        gradients=needs_norm(plan),
         exact=exact,
     )
     barrier = process_group.barrier if ranks.several else None
-    store = Store.create(dirs, layout, engine=engine, barrier=barrier)
+    logged = sum(entry.bytes for entry in plan.ledger if entry.owner == LOG)
+    store = Store.create(dirs, layout, engine=engine, barrier=barrier, reserved_bytes=logged)
     try:
         first = {
             **meta,

@@ -171,6 +171,30 @@ def store_verify(folders: RunsOrStores, as_json: Json = False) -> None:
         raise typer.Exit(EXIT_ERROR)
 
 
+@store_app.command("fold")
+def store_fold(folders: RunsOrStores, as_json: Json = False) -> None:
+    """Apply the logged steps of a run that was killed, and write the full state.
+
+    Resuming the run does the same.
+    """
+    from lohan.cli.train import display
+    from lohan.engine.logged import fold_log
+    from lohan.store.store import Store
+
+    results = []
+    for dirs in named_stores(folders):
+        with display(stderr=as_json) as shown, Store.open(dirs, replays=True) as store:
+            count = fold_log(store, progress=lambda d, t: shown.advance("folding", d, t))
+            shown.note(
+                f"{first_of(dirs)}: {count} logged steps are folded"
+                if count
+                else f"{first_of(dirs)}: no logged steps"
+            )
+            results.append({"path": str(first_of(dirs)), "steps": count})
+    if as_json:
+        print_json(results)
+
+
 @store_app.command("rm")
 def store_rm(
     folders: RunsOrStores,

@@ -35,6 +35,7 @@ PANELS = {
         "budget.device",
         "budget.gpus",
         "budget.commit_every",
+        "budget.log_gradients",
     ),
     "Output": ("out", "sample.prompts", "output.log"),
     f"{ADVANCED}model and data": (

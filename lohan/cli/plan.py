@@ -26,7 +26,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.options import MINIMISE, options_of
-from lohan.model.plan import Plan
+from lohan.model.plan import LOG, Plan
 from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.model.workload import BatchWorkload
 from lohan.optim import DEFAULT_KIND
@@ -160,7 +160,10 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained),
         "commits": _commits(planned),
-        "held gradients": f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
+        **_log(planned),
+        "held gradients": "none"
+        if plan.log_gradients
+        else f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
         f"{len(plan.spilled_gradients)} on SSD",
         "cached weights": f"{len(plan.host_cached_weights)} of {len(moving)} groups, "
         f"{format_bytes(cached)} of {format_bytes(whole)}",
@@ -234,6 +237,8 @@ def _updates(plan: Plan, groups: int) -> str:
         )
     if updates.can_speculate:
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
+    if plan.log_gradients:
+        return f"{plan.update_mode}: all {groups} groups in the next forward, from the log"
     if update is Update.NEXT_FORWARD:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
@@ -243,6 +248,8 @@ def _updates(plan: Plan, groups: int) -> str:
 def _commits(planned: MachinePlan) -> str:
     """Describe how often a step is committed, what a crash can cost, and what this saves."""
     plan, foreseen = planned.plan, planned.forecast
+    if plan.log_gradients:
+        return "every step, by its gradients: a crash costs the one in flight"
     if plan.commit.every_step:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
@@ -253,6 +260,18 @@ def _commits(planned: MachinePlan) -> str:
     saved += f"{format_bytes(share * added.written_bytes)} of writes per step"
     saved += ", against a commit in every step of this plan"
     return f"{text}: a crash costs up to {minutes:.2g} min; saves {saved}"
+
+
+def _log(planned: MachinePlan) -> dict[str, str]:
+    """Describe the log of gradients, if there is one: its interval and its room."""
+    plan = planned.plan
+    if not plan.log_gradients:
+        return {}
+    room = sum(entry.bytes for entry in plan.ledger if entry.owner == LOG)
+    return {
+        "log": f"{format_bytes(room)} for gradients of {plan.log_gradients + 1} steps; the full "
+        f"state is written every {counted(plan.log_gradients, 'step')}"
+    }
 
 
 def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
@@ -411,6 +430,7 @@ def refusal_json(request: PlanRequest, reason: str) -> dict[str, Any]:
 PLANNED = (
     "budget.host",
     "budget.commit_every",
+    "budget.log_gradients",
     *(
         f"train.{key}"
         for key in (

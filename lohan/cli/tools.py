@@ -245,6 +245,7 @@ VERIFIED = (
     "budget.host",
     "budget.ssd",
     "budget.commit_every",
+    "budget.log_gradients",
     *(
         f"train.{key}"
         for key in (

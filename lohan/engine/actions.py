@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,9 @@ from lohan.engine.buffers import (
     HostPool,
     StateRing,
     StepScalars,
+    Update,
     WeightSlots,
+    replay_chunk,
     update_chunk,
 )
 from lohan.engine.collectives import StepCollectives
@@ -22,6 +24,7 @@ from lohan.engine.device_operations import DeviceOperations
 from lohan.engine.gradient_transport import GradientSpill, PendingGradients
 from lohan.engine.gradients import sum_of_squares
 from lohan.engine.host_cache import HostCache
+from lohan.engine.logged import LoggedGradients
 from lohan.engine.offload import ActivationSpill
 from lohan.engine.step import Steps
 from lohan.errors import LohanError
@@ -32,10 +35,14 @@ from lohan.schedule.actions import Action, ScheduleSpec
 from lohan.schedule.ops import Op
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
-from lohan.store.store import Store, Ticket
+from lohan.store.store import Status, Store, Ticket
 
 if TYPE_CHECKING:
     from lohan.engine.context import PlanContext
+
+
+# Operations of the ssd lane whose requests go to the log, if there is one.
+LOG_OPERATIONS = (Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS, Op.FETCH_LOGGED)
 
 
 class ActionRunner:
@@ -77,7 +84,17 @@ class ActionRunner:
             cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )
         self._gradient_spill: GradientSpill | None = None
-        if plan.spilled_gradients:
+        self.logged: LoggedGradients | None = None
+        if plan.log_gradients:
+            self.logged = LoggedGradients(
+                store,
+                pool,
+                groups,
+                buffers=spec.ring,
+                chunk_params=chunk_params,
+                most_steps=plan.log_gradients,
+            )
+        elif plan.spilled_gradients:
             self._gradient_spill = GradientSpill(
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
@@ -120,23 +137,64 @@ class ActionRunner:
 
     def commit_uncommitted(self) -> None:
         """Commit the last step if it has ended without a commit. The lanes must be idle."""
-        if self.steps.uncommitted is not None:
-            self.host_cache.write_back()
-            self._store.commit(self.steps.uncommitted)
+        uncommitted = self.steps.uncommitted
+        if uncommitted is not None:
+            if self.logged is not None:
+                self.fold(uncommitted)
+            else:
+                self.host_cache.write_back()
+                self._store.commit(uncommitted)
             self.steps.uncommitted = None
+
+    def fold(self, meta: dict[str, Any], *, cached_is_base: bool = False) -> None:
+        """Commit the state after all logged steps as a generation. The lanes must be idle.
+
+        Cached chunks are up to date, unless `cached_is_base`: then they are those of the committed
+        generation, and are updated too.
+        """
+        assert self.logged is not None
+        slot_of = {n: self._spec.slots + i for i, n in enumerate(self._spec.host_cached_weights)}
+        cached = {key: self._spec.ring + i for i, key in enumerate(self._spec.host_cached_state)}
+        for number, count in enumerate(self._spec.chunks):
+            for chunk in range(count):
+                buffer, slot = cached.get((number, chunk), 0), slot_of[number]
+                if (number, chunk) not in cached:
+                    self._run_ssd(Action(Op.READ_BASE, number, chunk, (buffer, slot)))
+                if (number, chunk) not in cached or cached_is_base:
+                    self._run_ssd(Action(Op.FETCH_LOGGED, number, chunk, (0,)))
+                    self._apply(number, chunk, buffer, slot, self.logged.updates(number, 0))
+                self._run_ssd(Action(Op.WRITE, number, chunk, (buffer, slot)))
+        self._store.commit(meta)
+        self.logged.folded()
+
+    def _run_ssd(self, action: Action) -> None:
+        self.complete(action, self.submit(action))
+
+    def recover_log(self) -> None:
+        """After an error: commit the state after all logged steps. The lanes must be idle.
+
+        What is cached in host memory must be the committed generation.
+        """
+        if self.logged is not None:
+            self.logged.reset()
+            if self.logged.log.live:
+                self.fold(self._store.meta, cached_is_base=True)
 
     def close(self) -> None:
         if self.activation_spill is not None:
             self.activation_spill.close()
+        usable = self._store.status in (Status.CLEAN, Status.DIRTY)
+        if self.logged is not None and usable and not self.logged.log.live:
+            self._store.stop_log()
 
     # -- the ssd lane -----------------------------------------------------------------------------
 
-    def submit(self, action: Action) -> list[Ticket]:
+    def submit(self, action: Action) -> list[Any]:
         """Submit the I/O of an ssd action.
 
         If a request is refused, the requests before it are completed first.
         """
-        tickets: list[Ticket] = []
+        tickets: list[Any] = []
         try:
             for ticket in self._RUN[action.kind](self, action) or ():
                 tickets.append(ticket)
@@ -146,17 +204,19 @@ class ActionRunner:
             raise
         return tickets
 
-    def complete(self, action: Action, tickets: list[Ticket]) -> None:
+    def complete(self, action: Action, tickets: list[Any]) -> None:
         """Wait for the I/O of an ssd action, and do what follows from it."""
         self._wait(action, tickets)
         finish = self._FINISH.get(action.kind)
         if finish is not None:
             finish(self, action)
 
-    def _wait(self, action: Action, tickets: list[Ticket]) -> None:
+    def _wait(self, action: Action, tickets: list[Any]) -> None:
         if action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
             assert self.activation_spill is not None
             self.activation_spill.wait(tickets)
+        elif self.logged is not None and action.kind in LOG_OPERATIONS:
+            self.logged.log.wait_all(tickets)
         else:
             self._store.wait_all(tickets)
 
@@ -166,6 +226,11 @@ class ActionRunner:
     def _read_state(self, action: Action) -> Iterable[Ticket]:
         yield self._ring.read(self._groups[action.index], action.chunk, action.at[0])
 
+    def _read_base(self, action: Action) -> Iterable[Ticket]:
+        group, chunk = self._groups[action.index], action.chunk
+        yield self._ring.read(group, chunk, action.at[0])
+        yield self.slots.read_chunk(group, chunk, action.at[1])
+
     def _write(self, action: Action) -> Iterable[Ticket]:
         number, chunk = action.index, action.chunk
         group, known = self._groups[number], self._checksums.pop((number, chunk), None)
@@ -173,18 +238,41 @@ class ActionRunner:
         yield self._ring.write(group, chunk, action.at[0], crc=state)
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
 
-    def _spill_gradients(self, action: Action) -> Iterable[Ticket]:
-        assert self._gradient_spill is not None
+    def _spill_gradients(self, action: Action) -> Iterable[Any]:
         grads = self.pending.on_host.get(action.index, {})  # none: no use of it got a gradient
+        if self.logged is not None:
+            yield self.logged.append(action.index, action.chunk, action.at[0], grads)
+            return
+        assert self._gradient_spill is not None
         yield self._gradient_spill.write(action.index, action.chunk, action.at[0], grads)
 
     def _gradients_spilled(self, action: Action) -> None:
         if self._is_last(action):
             self.pending.release(action.index)
 
-    def _fetch_gradients(self, action: Action) -> Iterable[Ticket]:
+    def _fetch_gradients(self, action: Action) -> Iterable[Any]:
+        if self.logged is not None:  # A cached chunk lacks the last step only.
+            return self.logged.read(action.index, action.chunk, action.at[0], last_only=True)
         assert self._gradient_spill is not None
-        yield self._gradient_spill.read(action.index, action.chunk, action.at[0])
+        return (self._gradient_spill.read(action.index, action.chunk, action.at[0]),)
+
+    def _fetch_logged(self, action: Action) -> Iterable[Any]:
+        assert self.logged is not None
+        return self.logged.read(action.index, action.chunk, action.at[0])
+
+    def _submit_log_commit(self, _: Action) -> Iterable[Any]:
+        assert self.logged is not None
+        self.logged.submit_commit()
+        return ()
+
+    def _commit_log(self, _: Action) -> None:
+        assert self.logged is not None
+        self.logged.commit()
+
+    def _submit_end(self, _: Action) -> Iterable[Any]:
+        if self.logged is not None:
+            self.logged.submit_end()
+        return ()
 
     def _spill_activations(self, action: Action) -> Iterable[Ticket]:
         assert self.activation_spill is not None
@@ -229,6 +317,9 @@ class ActionRunner:
         self.steps.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
+        if self.logged is not None:
+            self._apply(number, action.chunk, buffer, slot, self.logged.updates(number, staged[0]))
+            return
 
         def grad_of(own_range: TensorRange) -> torch.Tensor | None:
             if staged:
@@ -252,17 +343,36 @@ class ActionRunner:
         if self._is_last(action):
             self.pending.release(number)
 
+    def _apply(
+        self, number: int, chunk: int, buffer: int, slot: int, updates: Sequence[Update]
+    ) -> None:
+        """Apply logged updates to a chunk in a state buffer, and to its weights in a slot."""
+        group, cut = self._groups[number], self._chunks[number][chunk]
+        checksums = replay_chunk(
+            group,
+            cut,
+            weights=self.slots.flat(group, slot)[cut.start : cut.stop],
+            state=self._ring.part(group, chunk, buffer).tensor(torch.uint8),
+            updates=updates,
+            state_format=self._state_format,
+        )
+        if not group.resident:  # the user's code may change those before they are written
+            self._checksums[number, chunk] = checksums
+
     # The branch of each operation; DeviceOperations has those of a device. Those of the ssd lane
     # return the tickets of their requests.
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
+        Op.READ_BASE: _read_base,
         Op.WRITE: _write,
         Op.SPILL_GRADIENTS: _spill_gradients,
         Op.FETCH_GRADIENTS: _fetch_gradients,
+        Op.FETCH_LOGGED: _fetch_logged,
+        Op.COMMIT_LOG: _submit_log_commit,
         Op.SPILL_ACTIVATIONS: _spill_activations,
         Op.FETCH_ACTIVATIONS: _fetch_activations,
-        Op.END_STEP: lambda runner, action: (),
+        Op.END_STEP: _submit_end,
         Op.SUM_SQUARES: _sum_squares,
         Op.UPDATE: _update,
     }
@@ -271,6 +381,7 @@ class ActionRunner:
         Op.SPILL_GRADIENTS: _gradients_spilled,
         Op.SPILL_ACTIVATIONS: _activations_spilled,
         Op.END_STEP: _end_step,
+        Op.COMMIT_LOG: _commit_log,
     }
 
     # -- steps that are rolled back ---------------------------------------------------------------

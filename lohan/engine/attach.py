@@ -50,6 +50,7 @@ from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.context import PlanContext
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
+from lohan.engine.logged import fold_log
 from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy, with_keywords
 from lohan.engine.session import ExecutorAndHead, Session
 from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
@@ -58,7 +59,7 @@ from lohan.engine.wrapping import FirstCalls
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.options import PlanOptions
+from lohan.model.options import PlanOptions, with_log
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
@@ -128,7 +129,13 @@ def open_store(
 ) -> Store:
     """Open the store of this rank at the commit that all ranks agree on."""
     if not process_group.several:
-        return Store.open(dirs, engine=engine)
+        alone = Store.open(dirs, engine=engine, replays=True)
+        try:
+            fold_log(alone)  # the steps of a run that was killed
+        except BaseException:
+            alone.close()
+            raise
+        return alone
     with process_group.all_or_none():
         own, primary = CommitState(None, None), Path(dirs[0])
         if primary.is_dir():
@@ -249,7 +256,8 @@ def attach(
             settings.enter_context(deterministic_algorithms(device.torch_device))
         device = rank_device(device, process_group)
         host_bytes = budget.host_bytes(process_group.local_size)
-        options = _options(dtype, offload_policy, budget, optimizer, clip)
+        world = process_group.world
+        options = _options(dtype, offload_policy, budget, optimizer, clip, world=world)
         context = PlanContext(
             found,
             replace(options, device_overhead=device_overhead(device, model, host_bytes)),
@@ -334,8 +342,10 @@ def _options(
     budget: Budget,
     optimizer: Optimizer,
     clip: float,
+    *,
+    world: int,
 ) -> PlanOptions:
-    return PlanOptions(
+    options = PlanOptions(
         dtype=dtype,
         micro_batch=offload.micro_batch,
         overlap=offload.overlap,
@@ -347,6 +357,7 @@ def _options(
         can_rerun=offload.run_again,
         commit=parse_interval(budget.commit_every, name="commit_every"),
     )
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
 
 
 def _created(

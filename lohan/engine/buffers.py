@@ -149,6 +149,12 @@ class WeightSlots:
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, uncommitted=None)
 
+    def read_chunk(self, group: FlatGroup, chunk: int, slot: int) -> Ticket:
+        """Submit a read of the newest weights of one chunk into a slot."""
+        cut = chunks(group, self._chunk_params)[chunk]
+        part = self._part(slot, cut.start, cut.stop).bytes
+        return self._store.read(weight_key(group), chunk, part, uncommitted=None)
+
     def write(self, group: FlatGroup, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]
         part = self._part(slot, cut.start, cut.stop).bytes
@@ -375,6 +381,81 @@ def update_chunk(
         checksums += zip(written, made, strict=True)
     if optimizer.ema:
         checksums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
+    return ChunkChecksums(_checksum(weights, checksums), _checksum(state, checksums))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One of several updates of a chunk: the numbers of its step, and where its gradients are."""
+
+    scalars: StepScalars
+    grad_of: Callable[[TensorRange], torch.Tensor | None]
+
+
+def replay_chunk(
+    group: FlatGroup,
+    chunk: Chunk,
+    *,
+    weights: torch.Tensor,
+    state: torch.Tensor,
+    updates: Sequence[Update],
+    state_format: StateFormat,
+) -> ChunkChecksums:
+    """Apply the updates of consecutive steps to a chunk, in place and in one pass over memory.
+
+    The bits are those of `update_chunk` for each step. A moving average follows the weights after
+    every step, so it takes a pass for each.
+    """
+    if len(updates) == 1 or state_format.kind.ema:
+        for update in updates:
+            made = update_chunk(
+                group,
+                chunk,
+                weights=weights,
+                state=state,
+                grad_of=update.grad_of,
+                state_format=state_format,
+                scalars=update.scalars,
+            )
+        return made
+    arrays = split(state_format, state, chunk.stop - chunk.start)
+    optimizer = updates[0].scalars.groups.optimizers[0]
+    name = f"{optimizer.name}_{state_format.name}_updates"
+    kernel: Callable[..., list[int]] = getattr(_core, name)
+    moments = [moment.name for moment in optimizer.moment_specs]
+    scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
+    masters, checksums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
+    for own_range in chunk.ranges:
+        spec, span = group.tensors[own_range.tensor], _span(own_range)
+        gradients, numbers, first = list[torch.Tensor](), list[dict[str, Any]](), 0
+        for update in updates:
+            grad, scalars = update.grad_of(own_range), update.scalars
+            if grad is None:
+                continue
+            step = scalars.update - scalars.missed_updates.get(spec.name, 0)
+            lr, hyper = scalars.groups.of(spec.name)
+            rounding = _rounding(spec, own_range, step, [], hyper)
+            first = rounding.get("first", 0)
+            gradients.append(grad)
+            numbers.append(
+                hyper.numbers(step)
+                | {"lr": lr, "weight_decay": hyper.weight_decay, "seed": rounding.get("seed", 0)}
+                | {"grad_scale": scalars.grad_multiplier}
+            )
+        if not gradients:
+            continue
+        own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
+        written = [weights[span], *(own[name] for name in (*masters, *moments))]
+        made_checksums = kernel(
+            *written,
+            gradients,
+            updates=numbers,
+            scales=[own[name] for name in scales],
+            first=first,
+            checksums=True,
+        )
+        written += [own[name] for name in scales]
+        checksums += zip(written, made_checksums, strict=True)
     return ChunkChecksums(_checksum(weights, checksums), _checksum(state, checksums))
 
 

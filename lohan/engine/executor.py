@@ -465,8 +465,10 @@ class Executor:
             scalars = None if skipped else self._scalars(step.factor)
             self._count_step(step, scalars)
             next_commits = self.commit_clock.after_step(commits=step.commits)
-            if not skipped:
+            if scalars is not None:
                 self.steps.ending.append(step)
+                if self.runner.logged is not None:
+                    self.runner.logged.close_step(step.meta, scalars, commits=step.commits)
             self.scheduler.close_step(scalars)
             if skipped:  # lanes are idle, and the step before has ended
                 self._skip(step)
@@ -500,6 +502,8 @@ class Executor:
         if self.steps.uncommitted is None:
             self.store.commit(step.meta, advance=False)
         else:
+            if self.runner.logged is not None:
+                self.store.commit_logged_meta(step.meta)
             self.steps.uncommitted = step.meta
             if step.commits:
                 self.runner.commit_uncommitted()
@@ -561,7 +565,7 @@ class Executor:
         weights of two steps.
         """
         self._lost = "the roll-back of a step that failed was interrupted"
-        lost = 0
+        newest_step = 0  # of those whose backward has returned
         try:
             if self.steps.ending or self.steps.uncommitted is not None:
                 # Steps whose backward has returned are not given up with the one after them, unless
@@ -570,10 +574,8 @@ class Executor:
                     self.scheduler.finish_earlier_steps(in_backward=self.in_backward)
                     if not self.steps.unfinished:  # no update of the step that failed has run
                         self.runner.commit_uncommitted()
-            lost = len(self.steps.ending)
-            if self.steps.uncommitted is not None:
-                lost += TrainState.of(self.steps.uncommitted).step
-                lost -= TrainState.of(self.store.meta).step
+            newest = self.steps.ending[-1].meta if self.steps.ending else self.steps.uncommitted
+            newest_step = 0 if newest is None else TrainState.of(newest).step
             self.scheduler.reset()
             self.store.discard()
             if self.runner.activation_spill is not None:
@@ -582,6 +584,7 @@ class Executor:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
             else:
                 self.runner.load_host_cached()
+                self.runner.recover_log()
                 self._lost = ""
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
@@ -590,6 +593,7 @@ class Executor:
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
+        lost = max(0, newest_step - self.train_state.step)
         self._reset_step()
         self.commit_clock.committed()
         if lost:

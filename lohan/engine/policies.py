@@ -30,12 +30,15 @@ class Budget:
     four fifths of the free memory. Several ranks on a machine share it. `device` bounds the
     memory of an accelerator in the same way. `ssd` names the directories over which the state
     is spread. `commit_every` is "step", a number of steps, a time such as "10min", or "auto".
+    `log_gradients` is the number of steps from one write of the full state to the next, if every
+    step is to be committed by its gradients, or "off".
     """
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
     device: str | int | None = None
     commit_every: str | int = AUTO
+    log_gradients: str | int = "off"
 
     def host_bytes(self, ranks: int = 1) -> int:
         """Of each of so many ranks on this machine."""

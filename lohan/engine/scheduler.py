@@ -267,6 +267,9 @@ class ActionScheduler:
             self._lanes.end()
         placed = self.steps.current.placed
         assert placed is not None
+        if self._spec.log and scalars is not None:
+            made, self._buffers = sched.commit_log(self._spec, self._buffers)
+            self._lanes.enqueue(made)
         left = placed if scalars is not None and not placed.ends_in_backward else None
         ends_here = left is not None and not left.in_next_forward
         if ends_here or scalars is None or not self._updates.overlap:

@@ -9,7 +9,7 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.plan import Kept, Plan, RunOptions
 from lohan.util.files import load_json
-from lohan.util.units import EVERY_STEP, Interval, parse_interval
+from lohan.util.units import EVERY_STEP, Interval, log_steps, parse_interval
 
 # Properties of a step that a plan can minimise; cost includes the machine's time and drive wear.
 MINIMISE = ("time", "writes", "cost")
@@ -51,12 +51,36 @@ class PlanOptions(RunOptions):
         )
 
 
+LOGGED_MODES = ("optimized", "balanced")  # modes of updates that a log can be combined with
+
+
+def with_log(
+    options: PlanOptions, asked: str | int, *, commit_every: str | int, world: int
+) -> PlanOptions:
+    """Return the options with a log of gradients, or raise ConfigError if it is not possible."""
+    steps = log_steps(asked)
+    if not steps:
+        return options
+    problem = ""
+    if world > 1:
+        problem = f"{world} ranks share the state, and a log is for one rank; train on one rank"
+    elif not options.overlap:
+        problem = "it needs overlap; leave out overlap = false"
+    elif options.update_mode not in LOGGED_MODES:
+        problem = f"update_mode is {options.update_mode!r}; choose {' or '.join(LOGGED_MODES)}"
+    elif options.commit not in (None, EVERY_STEP):
+        problem = f"it commits every step, but commit_every is {commit_every!r}; leave that out"
+    if problem:
+        raise ConfigError(f"log_gradients = {asked}: {problem}, or set log_gradients = off")
+    return replace(options, log_gradients=steps, commit=Interval(steps, 0.0))
+
+
 def options_of(
     config: Config, *, dtype: str, minimise: str = "time", world: int = 1
 ) -> PlanOptions:
     """Return the plan options of a run with these settings."""
     train, budget = config.train, config.budget
-    return PlanOptions(
+    options = PlanOptions(
         dtype=dtype,
         micro_batch=train.micro_batch,
         tiles=train.tiles,
@@ -70,6 +94,7 @@ def options_of(
         can_rerun=True,
         commit=parse_interval(budget.commit_every, name="commit_every"),
     )
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
 
 
 def activation_policy_of(asked: str) -> str | Kept:

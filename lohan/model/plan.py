@@ -10,6 +10,7 @@ from lohan.util.files import from_json
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
 # Owners in the host ledger.
+LOG = "log of gradients"  # in the ledger of the drives
 CACHED_WEIGHTS, CACHED_STATE = "cached weights", "cached optimizer state"
 
 
@@ -45,6 +46,9 @@ class RunOptions:
     clip: float = 0.0  # Largest norm of the gradients. 0: no clipping.
     can_rerun: bool = False  # True if the training loop can rerun a clipped step.
     kind: StateKind = DEFAULT_KIND
+    # Steps from one write of the full state to the next, if every step appends its gradients to a
+    # log; 0 if there is no log. The commit interval is then the same number of steps.
+    log_gradients: int = 0
     # Ranks that share the state. All other numbers in a plan are per rank.
     world: int = 1
 

@@ -79,8 +79,11 @@ class Forecast:
         A step is at least as long as the work of its busiest lane. The simulated timeline may be
         shorter, because it leaves work, mostly writes, to the next step.
         """
-        step_s = max(self.timeline.step_s, *self.busy_s.values(), self.shared_s, self.bus_s)
-        return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
+        commit_s = self.commit.seconds / self.commit.steps if self.commit else 0.0
+        # The busy seconds of the drives include the writes of commits.
+        return max(
+            self.timeline.step_s + commit_s, *self.busy_s.values(), self.shared_s, self.bus_s
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -129,7 +132,8 @@ class Simulator:
             spec, work = _joined(spec, work, MANY_CHUNKS)
         order = planned_order(blocks, plan, clipped=clipped)
         every = order.updates.every_step_commits
-        machine = profile if every else replace(profile, commit_s=0.0)
+        durable = every or spec.log
+        machine = profile if durable else replace(profile, commit_s=0.0)
         chain = chain_of(spec, order, (True,) * STEPS if every else BETWEEN)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
         timeline, costs = _timed(machine, phases, work)
@@ -227,6 +231,9 @@ def _with_commits(
 
 def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
     """Return the bytes that only a step with a commit writes."""
+    if spec.log:
+        params = sum(count for group, count in enumerate(work.groups) if spec.chunks[group])
+        return params * (work.per_parameter.state + work.per_parameter.weight)
     cached = set(spec.host_cached_weights)
     params = sum(work.chunk(*key) for key in spec.host_cached_state if key[0] in cached)
     return params * (work.per_parameter.state + work.per_parameter.weight)
@@ -306,6 +313,7 @@ def step_work(
         chunk_params=plan.chunk_params,
         slices=memory.slices,
         world=plan.world,
+        logged=(plan.log_gradients + 1) / 2 if plan.log_gradients else 0.0,
         per_parameter=BytesPerParameter(
             weight=fmt.weight_bytes,
             state=fmt.state_bytes,

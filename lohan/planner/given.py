@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import BudgetError, ConfigError
-from lohan.model.options import PlanOptions
+from lohan.model.options import LOGGED_MODES, PlanOptions
 from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.planner.memory import MemoryModel
-from lohan.planner.planner import Planned, PlanProblem, lower_hint, over_budget
+from lohan.planner.planner import (
+    Planned,
+    PlanProblem,
+    check_logged,
+    lower_hint,
+    over_budget,
+)
 from lohan.util.files import load_json
 from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes
 
@@ -60,6 +66,8 @@ def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
         device_overhead=options.device_overhead,
     )
     plan = memory.with_ledger(plan)
+    if plan.log_gradients:
+        check_logged(plan, memory, problem.host_bytes)
     host, device = problem.host_bytes, problem.device_bytes or 0
     if problem.in_one_memory:
         device = plan.tier_bytes("device")
@@ -88,6 +96,7 @@ def _check_options(plan: Plan, options: PlanOptions) -> None:
         "clip": (plan.clip, options.clip),
         "optimizer": (plan.kind, options.kind),
         "number of ranks": (plan.world, options.world),
+        "log_gradients": (plan.log_gradients, options.log_gradients),
     }
     decided: dict[str, tuple[object, object]] = {
         "micro_batch": (plan.micro_batch, options.micro_batch),
@@ -109,7 +118,13 @@ def _check_options(plan: Plan, options: PlanOptions) -> None:
             "plan: it is for a loop that runs clipped steps again, and run_again is False; set "
             "run_again=True, or can_rerun=False in the plan"
         )
-    if plan.spilled_gradients and options.gradients_on_ssd is False:
+    if plan.log_gradients and not (plan.overlap and plan.update_mode in LOGGED_MODES):
+        raise ConfigError(
+            f"plan: it logs gradients, with overlap = {plan.overlap} and update_mode = "
+            f"{plan.update_mode!r}; a log needs overlap and {' or '.join(LOGGED_MODES)}, {AGAIN}"
+        )
+    held_on_ssd = plan.spilled_gradients and not plan.log_gradients
+    if held_on_ssd and options.gradients_on_ssd is False:
         raise ConfigError(
             f"plan: it writes gradients of {counted(len(plan.spilled_gradients), 'group')} to SSD, "
             "and the store was created without room for them; leave spilled_gradients empty, or "

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.machine import Profile
-from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, Kept, LedgerEntry, Plan
+from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, LOG, Kept, LedgerEntry, Plan
 from lohan.model.shapes import BlockShape
 from lohan.model.state import (
     DEQUANTISED,
@@ -22,7 +22,7 @@ from lohan.model.state import (
 )
 from lohan.model.workload import BatchWorkload, Footprint, SiteFootprint
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import Gate, gate_of, needs_norm
 from lohan.util.units import PAGE, MiB
 
 # -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
@@ -708,9 +708,13 @@ class MemoryModel:
             once = frozen * self.state_format.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
         # A store is made with room for all of them if they are held: a later plan may spill more.
-        room = gate_of(plan) is Gate.NORM if self._held_on_ssd is None else self._held_on_ssd
+        room = needs_norm(plan) if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
+        if plan.log_gradients:
+            # One segment more than steps: the next step is appended while the last one is folded.
+            count = (plan.log_gradients + 1) * trained * FLOAT
+            entries.append(LedgerEntry("ssd", LOG, count))
         if plan.spilled_sites:
             moved = sum(self.site_bytes(plan, name) for name in plan.spilled_sites)
             entries.append(LedgerEntry("ssd", "activations", moved))
@@ -737,13 +741,20 @@ class MemoryModel:
             "weight slots": plan.weight_slots * largest * fmt.weight_bytes,
             **({} if self.has_own_memory else self.dequantised),
             "optimizer state ring": plan.ring * fmt.state_size(chunk),
-            "gradient staging": plan.ring * chunk * FLOAT if plan.spilled_gradients else 0,
+            "gradient staging": self._staging_bytes(plan, chunk),
             "resident parameters": learning * (fmt.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
             CACHED_WEIGHTS: fmt.weight_bytes
             * (resident + sum(by_key[key].numel for key in cached)),
             CACHED_STATE: self._cached_state(plan),
         }
+
+    @staticmethod
+    def _staging_bytes(plan: Plan, chunk: int) -> int:
+        """Return the bytes of the buffers that held or logged gradients pass through."""
+        if not plan.spilled_gradients:
+            return 0
+        return plan.ring * chunk * FLOAT * max(1, plan.log_gradients)
 
     def _gradient_bytes(self, plan: Plan) -> int:
         """Return the bytes of gradients that outlive the backward of their block.

@@ -35,7 +35,8 @@ class GreedyFill:
         for use in Use:
             match use:
                 case Use.GRADIENTS if gate_of(plan) is Gate.NORM:
-                    plan = plan if order.spill_all else self.unspill(plan)
+                    spills = order.spill_all or plan.log_gradients > 0
+                    plan = plan if spills else self.unspill(plan)
                 case Use.GRADIENTS:
                     plan = self.defer(plan, deferred)
                 case Use.WEIGHTS:
@@ -233,7 +234,10 @@ class Sizer:
         options = self.options
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
         small = self._small_groups()
-        slots = self._widest_without(small)
+        if options.log_gradients:  # Its steps compute all trained weights before they are used.
+            trained = tuple(group.key for group in self.memory.trained)
+            small = (*trained, *(key for key in small if key not in trained))
+        slots = max(1, self._widest_without(small))
         plan = Plan(
             **options.taken_over(),
             micro_batch=self.micro_batch,
@@ -253,7 +257,7 @@ class Sizer:
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
             )
-            if options.gradients_on_ssd is False:
+            if options.gradients_on_ssd is False and not plan.log_gradients:
                 plan = replace(plan, spilled_gradients=())
         plan = self.memory.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:

@@ -234,7 +234,7 @@ def _candidates(
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
     much_in_memory = sum(weights_too(plan)) > (1 - LESS) * chunks
-    if plan.commit.every_step and much_in_memory:
+    if plan.commit.every_step and not plan.log_gradients and much_in_memory:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.spilled_sites and options.activations == "holistic":

@@ -123,3 +123,5 @@ class ScheduleSpec:
     head_alone: bool = False
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded to the host
     net: bool = False  # whether ranks gather weights and reduce gradients on the device
+    # Whether gradients are appended to a log, and full state is written by some steps only.
+    log: bool = False

@@ -377,8 +377,34 @@ class _Contents:
             _fail(action, "these gradients were not put away")
         self.held_in[STAGING][action.at[0]] = (action.index, action.chunk)
 
+    def _read_base(self, action: Action) -> None:
+        buffer, slot = action.at
+        if not self.spec.log:
+            _fail(action, "there is no log of gradients")
+        if buffer >= self.spec.ring:
+            _fail(action, f"ring buffer {buffer} belongs to the host cache")
+        if self.held_in[SLOT][slot] != action.index:
+            _fail(action, f"slot {slot} holds group {self.held_in[SLOT][slot]}")
+        self.held_in[STATE][buffer] = (action.index, action.chunk)
+
+    def _commit_log(self, action: Action) -> None:
+        if not self.spec.log:
+            _fail(action, "there is no log of gradients")
+        if self.backward_end is not None and not self.clocks.known(self.backward_end):
+            _fail(action, "backward may not have ended")
+        missing = {
+            (group, chunk)
+            for group in self.spec.spilled_gradients
+            for chunk in range(self.spec.chunks[group])
+        } - self.put_away
+        if missing and self.from_start:
+            group, chunk = min(missing)
+            _fail(action, f"the gradients of group {group} chunk {chunk} are not appended")
+
     def _end_step(self, action: Action) -> None:
         stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
+        if self.spec.log:  # The last full state and the log give those of all chunks.
+            stays = {(g, c) for g, count in enumerate(self.spec.chunks) for c in range(count)}
         lost = self.unwritten
         # The updates of a step that began in an earlier schedule are not all known.
         if self.by_interval and (stays <= self.unwritten or not self.whole_step):
@@ -412,10 +438,13 @@ class _Contents:
         Op.BACKWARD_DONE: _end_backward,
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
+        Op.READ_BASE: _read_base,
         Op.SUM_SQUARES: _hold,
         Op.UPDATE: _update,
         Op.WRITE: _write,
         Op.SPILL_GRADIENTS: _spill_gradients,
         Op.FETCH_GRADIENTS: _fetch_gradients,
+        Op.FETCH_LOGGED: _fetch_gradients,
+        Op.COMMIT_LOG: _commit_log,
         Op.END_STEP: _end_step,
     }

@@ -46,6 +46,7 @@ BACKWARD_END: Resource = ("end of backward",)
 GENERATION: Resource = ("open generation",)
 UPDATES: Resource = ("updates",)
 SQUARES: Resource = ("squares",)
+LOG_SEGMENT: Resource = ("log segment",)
 
 # Kinds of slots and buffers, which an action names by number after the @ of its token.
 SLOT, STATE, STAGING = "slot", "state buffer", "staging buffer"
@@ -284,6 +285,22 @@ class Op:
         rate=_mixed_read,
         bus=lambda layout: layout.state,
     )
+    READ_BASE = Operation(
+        "Q",
+        "read the last full state of state chunk 1 of group 5 into ring buffer 0, and its weights "
+        "into slot 1; logged gradients are applied to it",
+        lane="ssd",
+        subject=Subject.CHUNK,
+        at=(STATE, SLOT),
+        effects=lambda index, chunk, at, spec: [
+            ((STATE, at[0]), WRITE, WHOLE),
+            ((SLOT, at[1]), WRITE, chunk),
+            (("group on SSD", index), READ, chunk),
+        ],
+        moves=_per_parameter(lambda layout: layout.state + layout.weight),
+        rate=_mixed_read,
+        bus=lambda layout: layout.state + layout.weight,
+    )
     UPDATE = Operation(
         "U",
         "update that chunk in ring buffer 0, and its weights in slot 1; held gradients that were "
@@ -327,7 +344,8 @@ class Op:
     )
     SPILL_GRADIENTS = Operation(
         "P",
-        "spill chunk 1 of the held gradients of group 5 through staging buffer 0",
+        "spill chunk 1 of the held gradients of group 5 through staging buffer 0, to the log if "
+        "there is one",
         lane="ssd",
         subject=Subject.CHUNK,
         at=(STAGING,),
@@ -335,6 +353,7 @@ class Op:
             (("gradients", index), WRITE, chunk),  # The last chunk frees them.
             ((STAGING, at[0]), WRITE, WHOLE),
             (("gradients on SSD", index, chunk), WRITE, WHOLE),
+            *([(LOG_SEGMENT, READ, WHOLE)] if spec.log else []),
         ],
         moves=_per_parameter(lambda layout: layout.gradient),
         rate=_mixed_write,
@@ -352,6 +371,22 @@ class Op:
             (("gradients on SSD", index, chunk), READ, WHOLE),
         ],
         moves=_per_parameter(lambda layout: layout.gradient),
+        rate=_mixed_read,
+        bus=lambda layout: layout.gradient,
+    )
+    FETCH_LOGGED = Operation(
+        "N",
+        "fetch the gradients logged for that chunk since its last full state into staging buffer 0",
+        lane="ssd",
+        subject=Subject.CHUNK,
+        at=(STAGING,),
+        effects=lambda index, chunk, at, spec: [
+            ((STAGING, at[0]), WRITE, WHOLE),
+            (("gradients on SSD", index, chunk), READ, WHOLE),
+        ],
+        moves=lambda work, index, chunk: (
+            work.parameters(index, chunk) * work.per_parameter.gradient * work.logged
+        ),
         rate=_mixed_read,
         bus=lambda layout: layout.gradient,
     )
@@ -391,6 +426,17 @@ class Op:
             (BACKWARD_END, AFTER, WHOLE),
             (UPDATES, AFTER, WHOLE),
             (GENERATION, WRITE, WHOLE),
+        ],
+        seconds=lambda profile, work, index, chunk: profile.commit_s,
+    )
+    COMMIT_LOG = Operation(
+        "J",
+        "commit the step in the log, whose gradients are appended",
+        lane="ssd",
+        subject=Subject.STEP,
+        effects=lambda index, chunk, at, spec: [
+            (BACKWARD_END, AFTER, WHOLE),
+            (LOG_SEGMENT, WRITE, WHOLE),
         ],
         seconds=lambda profile, work, index, chunk: profile.commit_s,
     )

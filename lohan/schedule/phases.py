@@ -283,11 +283,17 @@ class Builder:
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
         if self.placed.of(group).gradient is Gradient.SSD:
-            self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk)
+            logged = self.spec.log and key not in self.cached
+            fetch = Op.FETCH_LOGGED if logged else Op.FETCH_GRADIENTS
+            self.staged[key] = self.stage(fetch, group, chunk)
         if key in self.cached:
             self.read[key] = self.cached[key]
             return
         buffer = self.ring.take()
+        if self.spec.log:
+            self.emit(Op.READ_BASE, group, chunk, (buffer, self.held_slot(group)))
+            self.read[key] = buffer
+            return
         one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.one_by_one else []
         self.emit(Op.READ_STATE, group, chunk, (buffer,), *one_by_one)
         self.read[key] = buffer
@@ -445,6 +451,13 @@ def backward(
             b.update(group)
     if placed.ends_in_backward:
         b.emit(Op.END_STEP)
+    return b.result()
+
+
+def commit_log(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
+    """Return the schedule of the end of a step in the log, after its backward."""
+    b = Builder(spec, buffers)
+    b.emit(Op.COMMIT_LOG)
     return b.result()
 
 

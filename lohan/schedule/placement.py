@@ -47,11 +47,12 @@ class Residence(StrEnum):
 
 
 class Persist(StrEnum):
-    """When chunks are written whose weights and state are cached. Others are written NOW."""
+    """When chunks are written. Chunks that are not cached are written NOW, or kept by the LOG."""
 
     NOW = "now"  # after their update
     BEHIND = "behind"  # in the backward after the updates
     AT_COMMIT = "at commit"  # by a later step, which commits
+    LOG = "by its gradients"  # The log restores them; a later step writes them.
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class Placement:
     weights: Residence = Residence.STREAM
     cached_chunks: frozenset[int] = frozenset()  # chunks whose state is CACHED
     persist: Persist = Persist.NOW
+    persist_uncached: Persist = Persist.NOW
 
     def persist_of(self, chunk: int) -> Persist:
         """Return when a chunk is written."""
-        return self.persist if chunk in self.cached_chunks else Persist.NOW
+        return self.persist if chunk in self.cached_chunks else self.persist_uncached
 
 
 # -- The options -----------------------------------------------------------------------------------
@@ -80,6 +82,7 @@ class UpdateOptions:
     overlap: bool = True
     gate: Gate = Gate.NONE
     late: frozenset[int] = frozenset()  # groups that `balanced` updates in the next forward
+    logs: bool = False  # whether gradients are appended to a log
     can_speculate: bool = False  # whether updates may run before the norm is known
     every_step_commits: bool = True
 
@@ -98,19 +101,25 @@ class UpdateOptions:
             mode=plan.update_mode,
             overlap=plan.overlap,
             gate=gate,
+            logs=plan.log_gradients > 0,
             late=frozenset(number for number, group in groups if group.key in plan.deferred),
             can_speculate=waits and correctable and plan.commit.every_step,
             every_step_commits=plan.commit.every_step,
         )
 
 
+def needs_norm(plan: Plan) -> bool:
+    """Return whether updates need the norm of all gradients, or wait for all of them anyway."""
+    return plan.clip > 0 or plan.dtype == "fp16" or plan.update_mode == "serial"
+
+
 def gate_of(plan: Plan) -> Gate:
     """Return what the steps of a plan need before they can end.
 
-    `serial` has all gradients when updates begin, so it measures the norm in any case.
+    `serial` has all gradients when updates begin, and a log has them before the next forward, so
+    they measure the norm in any case.
     """
-    needed = plan.clip > 0 or plan.dtype == "fp16" or plan.update_mode == "serial"
-    return Gate.NORM if needed else Gate.NONE
+    return Gate.NORM if needs_norm(plan) or plan.log_gradients else Gate.NONE
 
 
 # -- The rules -------------------------------------------------------------------------------------
@@ -136,6 +145,14 @@ RULES = (
         "not at all; the step is skipped",
         "at once, or with the next commit",
         None,
+    ),
+    Rule(
+        "`--log-gradients K`",
+        "in the next forward, before the block is used, from the last full state and the "
+        "[log](#a-log-of-gradients)",
+        "when its gradients are appended to the log",
+        lambda o, speculates: o.logs,
+        Update.NEXT_FORWARD,
     ),
     Rule(
         '`update_mode = "serial"`, or `--no-overlap` with clipping or fp16',
@@ -286,6 +303,7 @@ def place(
             weights=Residence.CACHED if stays else Residence.STREAM,
             cached_chunks=frozenset(cached.get(group, ())),
             persist=written if stays else Persist.NOW,
+            persist_uncached=Persist.LOG if options.logs and not commits else Persist.NOW,
         )
 
     return StepPlacement(

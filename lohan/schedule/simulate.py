@@ -327,6 +327,7 @@ class StepWork:
     joined: bool = False
     slices: int = 1  # number of micro-batches
     world: int = 1  # number of ranks; with several, groups are the shards of one rank
+    logged: float = 0.0  # gradients that a log holds for a chunk when it is updated, on average
 
     def chunk(self, group: int, number: int) -> int:
         if self.chunk_sizes:

@@ -36,7 +36,12 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
         grads=plan.grad_groups,
         host_cached_weights=tuple(cached),
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
-        spilled_gradients=frozenset(numbers[key] for key in plan.spilled_gradients),
+        # The log has the gradients of all trained groups, those of resident parameters included.
+        spilled_gradients=frozenset(
+            numbers[group.key]
+            for group in blocks.trained
+            if plan.log_gradients or group.key in plan.spilled_gradients
+        ),
         spilled_sites=frozenset(
             n for n, s in enumerate(blocks.sites) if s.name in plan.spilled_sites
         ),
@@ -50,6 +55,7 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
             if plan.device_slots and s.name not in plan.staying
         ),
         net=plan.world > 1,
+        log=plan.log_gradients > 0,
     )
 
 
@@ -167,6 +173,9 @@ def _overlapped(
     forward, buffers = sched.forward(spec, buffers, order.forward, left)
     unreached = _unreached(spec, order)
     backward, buffers = sched.backward(spec, buffers, order.backward, placed, unreached=unreached)
+    if spec.log:
+        end, buffers = sched.commit_log(spec, buffers)
+        backward += end
     after: Schedule = ()
     if not placed.ends_in_backward and not placed.in_next_forward:
         after, buffers = sched.forward(spec, buffers, (), placed)

@@ -27,6 +27,7 @@ from lohan.store.files import (
     unfinished,
 )
 from lohan.store.io_engine import IOEngine, aligned_buffer
+from lohan.store.log import read_latest
 from lohan.store.manifest import (
     Identity,
     disk_slot_count,
@@ -70,7 +71,7 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
     This takes no lock, so a store that is in use can be described too.
     """
     paths, primary = locate(dirs)
-    manifest = read_manifest(paths[0])
+    manifest = read_latest(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
     disk_slots = disk_slot_count(manifest.durability) if manifest is not None else None
     return {

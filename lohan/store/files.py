@@ -21,6 +21,8 @@ FIXED, SCRATCH = "fixed.bin", "scratch.bin"
 SLOTS = ("slot-a.bin", "slot-b.bin")
 CHECKSUM_FILES = ("slot-a.crc", "slot-b.crc")
 TEMPORARY = ".tmp"
+# The log of gradients: its manifest, and its data in each directory.
+LOG, LOG_DATA = "log.json", "log.bin"
 # Suffix of the sibling directory in which a session stores activations.
 ACTIVATIONS = "-activations"
 # All files of a store, in the order in which they are removed. Without a manifest, the remaining
@@ -28,11 +30,13 @@ ACTIVATIONS = "-activations"
 _OWNED = (
     MANIFEST,
     PREPARED,
-    *(name + TEMPORARY for name in (MANIFEST, PREPARED, *CHECKSUM_FILES, IDENTITY)),
+    *(name + TEMPORARY for name in (MANIFEST, PREPARED, *CHECKSUM_FILES, IDENTITY, LOG)),
+    LOG,
     *CHECKSUM_FILES,
     *SLOTS,
     FIXED,
     SCRATCH,
+    LOG_DATA,
     IDENTITY,
     LOCK,
 )

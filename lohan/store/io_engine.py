@@ -158,6 +158,7 @@ class Volume:
         self._engine = open_engine(engine) if isinstance(engine, str) else engine
         # Maps (disk_slot, directory) to a file number of the engine.
         self._files: dict[tuple[int, int], int] = {}
+        self._further: dict[int, Path] = {}  # other files, by their number
 
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
@@ -250,6 +251,32 @@ class Volume:
                 path = self._file_path(disk_slot, directory)
                 sync_in_time(partial(self._engine.sync, file), path)
 
+    # -- further files, addressed by offset: the log of gradients ---------------------------------
+
+    def open_file(self, path: Path, *, size: int, create: bool) -> int:
+        """Open a file besides those of the layout and return its number; `close` closes it."""
+        if not create and (found := path.stat().st_size if path.exists() else 0) != size:
+            raise StoreError(
+                f"{path}: has {found} bytes, {size} expected; it was cut or altered;"
+                " restore the store from a snapshot or start the run again"
+            )
+        number = self._engine.open(str(path), size=size, create=create)
+        self._further[number] = path
+        return number
+
+    def forget_file(self, file: int) -> None:
+        """Stop expecting a file of `open_file` in its directory, because it is to be removed."""
+        del self._further[file]
+
+    def read_file(self, file: int, offset: int, buffer: Buffer) -> int:
+        return self._engine.read(file, offset, buffer)
+
+    def write_file(self, file: int, offset: int, buffer: Buffer) -> int:
+        return self._engine.write(file, offset, buffer)
+
+    def sync_file(self, file: int, path: Path) -> None:
+        sync_in_time(partial(self._engine.sync, file), path)
+
     def io_error(
         self, kind: str, disk_slot: int, extent: Extent, cause: StorageIOError
     ) -> StorageIOError:
@@ -266,6 +293,7 @@ class Volume:
         paths = [path / IDENTITY for path in self.dirs]
         if self._owned:
             paths += [self._file_path(*place) for place in self._files]
+            paths += self._further.values()
         return next((path for path in paths if not path.exists()), None)
 
     def close(self) -> None:

@@ -102,15 +102,15 @@ def read_identity(directory: Path) -> Identity:
             " is mounted"
         )
     try:
-        identity = from_json(Identity, _read_json(path))
+        identity = from_json(Identity, read_json(path))
         _check_identity(identity)
     except WrongType as error:
-        raise _malformed(path, error) from None
+        raise malformed(path, error) from None
     return identity
 
 
 def write_manifest(directory: Path, manifest: Manifest, *, name: str = MANIFEST) -> None:
-    _write_json(directory / name, asdict(manifest))
+    write_json(directory / name, asdict(manifest))
 
 
 def read_manifest(directory: Path, *, name: str = MANIFEST) -> Manifest | None:
@@ -119,10 +119,10 @@ def read_manifest(directory: Path, *, name: str = MANIFEST) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        manifest = from_json(Manifest, _read_json(path))
+        manifest = from_json(Manifest, read_json(path))
         _check_manifest(manifest)
     except WrongType as error:
-        raise _malformed(path, error) from None
+        raise malformed(path, error) from None
     return manifest
 
 
@@ -207,18 +207,18 @@ def write_durably(path: Path, data: bytes) -> None:
         ) from error
 
 
-def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
     body = {"format": FORMAT, "version": VERSION, **fields}
     write_durably(path, _canonical({**body, "crc32c": checksum(_canonical(body))}) + b"\n")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         fields = parse_json(_read_bytes(path))
         if not isinstance(fields, dict):
             raise BadJson("not a JSON object")
     except BadJson as error:
-        raise _malformed(path, error) from None
+        raise malformed(path, error) from None
     if fields.get("format") != FORMAT:
         raise StoreError(
             f"{path}: format is {str(fields.get('format'))[:60]!r}, {FORMAT!r} expected; not a"
@@ -254,7 +254,7 @@ def _read_bytes(path: Path) -> bytes:
         ) from error
 
 
-def _malformed(path: Path, error: Exception) -> StoreError:
+def malformed(path: Path, error: Exception) -> StoreError:
     return StoreError(
         f"{path}: cannot be understood ({error}); it was altered or damaged; {REMEDY}"
     )
@@ -280,7 +280,7 @@ def write_identities(
     for index, path in enumerate(paths):
         described = tuple(layout.to_json()) if index == 0 else ()
         identity = Identity(uuid, index, len(paths), dirs, described)
-        _write_json(path / IDENTITY, asdict(identity))
+        write_json(path / IDENTITY, asdict(identity))
 
 
 def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], Identity]:

@@ -33,6 +33,7 @@ from lohan.store.io_engine import (
     chunk_name,
     needed_bytes,
 )
+from lohan.store.log import GradientLog, LogManifest, live_log, remove_log
 from lohan.store.manifest import (
     COMMITS,
     Checksums,
@@ -271,11 +272,12 @@ class Store:
         timeout_s: float,
         barrier: Barrier | None,
         created: Sequence[Path] = (),
+        log: LogManifest | None = None,
     ) -> None:
         """Initialise a store whose files are open and locked.
 
-        `manifest` and `checksums` describe the committed generation. `created` lists the
-        directories that did not exist before this store.
+        `manifest` and `checksums` describe the committed generation, `log` the steps after it.
+        `created` lists the directories that did not exist before this store.
         """
         self.dirs, self.layout = volume.dirs, volume.layout
         self.uuid, self.durability = manifest.uuid, manifest.durability
@@ -295,6 +297,10 @@ class Store:
         self._is_new, self._committed = status is Status.CREATING, status is Status.CLEAN
         if self._committed:
             self._tracker.mark_fixed(checksums)
+        self._log: GradientLog | None = None
+        self._earlier_logs = Counters(0, 0)  # bytes of logs that were closed
+        if log is not None:
+            self._log = GradientLog.open(volume, log, timeout_s=timeout_s)
 
     @classmethod
     @files.storage_errors("creating a store")
@@ -313,6 +319,7 @@ class Store:
         with_scratch: bool = True,
         barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
+        reserved_bytes: int = 0,
     ) -> Self:
         """Create the files of a new store, which becomes valid with its first commit.
 
@@ -320,6 +327,7 @@ class Store:
         written; if creation fails, everything it created is removed. If other ranks have stores of
         the same run, `barrier` must return when all of them have prepared a commit. `final_dirs`
         are the directories to which the caller will move the store once it is complete.
+        `reserved_bytes` must be free besides the store, because the caller will need them there.
         """
         paths, disk_slots = files.store_dirs(dirs), disk_slot_count(durability)
         layout = plan_layout(regions, directories=len(paths), weights=weights)
@@ -336,7 +344,8 @@ class Store:
         for path in paths:
             files.check_vacant(path)
         needed = needed_bytes(paths, layout, disk_slots=disk_slots, with_scratch=with_scratch)
-        files.check_free_space(needed)
+        share = reserved_bytes // len(paths)
+        files.check_free_space({path: count + share for path, count in needed.items()})
         volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
         created: list[Path] = []
         try:
@@ -384,10 +393,12 @@ class Store:
         timeout_s: float = 60.0,
         with_scratch: bool = True,
         barrier: Barrier | None = None,
+        replays: bool = False,
     ) -> Self:
         """Open the committed generation of a store.
 
-        The first directory is enough to find the others, unless it was moved.
+        The first directory is enough to find the others, unless it was moved. A store with logged
+        steps is opened only if the caller `replays` them, because its chunks are older.
         """
         paths, primary = locate(dirs)
         check_finished(paths[0])
@@ -396,6 +407,15 @@ class Store:
         volume: Volume | None = None
         try:
             layout, manifest, checksums = read_committed(paths, primary)
+            log = live_log(paths[0], uuid=manifest.uuid, generation=manifest.generation)
+            if log is not None and not replays:
+                raise StoreError(
+                    f"{paths[0]}: {len(log.entries)} steps are in the log of gradients and not yet "
+                    f"in the weights, because the run was killed; `lohan store fold {paths[0]}` "
+                    "applies them, and so does resuming the run"
+                )
+            if log is None and with_scratch:
+                remove_log(paths)
             disk_slots = disk_slot_count(manifest.durability)
             volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
             volume.open_files(committed=manifest.generation % disk_slots, with_scratch=with_scratch)
@@ -413,6 +433,7 @@ class Store:
             verify=verify,
             timeout_s=timeout_s,
             barrier=barrier,
+            log=log,
         )
 
     @files.storage_errors("closing a store")
@@ -430,6 +451,8 @@ class Store:
         self._drain(abandoned)
         self._status = Status.CLOSED
         self._volume.close()
+        if self._log is not None and not self._log.live:
+            remove_log(self.dirs)
         # Keep a prepared manifest: another rank may have seen it and committed.
         begun = any((self.dirs[0] / n).exists() for n in (files.MANIFEST, files.PREPARED))
         try:
@@ -456,7 +479,77 @@ class Store:
 
     @property
     def meta(self) -> dict[str, Any]:
+        """The caller's meta of the last committed step, which may be a logged one."""
+        if self._log is not None and self._log.live:
+            return self._log.meta
         return plain_json(self._manifest.meta)
+
+    # -- the log of gradients ---------------------------------------------------------------------
+
+    @property
+    def log(self) -> GradientLog | None:
+        return self._log
+
+    def start_log(self, regions: Sequence[tuple[str, tuple[int, ...]]], *, segments: int) -> None:
+        """Preallocate a log with room for `segments` steps, and for these bytes of each chunk."""
+        with self._lock:
+            self._check_usable()
+            if self._volume.disk_slots == 1 or self.barrier is not None:
+                raise StoreError(
+                    "a log of gradients needs a store of one rank that keeps two generations"
+                )
+            self._end_log()
+            self._log = GradientLog.create(
+                self._volume,
+                uuid=self.uuid,
+                generation=self.generation,
+                regions=regions,
+                segments=segments,
+                timeout_s=self._timeout_s,
+            )
+
+    def stop_log(self) -> None:
+        """Remove a log whose steps are folded."""
+        with self._lock:
+            self._end_log()
+            remove_log(self.dirs)
+
+    def _end_log(self) -> None:
+        if self._log is None:
+            return
+        if self._log.live:
+            raise StoreError("the log of gradients has steps that are not folded; fold them first")
+        before, log = self._earlier_logs, self._log
+        self._earlier_logs = Counters(
+            before.bytes_read + log.bytes_read, before.bytes_written + log.bytes_written
+        )
+        log.close()
+        self._log = None
+
+    def commit_logged(self, meta: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Commit a step whose gradients were appended to the log.
+
+        It is durable when this returns. `record` holds what a replay needs besides gradients.
+        """
+        with self._lock:
+            self._check_usable()
+            assert self._log is not None
+            try:
+                self._log.commit(self.generation, meta, record)
+            except BaseException as error:
+                self._fail(f"the commit of a logged step failed ({error})")
+                raise
+
+    def commit_logged_meta(self, meta: Mapping[str, Any]) -> None:
+        """Commit meta of a step without an update, after logged ones."""
+        with self._lock:
+            self._check_usable()
+            assert self._log is not None
+            try:
+                self._log.commit_meta(meta)
+            except BaseException as error:
+                self._fail(f"the commit of a logged step failed ({error})")
+                raise
 
     @property
     def status(self) -> Status:
@@ -474,7 +567,11 @@ class Store:
     @property
     def counters(self) -> Counters:
         with self._lock:
-            return Counters(self._bytes_read, self._bytes_written)
+            earlier, log = self._earlier_logs, self._log
+            return Counters(
+                self._bytes_read + earlier.bytes_read + (log.bytes_read if log else 0),
+                self._bytes_written + earlier.bytes_written + (log.bytes_written if log else 0),
+            )
 
     def checksum(self, key: str, chunk: int) -> int:
         """Return the CRC-32C of a chunk of the committed generation."""
@@ -658,6 +755,11 @@ class Store:
             self._check_usable()
             stale = self._tracker.claim_all()
         late = self._drain(stale)
+        if self._log is not None:
+            try:
+                self._log.discard()
+            except DeadlineError as error:
+                late = late or error
         with self._lock:
             if late is not None:
                 self._fail(f"I/O did not come back ({late})")
@@ -720,6 +822,8 @@ class Store:
                 raise StoreError("commit of meta alone, but the store is still being created")
             else:
                 self._tracker.check_untouched(self.generation + 1)
+                if self._log is not None and self._log.live:
+                    raise StoreError("commit of meta alone, but steps are logged after it")
             generation = self.generation + 1 if advance else self.generation
             checksums = self._tracker.checksums.copy() if advance else self._checksums
             if self._volume.disk_slots == 2 or clean or self._status is Status.CREATING:
@@ -732,6 +836,8 @@ class Store:
                 # A chunk that a commit in place did not write still has to be verified.
                 self._unverified[self._tracker.written_chunks()] = False
                 self._tracker.begin_generation()
+                if self._log is not None:
+                    self._log.folded(self.generation)
 
     def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
         """Verify a chunk of the committed generation by reading it through a small buffer.

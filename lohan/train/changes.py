@@ -42,6 +42,7 @@ RESUMABLE = frozenset(
                 "link",
                 "ssd",
                 "commit_every",
+                "log_gradients",
                 "snapshot_every",
                 "snapshot_dir",
             )

@@ -29,7 +29,7 @@ from lohan.model.options import activation_policy_of
 from lohan.model.plan import Plan
 from lohan.model.state import state_format_of, stored_state_format
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
-from lohan.store.manifest import read_manifest
+from lohan.store.log import read_latest
 from lohan.train import supervised
 from lohan.train.diffusion import Diffusion
 from lohan.train.generation import encode_prompts, read_prompts
@@ -196,6 +196,7 @@ def open_session(
             host=budget.host,
             ssd=ssd_folders,
             commit_every=budget.commit_every,
+            log_gradients=budget.log_gradients,
         ),
         device=device,
         batch=inputs.shapes(config, group),
@@ -239,7 +240,7 @@ def check_made_for(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if the settings need another state format than the store has."""
     asked = state_format_of(training_dtype(config), config.train.kind)
     for stores in sets_of(folder, config):
-        manifest = read_manifest(stores.primaries[0])
+        manifest = read_latest(stores.primaries[0])
         if manifest is None or (stored := stored_state_format(manifest.meta)) == asked:
             continue
         raise ConfigError(

@@ -24,7 +24,7 @@ from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.model.layout import RankInfo, parse_store_name
 from lohan.store.admin import find_snapshot, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
-from lohan.store.manifest import read_manifest
+from lohan.store.log import read_latest
 from lohan.util.display import Display
 from lohan.util.files import (
     BadJson,
@@ -627,7 +627,7 @@ def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
     """Remove the stores of a start that did not complete its first step."""
     for stores in sets_of(folder, config, rank=rank):
         for path in stores.primaries:
-            manifest = read_manifest(path)
+            manifest = read_latest(path)
             if manifest is not None and manifest.meta.get("progress", {}).get("step"):
                 raise StoreError(f"{path} holds a run already; give another --out")
         stores.remove()

@@ -483,7 +483,12 @@ def show_rate(config: Config, display: Display) -> None:
 def show_commits(session: Session, display: Display) -> None:
     """Report how many steps a crash can lose, if commits are by interval."""
     plan = session.plan
-    if not plan.commit.every_step:
+    if plan.log_gradients:
+        display.note(
+            f"logs gradients: every step is committed by them, and the full state is written every "
+            f"{plan.commit}"
+        )
+    elif not plan.commit.every_step:
         display.note(
             f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
             "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"

@@ -18,7 +18,7 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.util.hub import cached_folder
-from lohan.util.units import GiB, MiB, parse_bytes, parse_interval
+from lohan.util.units import GiB, MiB, log_steps, parse_bytes, parse_interval
 
 Parser = Callable[[Any, str, Path], Any]
 
@@ -266,6 +266,12 @@ def byte_rate(value: Any, name: str, base: Path) -> float:
 @kind("step|N|TIME|auto", str, type=["string", "integer"])
 def interval(value: Any, name: str, base: Path) -> str:
     parse_interval(value, name=name)
+    return str(value)
+
+
+@kind("off|N", str, type=["string", "integer"])
+def logged_steps(value: Any, name: str, base: Path) -> str:
+    log_steps(value)
     return str(value)
 
 

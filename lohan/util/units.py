@@ -109,6 +109,23 @@ class Interval:
 EVERY_STEP = Interval()
 
 
+LEAST_LOGGED, MOST_LOGGED = 2, 64  # steps from one write of the full state to the next
+
+
+def log_steps(asked: str | int) -> int:
+    """Parse "off", which gives 0, or the number of steps between two writes of the full state."""
+    text = str(asked).strip().lower()
+    if text == "off" and not isinstance(asked, bool):
+        return 0
+    steps = int(text) if text.isdigit() else -1
+    if not LEAST_LOGGED <= steps <= MOST_LOGGED:
+        raise ConfigError(
+            f"log_gradients is {asked!r}; it must be off, or the number of steps from one write of "
+            f"the full state to the next, {LEAST_LOGGED} to {MOST_LOGGED}"
+        )
+    return steps
+
+
 def parse_interval(text: str | int, *, name: str) -> Interval | None:
     """Parse "step", a number of steps, or a time such as "10min"; return None for "auto"."""
     wanted = " ".join(str(text).lower().split())

@@ -14,7 +14,7 @@ from lohan.planner.activations import Step
 from lohan.planner.forecast import Forecast
 from lohan.planner.systems import PolicyCosts, policy
 from lohan.schedule.actions import Action
-from lohan.schedule.ops import Op
+from lohan.schedule.ops import OPERATIONS, Op
 from lohan.schedule.simulate import (
     ActionCosts,
     BytesPerParameter,
@@ -68,7 +68,9 @@ WORK = StepWork(
     ],
 )
 def test_seconds_of_an_action(kind, chunk, seconds):
-    assert ActionCosts(MACHINE, WORK).seconds(Action(kind, 0, chunk)) == pytest.approx(seconds)
+    assert ActionCosts(MACHINE, WORK).seconds(Action(OPERATIONS[kind], 0, chunk)) == pytest.approx(
+        seconds
+    )
 
 
 def test_kernels_that_reach_a_share_of_the_speed():

@@ -25,6 +25,7 @@ from lohan.planner.systems import (
     with_choices,
 )
 from lohan.schedule.actions import Action
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import StepWork
 from lohan.schedule.steps import check_order, steps
 from tests.support.planner_shapes import DRIVE, machine, model
@@ -171,7 +172,7 @@ def test_the_clock_adds_what_software_costs():
         assert clock.seconds(by_kind["U"]) == pytest.approx((1 + read) * update_s)
     # Compute waits for a share of what its own activations take over the link.
     waiting, smooth = (PolicyCosts(replace(LOHAN, stall=s), machine(), work) for s in (0.5, 0.0))
-    for kind in "FB":
+    for kind in (Op.FORWARD, Op.BACKWARD):
         block = Action(kind, 1)
         link_s = sites[1].kept_bytes / machine().h2d
         assert waiting.seconds(block) - smooth.seconds(block) == pytest.approx(link_s / 2)

@@ -1,0 +1,366 @@
+"""Steps that are committed by their gradients: the same bits as without a log, in every setting."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lohan
+from lohan.device.emulated import EmulatedDevice
+from lohan.engine.logged import fold_log
+from lohan.errors import ConfigError
+from lohan.model.layout import RESIDENT, Blocks
+from lohan.model.plan import Plan
+from lohan.store.store import Store
+from lohan.util.units import MiB
+from tests.support.delayed_runs import (
+    CHUNK,
+    Result,
+    Tuning,
+    data,
+    memory_engine,
+    net,
+    train,
+    tuned,
+)
+from tests.support.small_models import attached, stored_bytes
+
+STEPS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedTuning(Tuning):
+    """All weights in memory, as a log needs them, and a share of the state."""
+
+    cached_state: float = 0.3
+
+    def apply(self, plan: Plan, blocks: Blocks) -> Plan:
+        made = super().apply(plan, blocks)
+        keys = [group.key for group in blocks.groups if group.key != RESIDENT]
+        chunks = [(g.key, c) for g in blocks.trained for c in range(-(-g.numel // CHUNK))]
+        state = [
+            x
+            for i, x in enumerate(chunks)
+            if int((i + 1) * self.cached_state) > int(i * self.cached_state)
+        ]
+        if not plan.log_gradients:
+            return made
+        return replace(
+            made,
+            host_cached_weights=tuple(keys),
+            host_cached_state=tuple(state),
+            spilled_gradients=tuple(keys),
+        )
+
+
+def budget(place: Path, steps: int | str) -> lohan.Budget:
+    return lohan.Budget(host="256MiB", ssd=[place], log_gradients=steps)
+
+
+def same(logged: Result, expected: Result) -> None:
+    """Compare two runs; a log takes the norm also where nothing else needs it."""
+    norms = logged.norms if expected.norms[-1] is None else expected.norms
+    logged.check(replace(expected, norms=norms))
+
+
+def compare(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    kind: str = "tied",
+    steps: int = STEPS,
+    every: int = 3,
+    tuning: LoggedTuning | None = None,
+    made: list[dict[str, torch.Tensor]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+    **options: Any,
+) -> None:
+    """Compare a logged run with one without overlap and without a log."""
+    tuned(monkeypatch, tuning or LoggedTuning())
+    made = data(steps, kind=kind, dtype=dtype) if made is None else made
+    expected = train(net(kind, dtype=dtype), made, tmp_path / "plain", overlap=False, **options)
+    logged = train(
+        net(kind, dtype=dtype),
+        made,
+        tmp_path / "logged",
+        seed=seed,
+        budget=budget(tmp_path / "logged", every),
+        **options,
+    )
+    same(logged, expected)
+
+
+OPTIMIZERS = [
+    pytest.param(kind(lr=1e-2, weight_decay=0.1, moments=moments), id=f"{kind.__name__}-{moments}")
+    for kind, moments in itertools.product(
+        (lohan.AdamW, lohan.SGD, lohan.Lion), ("fp32", "bf16", "int8")
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["tied", "several", "llama"])
+@pytest.mark.parametrize("every", [2, 5])
+def test_has_the_bits_of_a_run_without_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, every: int
+) -> None:
+    compare(tmp_path, monkeypatch, kind=kind, every=every)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_and_moment_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: Any
+) -> None:
+    compare(tmp_path, monkeypatch, kind="llama", dtype=torch.bfloat16, optimizer=optimizer, steps=7)
+
+
+@pytest.mark.parametrize("cached_state", [0.0, 1.0])
+def test_none_or_all_of_the_state_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_state: float
+) -> None:
+    compare(tmp_path, monkeypatch, tuning=LoggedTuning(cached_state=cached_state))
+
+
+@pytest.mark.parametrize("clip", [1e-3, 0.5, 100.0])
+def test_clipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float) -> None:
+    compare(tmp_path, monkeypatch, clip=clip)
+
+
+def test_averaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(tmp_path, monkeypatch, optimizer=lohan.AdamW(lr=1e-2, ema=0.9))
+
+
+def test_blocks_without_a_gradient_in_some_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = data(STEPS, skip={2: 1, 5: 0}, still={3: 2, 6: 3})
+    compare(tmp_path, monkeypatch, kind="plain", made=made)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_of_lanes_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    compare(tmp_path, monkeypatch, kind="several", seed=seed, tuning=LoggedTuning(own_thread=True))
+
+
+@pytest.mark.parametrize("kind", ["several", "llama"])
+def test_on_a_device_with_its_own_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Compared there with the same run without a log, since sums on a device differ."""
+    tuned(monkeypatch, LoggedTuning())
+    made = data(STEPS, kind=kind)
+    runs = [
+        train(
+            net(kind),
+            made,
+            tmp_path / str(every),
+            clip=0.5,
+            device=EmulatedDevice(64 * MiB),
+            budget=budget(tmp_path / str(every), every),
+        )
+        for every in ("off", 3)
+    ]
+    runs[1].check(runs[0])
+
+
+def test_steps_of_several_backward_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    made = data(10, kind="tied")
+
+    def run(place: Path, **options: Any) -> dict[str, bytes]:
+        with attached(net("tied"), place, engine=memory_engine(), **options) as session:
+            for step in range(5):
+                with session.accumulate():
+                    for batch in made[2 * step : 2 * step + 2]:
+                        session.model(**batch).backward()
+            assert session.step == 5
+            return stored_bytes(session)
+
+    logged = run(tmp_path / "a", budget=budget(tmp_path / "a", 2))
+    assert logged == run(tmp_path / "b", overlap=False)
+
+
+def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the base are frozen and stream; those of the adapters are logged."""
+    peft = pytest.importorskip("peft")
+    made = data(STEPS, kind="llama")
+
+    def run(place: Path, **options: Any) -> dict[str, bytes]:
+        torch.manual_seed(4)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        model = peft.get_peft_model(net("llama"), lora)
+        with attached(model, place, engine=memory_engine(), **options) as session:
+            for batch in made:
+                session.model(**batch).loss.backward()
+            return stored_bytes(session)
+
+    logged = run(tmp_path / "a", budget=budget(tmp_path / "a", 4))
+    assert logged == run(tmp_path / "b", overlap=False)
+
+
+def test_skipped_steps_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    made = data(STEPS, kind="llama", dtype=torch.float16)
+    overflow = {2: float("inf"), 5: float("nan")}
+
+    def run(place: Path, **options: Any) -> Result:
+        model = net("llama", dtype=torch.float16)
+        return train(model, made, place, scale=lambda step: overflow.get(step, 1.0), **options)
+
+    expected = run(tmp_path / "plain", overlap=False)
+    logged = run(tmp_path / "logged", budget=budget(tmp_path / "logged", 3))
+    assert logged.progress.skipped_steps >= 2  # type: ignore[attr-defined]
+    same(logged, expected)
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3, 4, 6])
+def test_a_killed_run_resumes_after_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+) -> None:
+    """The files as they were at a moment are those of a process that was killed then."""
+    tuned(monkeypatch, LoggedTuning())
+    made, files = data(STEPS, kind="tied"), dict[str, bytearray]()
+    expected = train(net("tied"), made, tmp_path / "plain", overlap=False)
+    place, copy = tmp_path / "logged", tmp_path / "killed"
+    engine = "threads"
+    session = attached(net("tied"), place, budget=budget(place, 4), engine=engine)
+    torch.manual_seed(11)
+    for batch in made[:killed_after]:
+        session.model(**batch).backward()
+    session.flush()
+    for path in sorted(place.rglob("*")):
+        target = copy / path.relative_to(place)
+        if path.is_dir():
+            target.mkdir(parents=True)
+        elif path.name != "lock":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    session.close()
+    assert not files
+    # Resumed with another interval, and then without a log.
+    model = net("tied")
+    with attached(model, copy, budget=budget(copy, 2), engine=engine, resume=True) as resumed:
+        assert resumed.step == killed_after
+        for batch in made[killed_after:7]:
+            model(**batch).backward()
+    with attached(net("tied"), copy, engine=engine, resume=True) as resumed:
+        assert resumed.step == 7
+        for batch in made[7:]:
+            resumed.model(**batch).backward()
+        assert stored_bytes(resumed) == expected.stored
+
+
+def test_a_failed_step_loses_no_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    made = data(STEPS, kind="tied")
+    expected = train(net("tied"), made, tmp_path / "plain", overlap=False)
+    place = tmp_path / "logged"
+    options = {"budget": budget(place, 4), "engine": memory_engine()}
+    with attached(net("tied"), place, **options) as session:
+        torch.manual_seed(11)
+        for step, batch in enumerate(made):
+            if step in (2, 3, 6):
+                with pytest.raises(RuntimeError, match="of the user"):
+
+                    def fail(*_: Any) -> None:
+                        raise RuntimeError("of the user")
+
+                    handle = session.model.blocks[1].out.register_full_backward_pre_hook(fail)
+                    state = torch.get_rng_state()
+                    try:
+                        session.model(**batch).backward()
+                    finally:
+                        handle.remove()
+                torch.set_rng_state(state)
+                assert session.step == step
+            session.model(**batch).backward()
+        assert stored_bytes(session) == expected.stored
+
+
+def test_evaluation_and_reading_weights_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    made = data(STEPS, kind="tied")
+
+    def run(place: Path, **options: Any) -> tuple[list[Any], dict[str, bytes]]:
+        seen: list[Any] = []
+        with attached(net("tied"), place, engine=memory_engine(), **options) as session:
+            for batch in made:
+                session.model(**batch).backward()
+                with torch.no_grad():
+                    seen.append(session.model(**made[0]).item())
+                seen.append(session.weight("blocks.1.out.weight").sum().item())
+                seen.append(session.weight("shift").sum().item())
+            return seen, stored_bytes(session)
+
+    assert run(tmp_path / "a", budget=budget(tmp_path / "a", 3)) == run(
+        tmp_path / "b", overlap=False
+    )
+
+
+def test_writes_gradients_in_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step between two writes of the full state writes its gradients and nothing else."""
+    tuned(monkeypatch, LoggedTuning(cached_state=0.0))
+    place = tmp_path / "logged"
+    with attached(net("tied"), place, budget=budget(place, 4), engine=memory_engine()) as session:
+        written = []
+        for batch in data(STEPS, kind="tied"):
+            before = session.counters.bytes_written
+            session.model(**batch).backward()
+            session.flush()
+            written.append(session.counters.bytes_written - before)
+        full = max(written)
+        assert sorted(written)[STEPS // 2] < 0.4 * full, written
+        assert session.store.log is not None and session.store.log.live
+
+
+def test_a_store_with_logged_steps_is_folded_by_a_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    made = data(3, kind="tied")
+    expected = train(net("tied"), made, tmp_path / "plain", overlap=False)
+    place = tmp_path / "logged"
+    session = attached(net("tied"), place, budget=budget(place, 4), engine="threads")
+    session.executor.commit_clock._steps = 10  # no more settling
+    for batch in made:
+        session.model(**batch).backward()
+    session.flush()
+    session._stop()  # as a process that dies: nothing is folded
+    session.store.close()
+    dirs = place / "lohan-store"
+    with Store.open(dirs, engine="threads", replays=True) as store:
+        count = fold_log(store)
+        assert count in (1, 2, 3) and store.meta["progress"]["step"] == 3
+    assert not (dirs / "log.bin").exists()
+    with attached(net("tied"), place, engine="threads", resume=True) as resumed:
+        assert stored_bytes(resumed) == expected.stored
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlap": False}, "it needs overlap"),
+        ({"update_mode": "serial"}, "update_mode is 'serial'; choose optimized or balanced"),
+        ({"commit_every": 10}, "it commits every step, but commit_every is 10"),
+        ({"log_gradients": 1}, "log_gradients is 1; it must be off, or the number of steps"),
+        ({"log_gradients": "some"}, "log_gradients is 'some'; it must be off"),
+    ],
+)
+def test_refuses_what_does_not_go_with_a_log(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    given = {"log_gradients": 4, "host": "256MiB", "ssd": [tmp_path]}
+    given |= {k: options.pop(k) for k in ("commit_every", "log_gradients") if k in options}
+    with pytest.raises(ConfigError, match=words):
+        attached(net("plain"), tmp_path, budget=lohan.Budget(**given), **options)
