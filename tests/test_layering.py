@@ -33,6 +33,7 @@ PACKAGES = [
     "train",
     "tools",
     "hf",
+    "ui",
     "cli",
 ]
 RANK = {name: rank for rank, name in enumerate(["_core", *PACKAGES])}

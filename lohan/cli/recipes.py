@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import MODEL_HELP, Gpus, Json, Machine, Ssds, machine_of, option
+from lohan.cli.options import MODEL_HELP, Gpus, Json, Machine, Ssds, option
 from lohan.config import field_of
 from lohan.errors import BudgetError, ConfigError
+from lohan.tools.plan_request import machine_of
 from lohan.util.display import echo
 from lohan.util.files import write_atomic
 from lohan.util.units import GiB, align_up, format_bytes, format_seconds
