@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STATIC = ["app.js", "charts.js", "dom.js", "index.html", "new.js", "plan.js", "report.html"]
-STATIC += ["report.js", "run.js", "runs.js", "style.css", "timeline.js", "try.js"]
+STATIC = ["app.js", "charts.js", "dom.js", "icon.svg", "index.html", "new.js", "plan.js"]
+STATIC += ["report.html", "report.js", "run.js", "runs.js", "style.css", "timeline.js", "try.js"]
 DATA = {
     "lohan/py.typed",
     "lohan/_core.pyi",

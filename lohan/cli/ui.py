@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +52,8 @@ def ui(
     def ready(address: str) -> None:
         echo(f"{places.root}: open {address}")
         if browser:
+            import webbrowser
+
             webbrowser.open(address)
 
     serve(places, port=port, ready=ready)

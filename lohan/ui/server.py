@@ -51,10 +51,14 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-SERVED = ("style.css", *(f"{name}.js" for name in (
-    "app", "dom", "charts", "timeline", "run", "runs", "plan", "new", "try"
-)))  # fmt: skip
+TYPES = {
+    ".svg": "image/svg+xml",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+}
+MODULES = ("app", "dom", "charts", "timeline", "run", "runs", "plan", "new", "try")
+SERVED = ("style.css", "icon.svg", *(f"{name}.js" for name in MODULES))
 
 Handler = Callable[[Request], Awaitable[Any]]
 

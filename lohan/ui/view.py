@@ -398,7 +398,7 @@ def wear(run: RunRecord) -> dict[str, Any]:
     drives = drives_at(folders or run.folder.ssd_folders(run.config))
     for what, written in {f"taken by {counted(steps, 'step')}": total, "by all": expected}.items():
         worn = wear_of(drives, written)
-        if total and (written == total or planned > steps):
+        if total and (what != "by all" or planned > steps):
             life = f"{format_lives(worn.lives)} the rated life of {counted(worn.drives, 'drive')}"
             rows.append([what, life, f"{format_usd(worn.usd)} of its price"])
     for other in run.last("start").get("instead", []):

@@ -73,7 +73,7 @@ export function legend(entries) {
 }
 
 function smoothed(values) {
-  const weight = Math.min(0.97, 1 - 6 / Math.max(7, values.length));
+  const weight = Math.min(0.95, Math.max(0.5, 1 - 15 / values.length));
   let mean = 0, norm = 0;
   return values.map((value) => {
     mean = weight * mean + (1 - weight) * value;

@@ -23,7 +23,7 @@ export function cell(value) {
 }
 
 export function card(title, ...parts) {
-  return h("section", { class: "card" }, h("h2", {}, title), ...parts);
+  return h("section", { class: "card" }, title ? h("h2", {}, title) : null, ...parts);
 }
 
 export function note(text) {

@@ -23,7 +23,7 @@ function curvesOf(name, views) {
   return views.flatMap((view, n) => withSmooth(view.charts[name] || []).map((curve) => {
     if (!several) return { ...curve, ink: curve.ink || (curve.dots ? "--c1" : "--c0") };
     const what = (view.charts[name] || []).length > 1 ? `${view.label}: ${curve.name}` : view.label;
-    return { ...curve, name: what, ink: `--c${n % 10}` };
+    return { ...curve, name: what, ink: `--c${n % 10}`, dash: curve.dots };
   }));
 }
 
@@ -78,7 +78,7 @@ function samplesCard(view) {
 const exampleCard = (view) => view.example.length
   ? card("First example", h("pre", {}, view.example.join("\n"))) : null;
 
-const settingsCard = (view) => card("Settings", h("pre", {}, view.settings),
+const settingsCard = (view) => card("Settings", h("pre", { class: "long" }, view.settings),
   view.versions.length ? h("h3", {}, "Versions and machine") : null,
   view.versions.length ? table(["", ""], view.versions) : null);
 
@@ -88,7 +88,7 @@ function heading(views) {
     return h("div", {}, h("h1", {}, view.name), h("p", { class: "facts" }, view.facts.join(" \u00b7 ")),
       view.state ? stateLine(view) : null);
   }
-  return h("div", {}, h("h1", {}, `${views.length} runs`), table(
+  return h("div", {}, h("h1", {}, `${views.length} runs`), card("", table(
     ["", "run", "state", "step", "loss", "tokens/s", "settings"],
     views.map((view, n) => {
       const last = (name) => {
@@ -98,7 +98,7 @@ function heading(views) {
       return [h("i", { class: "dot", style: { background: ink(`--c${n % 10}`) } }), view.label,
         view.state ? stateBadge(view.state.name) : "", `${view.step} of ${view.total || "?"}`,
         last("loss"), last("speed"), view.facts.join(" \u00b7 ")];
-    }), [3, 4, 5]));
+    }), [3, 4, 5])));
 }
 
 export const stateBadge = (name) => h("span", { class: `badge ${name}` }, name);
@@ -131,7 +131,8 @@ export function runPage() {
         + "learns the order of the blocks."));
     }
     return h("section", { class: "card" }, figure("loss", views),
-      h("div", { class: "pair" }, figures(["speed", "norm", "rate"], views),
+      h("div", { class: views.length === 1 ? "pair quad" : "pair" },
+        figures(["speed", "norm", "rate"], views),
         views.length === 1 ? figures(["busy"], views) : null));
   }
   const rewards = (views) => has("rewards", views) || has("margins", views)
@@ -196,6 +197,7 @@ export function runPage() {
     const same = wanted.length === element.childNodes.length
       && wanted.every((node, at) => element.childNodes[at] === node);
     if (!same) element.replaceChildren(...wanted);
+    for (const log of element.querySelectorAll(".log")) log.scrollTop = log.scrollHeight;
   }
   return { element, update };
 }
