@@ -23,6 +23,10 @@ def machine_of(
     device_memory: str | None = None,
     host: str | None = None,
 ) -> Profile:
+    """Return a preset, the profile in a file or, without a name, the latest one of this machine.
+
+    Numbers that are given replace those of the machine.
+    """
     if ssds is not None and ssds < 1:
         raise ConfigError(f"--ssds {ssds}: give a whole number from 1")
     if not name:
