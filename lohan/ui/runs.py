@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,7 +232,7 @@ class RunState:
     has it open.
     """
 
-    name: str  # starting, running, finished, stopped, crashed or failed
+    name: str  # starting, running, ending, finished, stopped, crashed or failed
     words: str
     process: int | None = None
     resumable: bool = False
@@ -340,7 +340,9 @@ def thinned(values: list[Any], most: int) -> list[float]:
     return [sum(group) / len(group) for group in groups]
 
 
-def list_runs(root: Path, logs: Logs) -> list[dict[str, Any]]:
+def list_runs(
+    root: Path, logs: Logs, state: Callable[[RunRecord], RunState] = state_of
+) -> list[dict[str, Any]]:
     """Return the runs below a folder, running ones first, then the latest ones.
 
     A run whose files cannot be read is listed with the reason.
@@ -351,8 +353,8 @@ def list_runs(root: Path, logs: Logs) -> list[dict[str, Any]]:
         if (path / MARK).exists() or folder.metrics_file.exists():
             try:
                 run = read_record(folder, logs)
-                rows.append({"name": name, **summary(run, state_of(run))})
+                rows.append({"name": name, **summary(run, state(run))})
             except (LohanError, OSError) as error:
                 rows.append({"name": name, "state": "unreadable", "words": str(error)})
     rows.sort(key=lambda row: row.get("began", ""), reverse=True)
-    return sorted(rows, key=lambda row: row["state"] not in ("running", "starting"))
+    return sorted(rows, key=lambda row: row["state"] not in ("running", "starting", "ending"))

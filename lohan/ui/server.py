@@ -15,6 +15,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from lohan.train.run_folder import RunFolder
 from lohan.ui import form, plans
 from lohan.ui.places import Places, inventory
 from lohan.ui.processes import CommandError, Processes, interrupt, output_of
-from lohan.ui.runs import Logs, RunRecord, list_runs, read_record, state_of
+from lohan.ui.runs import Logs, RunRecord, RunState, list_runs, read_record, state_of
 from lohan.ui.view import LAST_LINES, run_view
 from lohan.util.files import write_atomic
 
@@ -221,7 +222,7 @@ class Application:
 
     async def runs(self, request: Request) -> Any:
         def found() -> dict[str, Any]:
-            rows = list_runs(self.places.root, self.logs)
+            rows = list_runs(self.places.root, self.logs, self._state)
             return {"runs": rows, "starts": self._starts({row["name"] for row in rows})}
 
         return await run_in_threadpool(found)
@@ -230,7 +231,10 @@ class Application:
         """Return trainings that have not made a run folder (yet), such as those that failed."""
         rows = []
         for record in self.processes.records():
-            name = str(Path(record.run).relative_to(self.places.root))
+            path = Path(record.run)
+            if self.places.root not in path.parents:
+                continue  # The folder was moved since.
+            name = str(path.relative_to(self.places.root))
             if record.kind == "train" and name not in known:
                 known.add(name)
                 alive = self.processes.is_alive(record)
@@ -253,13 +257,32 @@ class Application:
             raise ConfigError(f"{len(names)} runs: choose 1 to {MOST_OVERLAID}")
         return {"runs": [await run_in_threadpool(self._view, name) for name in names]}
 
+    def _state(self, run: RunRecord) -> RunState:
+        """Return the state of a run.
+
+        A process that was started here is part of it before it locks the store, which takes it
+        some seconds, and after it has closed the store.
+        """
+        state = state_of(run)
+        if state.active:
+            return state
+        for record in self.processes.of_run(run.folder.path):
+            if record.kind in ("train", "resume") and self.processes.is_alive(record):
+                log = run.folder.metrics_file
+                ends = log.exists() and log.stat().st_mtime > record.time
+                words = "closes its files" if ends else "loads Python, torch and the model"
+                return replace(
+                    state, name="ending" if ends else "starting", words=words, process=record.pid
+                )
+        return state
+
     def _view(self, name: str) -> dict[str, Any]:
         run = self._record(name)
         records = self.processes.of_run(run.folder.path)
         trained = next((r for r in records if r.kind in ("train", "resume")), None)
         log = None if trained is None else self.processes.log(trained)[-LAST_LINES:]
         # A run that was continued in a terminal has a later log than the one that is known here.
-        state = state_of(run)
+        state = self._state(run)
         if trained is not None and state.active and not self.processes.is_alive(trained):
             log = None
         others = [record for record in records if record.kind in ("export", "report")][:3]
@@ -282,7 +305,7 @@ class Application:
         name = text_in(await body_of(request), "name")
 
         def ask() -> dict[str, Any]:
-            process = state_of(self._record(name)).process
+            process = self._state(self._record(name)).process
             if not process:
                 raise ConfigError(f"{name}: no process trains it; reload the page")
             interrupt(process)
@@ -308,11 +331,11 @@ class Application:
     def _idle(self, name: str) -> RunFolder:
         """Return the folder of a run that no process has open."""
         run = self._record(name)
-        state = state_of(run)
+        state = self._state(run)
         if state.active:
             raise ConfigError(f"{name}: process {state.process} has it open; stop it first")
         for record in self.processes.of_run(run.folder.path):
-            if record.kind in ("resume", "export") and self.processes.is_alive(record):
+            if record.kind == "export" and self.processes.is_alive(record):
                 raise ConfigError(f"{name}: `lohan {record.kind}` works on it; wait for its end")
         return run.folder
 

@@ -207,7 +207,7 @@ def test_training_from_the_form_to_the_answer(window: Window, address: str, root
     window.click("Stop")
     window.shows("It finishes its step, commits and ends")
     window.until(lambda: re.search(r"\bstopped\b|\bfinished\b", window.text()), "it goes on")
-    assert len(step_rows(folder)) == folder_step(window)
+    window.until(lambda: len(step_rows(folder)) == folder_step(window), "another step")
     if "stopped" in window.text():
         window.click("Resume")
         window.shows("It continues from its last committed step")

@@ -141,8 +141,8 @@ export function chart(title, { name, tall } = {}) {
       place.dataset.points = JSON.stringify(next.series.filter((s) => !s.faint).map((s) =>
         [s.name, s.x.length, s.x.at(-1), s.y.at(-1)]));
       const named = next.series.filter((s) => !s.faint);
-      const entries = named.length > 1 ? named.map((s) => [s.name, ink(s.ink)]) : [];
-      const bands = (next.bands || []).map((band, n) => [band.name, ink(`--c${n % 10}`)]);
+      const entries = named.length > 1 ? named.map((s) => [s.name, `var(${s.ink})`]) : [];
+      const bands = (next.bands || []).map((band, n) => [band.name, `var(--c${n % 10})`]);
       key.replaceChildren(...(entries.length + bands.length ? [legend([...entries, ...bands])] : []));
       redraw(place);
     },

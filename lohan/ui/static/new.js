@@ -96,9 +96,9 @@ export async function newPage(place, query, page) {
       const { plan, notes } = await ask("dry-run", { body: body(), signal: page.signal });
       const at = notes.findIndex((line) => line.startsWith("first example"));
       const example = at < 0 ? [] : notes.slice(at).filter((line, n) => n === 0 || line.startsWith("  "));
-      const data = notes.filter((line) => !example.includes(line));
+      const data = notes.filter((line) => !example.includes(line) && !/: done in .* s$/.test(line));
       checked.replaceChildren(
-        card("Data", h("p", {}, data.join("\n") || "The data can be read."),
+        card("Data", data.map((line) => h("p", {}, line)),
           example.length ? [h("h3", {}, example[0]), h("pre", { class: "example" },
             example.slice(1).map((line) => line.slice(2)).join("\n"))] : null),
         card("Plan", h("p", {}, `${number(plan.steps)} steps. `, plan.step_s

@@ -3,7 +3,6 @@
 import { ask, keepInAddress, problem, startFacts } from "./app.js";
 import { bar, bytes, card, h, money, note, number, parameters, seconds, table, tilesOf }
   from "./dom.js";
-import { ink } from "./charts.js";
 
 const DEFAULTS = { model: "llama-3-8b", batch: "8", seq: "1024" };
 const WAIT_MS = 350;
@@ -132,7 +131,7 @@ export function memoryCard(ledger, budgets, ranks) {
     const each = tier === "device" ? 1 : ranks;
     const budget = (budgets[tier] || 0) / each || total;
     const whole = Math.max(total, budget);
-    const colors = entries.map((_, n) => ink(`--c${n % 10}`));
+    const colors = entries.map((_, n) => `var(--c${n % 10})`);
     return h("div", { class: "tier" },
       h("h3", {}, title, h("span", {}, `${bytes(total * each)} of ${bytes(budget * each)}`)),
       h("div", { class: "stack" }, entries.map((entry, n) => h("i", { title:
@@ -147,7 +146,7 @@ export function memoryCard(ledger, budgets, ranks) {
 export function forecastCards(plan, fit) {
   const steps = plan.steps || 1000, total = steps * plan.step_s;
   if (!plan.step_s) return [memoryCard(plan.plan.ledger, fit ? fit.budgets : {}, plan.gpus)];
-  const energy = plan.machine_usd_per_s ? total * plan.machine_usd_per_s : null;
+  const machine = plan.machine_usd_per_s ? total * plan.machine_usd_per_s : null;
   const worn = plan.drive_usd_per_step ? steps * plan.drive_usd_per_step : null;
   const tiles = [
     [number(plan.tokens_per_s), "tokens/s"],
@@ -159,15 +158,15 @@ export function forecastCards(plan, fit) {
     const lives = 100 * steps * plan.drive_lives_per_step;
     tiles.push([lives < 0.1 ? "< 0.1 %" : `${number(lives)} %`, "of the drives' rated life"]);
   }
-  if (worn !== null || energy !== null)
-    tiles.push([money((worn || 0) + (energy || 0)), "drive wear, and the machine over three years"]);
+  if (worn !== null || machine !== null)
+    tiles.push([money((worn || 0) + (machine || 0)), "drive wear, and the machine over three years"]);
   if (plan.tokens_per_s_per_1000_usd)
     tiles.push([number(plan.tokens_per_s_per_1000_usd), `tokens/s per 1000 USD of ${money(plan.machine_usd)}`]);
   const busy = Object.entries(plan.lane_busy_s).filter(([, time]) => time > 0);
   const lanes = busy.map(([lane, time]) => {
     const [title, n] = LANES[lane] || [lane, 7];
     return [title, seconds(time), `${Math.round(100 * time / plan.step_s)} %`,
-      bar(time / plan.step_s, ink(`--c${n}`), 1)];
+      bar(time / plan.step_s, `var(--c${n})`, 1)];
   });
   const binding = (LANES[plan.binding_lane] || [plan.binding_lane])[0];
   const rate = plan.step_s / plan.step_s_without_binding_lane;

@@ -1,12 +1,12 @@
 /* The page of one or several runs, for the server and for the file of `lohan report`. */
 
 import { bar, bytes, card, cell, h, note, seconds, short, table, tilesOf } from "./dom.js";
-import { bandsOf, chart, ink, withSmooth } from "./charts.js";
+import { bandsOf, chart, withSmooth } from "./charts.js";
 import { timelineOf } from "./timeline.js";
 
 const CHARTS = {
   loss: ["Loss", { tall: true }],
-  speed: ["Tokens per second", {}],
+  speed: ["Tokens per second", { zero: true }],
   norm: ["Gradient norm before clipping", {}],
   rate: ["Learning rate", {}],
   busy: ["Busy share of each lane", { format: "percent", zero: true }],
@@ -32,8 +32,8 @@ const lanesOf = (view) => {
   if (!lanes) return null;
   const time = (value) => value === null || value === undefined ? "-" : short(value);
   const rows = lanes.rows.map((row) => [row.name, time(row.predicted_s), time(row.measured_s),
-    row.difference, h("div", {}, bar(row.shares[0], ink(row.ink), 0.45),
-      bar(row.shares[1], ink(row.ink), 1))]);
+    row.difference, h("div", {}, bar(row.shares[0], `var(${row.ink})`, 0.45),
+      bar(row.shares[1], `var(${row.ink})`, 1))]);
   rows.push(["whole step", time(lanes.step.predicted_s), time(lanes.step.measured_s),
     lanes.step.difference, ""]);
   const changes = [["with", lanes.changes], ["at most, with one lane out of the way", lanes.bounds]]
@@ -95,7 +95,7 @@ function heading(views) {
         const found = view.charts[name];
         return found ? found[0].y.at(-1).toPrecision(4) : "-";
       };
-      return [h("i", { class: "dot", style: { background: ink(`--c${n % 10}`) } }), view.label,
+      return [h("i", { class: "dot", style: { background: `var(--c${n % 10})` } }), view.label,
         view.state ? stateBadge(view.state.name) : "", `${view.step} of ${view.total || "?"}`,
         last("loss"), last("speed"), view.facts.join(" \u00b7 ")];
     }), [3, 4, 5])));

@@ -110,7 +110,7 @@ function jobCard(job) {
 
 /* The buttons of a run: {element, show(view)}. */
 function actionsOf(name, answer, page) {
-  let stopping = false;
+  let stopping = false, before = "";
   const say = (text) => answer.replaceChildren(h("p", { class: "said-so", role: "status" }, text));
   async function act(path, body, text) {
     try {
@@ -148,6 +148,8 @@ function actionsOf(name, answer, page) {
     show(view) {
       const state = view.state;
       if (!state.active) stopping = false;
+      if (before && before !== state.name && state.name !== "starting") answer.replaceChildren();
+      before = state.name;
       stop.hidden = !state.active;
       resume.hidden = !state.resumable;
       exported.hidden = !state.exportable;
