@@ -17,7 +17,6 @@ import typer
 from lohan.cli.options import MODEL_HELP, Gpus, Json, Machine, Ssds, option
 from lohan.config import field_of
 from lohan.errors import BudgetError, ConfigError
-from lohan.tools.plan_request import machine_of
 from lohan.util.display import echo
 from lohan.util.files import write_atomic
 from lohan.util.units import GiB, align_up, format_bytes, format_seconds
@@ -66,6 +65,7 @@ def init(
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
     from lohan.planner.planner import PlanOptions
+    from lohan.tools.plan_request import machine_of
 
     if machine is None:
         profile, drives = _this_machine(ssd or [], file, ssds=ssds, gpus=gpus)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lohan.config import Config
-from lohan.engine.profile import latest_profile
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.model.plan import options_of
@@ -30,6 +29,8 @@ def machine_of(
     if ssds is not None and ssds < 1:
         raise ConfigError(f"--ssds {ssds}: give a whole number from 1")
     if not name:
+        from lohan.engine.profile import latest_profile
+
         latest = latest_profile()
         if latest is None:
             raise ConfigError(

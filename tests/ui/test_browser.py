@@ -238,6 +238,9 @@ def test_training_from_the_form_to_the_answer(window: Window, address: str, root
     assert json.loads(told.stdout)[0]["text"] == after
     assert before != "computing \u2026"
     window.pictures("try")
+    window.open(f"{address}#/runs")
+    window.shows("finished")
+    window.pictures("runs")
     assert window.errors() == []
 
 
@@ -257,7 +260,6 @@ def test_hostile_names_are_text(window: Window, address: str, root: Path) -> Non
         window.open(f"{address}#/runs")
         window.shows(name)
         assert window.run('return document.querySelectorAll("main img").length') == 0
-        window.pictures("runs")
         window.open(f"{address}#/run?{urlencode({'name': f'hostile/{name}'})}")
         window.shows("onerror=alert(1)>\u202e")
         assert window.run('return document.querySelectorAll("main img, main script").length') == 0

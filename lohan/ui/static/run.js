@@ -97,7 +97,8 @@ function heading(views) {
       };
       return [h("i", { class: "dot", style: { background: `var(--c${n % 10})` } }), view.label,
         view.state ? stateBadge(view.state.name) : "", `${view.step} of ${view.total || "?"}`,
-        last("loss"), last("speed"), view.facts.join(" \u00b7 ")];
+        last("loss"), last("speed"),
+        h("span", { class: "one-line" }, view.facts.join(" \u00b7 "))];
     }), [3, 4, 5])));
 }
 
