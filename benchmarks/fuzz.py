@@ -642,7 +642,7 @@ def log_kinds(work: Path) -> list[Kind]:
 
     def read_logs() -> None:
         made = read_run(run)
-        page(made, Advice([]))
+        page([(made, Advice([]))])
         repair_logs(run, step=1, last=[])
 
     def log(file: Path) -> Read:

@@ -21,7 +21,7 @@ export async function tryPage(place, query, page) {
     h("h1", {}, "Try it"),
     card("Prompt", prompt, h("div", { class: "actions" }, tokensLabel, heatLabel, seedLabel, button),
       note("Both answers are computed on this machine, with weights that are streamed from SSD; "
-        + "loading takes a while. The chat template of the run applies.")), answers);
+        + "loading takes a while.")), answers);
 
   async function go() {
     button.disabled = true;
