@@ -27,7 +27,7 @@ from lohan.train.trainer import resume, train
 from lohan.util.display import Display
 from tests.support.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
-from tests.tools.test_report import Elements
+from tests.ui.test_report import Elements
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, ROWS = 20, 2, 40
@@ -214,7 +214,7 @@ def test_held_back_rows_are_evaluated_and_rewards_reported(
     steps, held = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
     assert len(steps) == len(held) == 3
     assert len(list((tmp_path / "run" / "data").glob("reference-*.npy"))) == 2
-    report_command(tmp_path / "run", tmp_path / "report.html")
+    report_command([tmp_path / "run"], tmp_path / "report.html")
     page = Elements((tmp_path / "report.html").read_text())
     charts = page.data["charts"]
     shown = {name: charts[name] for name in ("rewards", "margins", "accuracy") if name in charts}
