@@ -6,7 +6,7 @@ STAMP := .venv/.lohan-setup
 CUDA_TORCH ?= 2.14.1
 CUDA_VENV := build/cuda-venv-$(CUDA_TORCH)
 
-.PHONY: setup demo test test-fast test-slow test-cuda test-browser lint format docs bench sanitize clean
+.PHONY: setup demo wheel test test-fast test-slow test-cuda test-browser lint format docs docs-site bench sanitize clean
 
 setup: $(STAMP)
 
@@ -26,15 +26,16 @@ test: setup
 
 # The layers that compute without running a model, without the files that take longest, and one
 # training by the command line. Both lists together must end within 60 seconds on 2 cores.
-FAST := tests/util tests/model tests/schedule tests/planner tests/test_units.py tests/test_config.py \
+FAST := tests/util tests/model tests/schedule tests/planner tests/top_level/test_config.py \
 	$(addprefix tests/store/test_,store.py recovery.py extents.py fixed.py) \
-	tests/test_train.py::test_plain_text_file
-NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py ranks.py wear.py)
+	tests/end_to_end/test_train.py::test_plain_text_file
+NOT_FAST := $(addprefix tests/planner/test_,best.py commits.py machine_plan.py ranks.py wear.py) \
+	$(addprefix tests/util/test_,freed_memory.py trace.py)
 
 test-fast: setup
 	$(PY) -m pytest -q -n 2 $(addprefix --ignore=,$(NOT_FAST)) $(FAST)
 
-# Everything else, in slices of at most half an hour; the table in docs/slow-tests.md says how each
+# Everything else, in slices of at most half an hour; a table in docs/reliability.md says how each
 # ended last. One slice: make test-slow SLICE=crash
 test-slow: setup
 	$(PY) -m tests.slow_tier $(SLICE)
@@ -67,6 +68,15 @@ docs: setup
 	$(PY) -m lohan simulate --model llama-3-8b --machine rtx4090 --host 48GiB --ssds 8 --batch 32 --trace build/lanes.json
 	$(PY) docs/lanes_picture.py build/lanes.json docs/lanes.svg "One step of llama-3-8b, batch 32 x 1024 tokens: RTX 4090, 48 GiB of main memory, 8 SSDs (simulated)"
 
+# The documentation as a site in build/site; to read it while writing: .venv/bin/mkdocs serve
+docs-site: setup
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+# Wheels for CPython 3.11 and, with the stable ABI, for 3.12 and later, in dist/. They need glibc 2.28.
+WHEEL_PYTHONS ?= python3.11 python3.12
+wheel:
+	$(PYTHON) csrc/wheels.py $(addprefix --python ,$(WHEEL_PYTHONS))
+
 bench: setup
 	$(PY) benchmarks/step.py --tokens 256 --rounds 1 --steps 3
 	$(PY) benchmarks/adam.py --chunks 256Ki 4Mi --rounds 5
@@ -78,4 +88,4 @@ sanitize: setup
 	$(PY) csrc/sanitize.py
 
 clean:
-	rm -rf .venv build runs demo-run .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist runs demo-run .pytest_cache .mypy_cache .ruff_cache

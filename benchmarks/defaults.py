@@ -100,9 +100,9 @@ def parse() -> argparse.Namespace:
 
 def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
     """Return the plan of the large model on the desktop, as `lohan plan` computes it."""
+    from lohan.model.plan import PlanOptions
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest, plan_for_machine
-    from lohan.planner.planner import PlanOptions
 
     machine = presets.machine(SERVER)
     wished = PlanOptions(dtype="bf16", clip=clip, can_rerun=True, commit=None)

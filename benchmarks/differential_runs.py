@@ -40,11 +40,13 @@ from lohan.checkpoint.store_io import gathering_reader
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine import attach as attaching
-from lohan.engine.session import OomGuard, Session
+from lohan.engine.oom_guard import OomGuard
+from lohan.engine.session import Session
 from lohan.errors import BudgetError, RankError
 from lohan.model.plan import Plan
-from lohan.planner.planner import plan_for_budget
+from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.io_engine import aligned_buffer
+from lohan.util.units import parse_bytes
 
 Case = dict[str, Any]
 LARGE = 256 * 2**20  # bytes: every model here fits many times
@@ -264,7 +266,7 @@ class SessionRun:
                 continue
             advised = self.advised(tier, option)
             # Exactly as the message has it, or a multiple.
-            size = attaching.parse_bytes(advised, name=tier)
+            size = parse_bytes(advised, name=tier)
             chosen[tier] = advised if asked == 1.0 else int(size * asked)
         self.limits = chosen
 
@@ -277,7 +279,7 @@ class SessionRun:
         try:
             self.attach(build_for(self.case), "probe", {**self.limits, tier: TINY}).close()
         except RankError as error:
-            if not error.told:
+            if not error.reported:
                 raise
         except BudgetError as error:
             size = re.search(rf"raise {option} to ([\d.]+ \w+)", str(error))
@@ -468,14 +470,16 @@ class SessionRun:
         context, plan = self.session.context, self.session.plan
         kept = "recompute" if plan.kept else "all"
         options = replace(context.options.fixed_by(plan), activations=kept, world=plan.world)
-        other = plan_for_budget(
-            context.shards,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=context.profile,
-            device_bytes=context.device_bytes,
-        )
+        other = make_plan(
+            PlanProblem(
+                context.shards,
+                options,
+                host_bytes=context.host_bytes,
+                workload=context.workload,
+                profile=context.profile,
+                device_bytes=context.device_bytes,
+            )
+        ).plan
         self.session.follow(other)
 
     def event_forward_error(self, number: int) -> None:
@@ -598,10 +602,10 @@ def planned_as(reference: Plan | None) -> Iterator[list[Plan]]:
     """
     agree, plans = attaching.agreed_plan, list[Plan]()
 
-    def agreed(context: Any) -> Any:
+    def agreed(context: Any, given: Plan | None) -> Any:
         if reference is not None:
             context = replace(context, options=context.options.fixed_by(reference))
-        plan, context = agree(context)
+        plan, context = agree(context, given)
         plans.append(plan)
         return plan, context
 

@@ -888,7 +888,7 @@ def vision_kinds(work: Path) -> list[Kind]:
 
     from lohan.data.images import Conversations, load_processor, rows_with_images
     from lohan.data.reading import read_rows
-    from tests.train.test_vision_language import save_llava
+    from tests.support.vision_folders import save_llava
 
     folder, file = work / "llava", work / "v.jsonl"
     save_llava(folder)

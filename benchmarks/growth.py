@@ -32,7 +32,7 @@ from lohan.model.shapes import stacked
 from lohan.planner import presets
 from lohan.planner.forecast import Simulator
 from lohan.planner.machine_plan import PlanRequest, load_of_shape, plan_for_machine
-from lohan.planner.planner import closed_form_plan
+from lohan.planner.planner import PlanProblem, closed_form_plan
 
 BLOCKS, EXPERTS, WIDER = (8, 32, 126, 400), (1, 8, 64), (1, 2, 4)
 WIDTH, ROWS = 16, 2
@@ -99,7 +99,9 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     )
     workload = load_of_shape(model, batch=8, seq=1024, dtype="bf16")
     how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
-    closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
+    closed_s, plan = timed(
+        lambda: closed_form_plan(PlanProblem(request.blocks, request.options, **how))
+    )
     simulated_s, made = timed(
         lambda: Simulator(request.machine, request.blocks, workload).forecast(plan)
     )

@@ -233,14 +233,15 @@ def choose(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 def select_tests(file: str, root: Path) -> list[str]:
     """Return the test files that should catch a mutant of a module.
 
-    For lohan/a/b.py these are tests/a/test_b.py and tests/a/test_b_*.py. If there are none, they
-    are the tests that import lohan.a.b, and if there are none either, those that import anything
-    from lohan.a. Of many such tests, those that import the fewest modules of lohan are taken.
+    For lohan/a/b.py these are tests/a/test_b.py and tests/a/test_b_*.py, with tests/top_level for
+    the modules that are in no package. If there are none, they are the tests that import
+    lohan.a.b, and if there are none either, those that import anything from lohan.a. Of many such
+    tests, those that import the fewest modules of lohan are taken.
     """
     module = Path(file).with_suffix("").parts[1:]
     if module[-1] == "__init__":
         module = module[:-1] or module
-    folder, name = root.joinpath("tests", *module[:-1]), module[-1]
+    folder, name = root.joinpath("tests", *(module[:-1] or ("top_level",))), module[-1]
     mirrored = sorted([*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")])
     if mirrored:
         return [str(path.relative_to(root)) for path in mirrored]

@@ -1,6 +1,6 @@
 """Takes one wait at a time out of the code and asks whether a test notices.
 
-    python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT] [--softcuda PYTHON]
+    python benchmarks/remove_waits.py [--out FILE] [--only TEXT] [--softcuda PYTHON]
 
 Each row below names a wait of the engine or of a device by the text that makes it and by what is
 left without it. The package is copied and changed in one place. tests/engine/test_races.py then
@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RACES = "tests/engine/test_races.py"
-BACKEND = "tests/test_backend.py"
+BACKEND = "tests/device/test_external_backend.py"
 CUDA_TESTS = "tests/softcuda/check_training.py"
 CUDA_FIRST = "set_aside or four_slices"  # short, and made for waits
 ON_CUDA = "language_models or every_buffer or padded"
@@ -74,8 +74,8 @@ WAITS = [
     Wait(
         "engine/actions.py",
         "a transfer is done when the drive says so",
-        "        self._wait(action, tickets)\n        if action.kind == Op.END_STEP:",
-        "        if action.kind == Op.END_STEP:",
+        "        self._wait(action, tickets)\n        finish",
+        "        finish",
     ),
     Wait(
         "engine/buffers.py",
@@ -84,37 +84,37 @@ WAITS = [
         "[(self._own_shard(slot, shard.numel()), shard)])",
     ),
     Wait(
-        "engine/gradients.py",
+        "engine/gradient_transport.py",
         "gradients stay on the device until their copy has ended",
         "        made.wait()\n",
         "",
     ),
     Wait(
-        "engine/gradients.py",
+        "engine/gradient_transport.py",
         "gradients are sent when backward has made them",
         'self._device.copy("d2h", pairs, after=self._device.mark())',
         'self._device.copy("d2h", pairs)',
     ),
     Wait(
-        "engine/gradients.py",
+        "engine/gradient_transport.py",
         "gradients are here when their copy has ended",
         "            self.event.synchronize()\n",
         "",
     ),
     Wait(
-        "engine/gradients.py",
+        "engine/gradient_transport.py",
         "the sum of their squares is read when it has come with them",
         "        self.wait()\n        return float(self._squares)\n",
         "        return float(self._squares)\n",
     ),
     Wait(
-        "engine/gradients.py",
+        "engine/gradient_transport.py",
         "gradients that were set aside come back when they have left",
         'self._device.copy("h2d", pairs, after=aside.event)',
         'self._device.copy("h2d", pairs)',
     ),
     Wait(
-        "engine/gradients.py",
+        "engine/gradient_transport.py",
         "sums go on when what was set aside is back",
         'self._device.wait(self._device.copy("h2d", pairs, after=aside.event))',
         'self._device.copy("h2d", pairs, after=aside.event)',

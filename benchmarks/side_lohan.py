@@ -56,7 +56,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     import torch
 
     import lohan
-    from lohan.engine.session import Replanner
+    from lohan.engine.replanning import Replanner
     from lohan.util.trace import Span, busy_s
 
     model = lohan.load(spec["model"]).train()

@@ -19,14 +19,14 @@ def main() -> None:
 
     import lohan
     from lohan.capture.blocks import cut
-    from lohan.engine.attach import workload_of
+    from lohan.engine.workload import workload_of
     from lohan.errors import LohanError
     from lohan.model.machine import Profile
-    from lohan.model.plan import Kept, Plan
+    from lohan.model.plan import Kept, Plan, PlanOptions
     from lohan.planner.activations import levels
     from lohan.planner.forecast import Simulator
     from lohan.planner.memory import MemoryModel
-    from lohan.planner.planner import PlanOptions, plan_for_budget
+    from lohan.planner.planner import PlanProblem, make_plan
     from lohan.util.units import parse_bytes
 
     machine = Profile.read(Path(spec["profile"]))
@@ -43,7 +43,9 @@ def main() -> None:
             activations=wish,
         )
         host = parse_bytes(spec["host"], name="host")
-        return plan_for_budget(blocks, options, host_bytes=host, workload=workload, profile=machine)
+        return make_plan(
+            PlanProblem(blocks, options, host_bytes=host, workload=workload, profile=machine)
+        ).plan
 
     simulator = Simulator(machine, blocks, workload)
 

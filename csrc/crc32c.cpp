@@ -66,9 +66,9 @@ inline uint64_t word(const unsigned char* p) {
   return x;
 }
 
-__attribute__((target("sse4.2"))) uint32_t three_lanes(const unsigned char*& p, size_t& bytes,
-                                                       size_t lane, const Shift& shift,
-                                                       uint32_t crc) {
+__attribute__((target("sse4.2,crc32"))) uint32_t three_lanes(const unsigned char*& p,
+                                                             size_t& bytes, size_t lane,
+                                                             const Shift& shift, uint32_t crc) {
   uint64_t a = crc;
   while (bytes >= 3 * lane) {
     uint64_t b = 0, c = 0;
@@ -85,8 +85,8 @@ __attribute__((target("sse4.2"))) uint32_t three_lanes(const unsigned char*& p, 
   return static_cast<uint32_t>(a);
 }
 
-__attribute__((target("sse4.2"))) uint32_t crc32c_sse42(const void* data, size_t bytes,
-                                                        uint32_t seed) {
+__attribute__((target("sse4.2,crc32"))) uint32_t crc32c_sse42(const void* data, size_t bytes,
+                                                              uint32_t seed) {
   static const Shift over_long(kLong), over_short(kShort);
   auto p = static_cast<const unsigned char*>(data);
   uint32_t crc = ~seed;

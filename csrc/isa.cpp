@@ -1,6 +1,7 @@
 #include "isa.hpp"
 
 #include <atomic>
+#include <cstdint>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -10,21 +11,40 @@
 namespace lohan {
 namespace {
 
+// What the processor has and the operating system saves. The compiler's own builtin is not used: its
+// runtime library cannot be linked into a shared library by every compiler that builds wheels.
+struct Processor {
+  bool sse42 = false, avx2 = false, avx512 = false;
+
+  Processor() {
 #if defined(__x86_64__)
-bool has_f16c() {
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
-bool has_avx2() { return __builtin_cpu_supports("avx2") && has_f16c(); }
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-#else
-bool has_avx2() { return false; }
-bool has_avx512() { return false; }
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    sse42 = c & bit_SSE4_2;
+    const bool f16c = c & bit_F16C;
+    if (!(c & bit_OSXSAVE) || !(c & bit_AVX) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    const uint64_t saved = saved_registers();
+    constexpr uint64_t kYmm = 0x6, kZmm = 0xe6;
+    constexpr unsigned kWide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    avx2 = f16c && (b & bit_AVX2) && (saved & kYmm) == kYmm;
+    avx512 = avx2 && (b & kWide) == kWide && (saved & kZmm) == kZmm;
 #endif
+  }
+
+#if defined(__x86_64__)
+ private:
+  static uint64_t saved_registers() {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+  }
+#endif
+};
+
+const Processor& processor() {
+  static const Processor found;
+  return found;
+}
 
 std::atomic<Isa>& chosen() {
   static std::atomic<Isa> value{supported_isas().back()};
@@ -36,8 +56,8 @@ std::atomic<Isa>& chosen() {
 std::vector<Isa> supported_isas() {
   std::vector<Isa> found{Isa::plain};
   // The tables are empty where the compiler does not target that instruction set.
-  if (kernels_avx2.update && has_avx2()) found.push_back(Isa::avx2);
-  if (kernels_avx512.update && has_avx512()) found.push_back(Isa::avx512);
+  if (kernels_avx2.update && processor().avx2) found.push_back(Isa::avx2);
+  if (kernels_avx512.update && processor().avx512) found.push_back(Isa::avx512);
   return found;
 }
 
@@ -71,12 +91,6 @@ const Kernels& kernels() {
   }
 }
 
-bool has_sse42() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("sse4.2");
-#else
-  return false;
-#endif
-}
+bool has_sse42() { return processor().sse42; }
 
 }  // namespace lohan

@@ -17,9 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
-    "tests/test_native_adamw.py",
-    "tests/test_native_updates.py",
-    "tests/test_native_crc.py",
+    "tests/core/test_adamw.py",
+    "tests/core/test_updates.py",
+    "tests/core/test_crc.py",
     "tests/store/test_io_engine.py",
 ]
 

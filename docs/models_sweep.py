@@ -115,7 +115,8 @@ def wanted_of(
 
 # -- The pages -------------------------------------------------------------------------------------
 
-# Compared with the same in memory by tests/test_architectures.py, with inputs of their own.
+# Compared with the same in memory by tests/end_to_end/test_architectures.py, with
+# inputs of their own.
 BY_TESTS = (
     "BertForSequenceClassification",
     "DiTTransformer2DModel",
@@ -169,7 +170,8 @@ tiny, and dropout is off.
 
 Classes that are not listed as exact can be trained unless they are refused. LoHan then compares the
 first call of each block with a plain call of the same module (`attach(check=...)`), but nothing
-between blocks. DiT, SD3 and Flux from diffusers are compared by `tests/test_architectures.py`.
+between blocks. DiT, SD3 and Flux from diffusers are compared by
+`tests/end_to_end/test_architectures.py`.
 """
 
 

@@ -22,7 +22,7 @@ from lohan.util.settings import FieldInfo
 FOLDER = Path(__file__).parent
 PAGES = (FOLDER / "configuration.md", FOLDER / "cli.md")
 BLOCK = re.compile(r"(<!-- (settings|options) ([\w ]+) -->\n).*?(<!-- end -->)", flags=re.S)
-ABSENT = "Not given: "
+ABSENT = "Default: "
 EVERYWHERE = ("--help", "--json")
 
 
@@ -34,9 +34,9 @@ def filled(page: str) -> str:
 
 def settings_table(section: str) -> str:
     """Return the table of one section: key, default, option of `lohan train`, and meaning."""
-    options = options_by_help()
+    options = options_of_train()
     rows = [
-        f"| `{info.key}` | {default(info)} | {options.get(info.help, '')} | {meaning(info)} |"
+        f"| `{info.key}` | {default(info)} | {options.get(info.option, '')} | {meaning(info)} |"
         for info in fields_of()
         if info.section == ("" if section == "top" else section)
     ]
@@ -46,13 +46,10 @@ def settings_table(section: str) -> str:
 
 def options_table(words: str) -> str:
     """Return the table of a command. Options that are settings of a run are listed by name only."""
-    settings = {info.help for info in fields_of()}
-    command = command_of(words)
-    options = [item for item in command.params if not set(item.opts) & set(EVERYWHERE)]
-    rows = [
-        f"| {written(item)} | {help_of(item)} |" for item in options if item.help not in settings
-    ]
-    shared = ", ".join(written(item) for item in options if item.help in settings)
+    options = [item for item in command_of(words).params if not set(item.opts) & set(EVERYWHERE)]
+    settings = [item for item in options if is_setting(item)]
+    rows = [f"| {written(item)} | {help_of(item)} |" for item in options if item not in settings]
+    shared = ", ".join(map(written, settings))
     lines = ["| option | meaning |", "|---|---|", *rows] if rows else []
     if shared and words != "train":  # the page of settings lists those of `train`
         lines += ["", f"Settings of a run, as in [configuration](configuration.md): {shared}."]
@@ -76,7 +73,7 @@ def written(item: Any) -> str:
 
 def help_of(item: Any) -> str:
     """Return the help text of an option, with its default and whether it is required."""
-    text = str(item.help or "").replace("|", "\\|").replace("\n", " ").strip()
+    text = str(item.help or "").replace("\\[", "[").replace("|", "\\|").replace("\n", " ").strip()
     if item.required:
         return f"{text} Required."
     shown = item.show_default
@@ -87,9 +84,16 @@ def help_of(item: Any) -> str:
     return text
 
 
-def options_by_help() -> dict[str, str]:
-    """Return the options of `lohan train` by help text, which each shares with its field."""
-    return {item.help: written(item) for item in command_of("train").params}
+def is_setting(item: Any) -> bool:
+    """Return whether an option is a setting of a run, whose help text it then shares."""
+    return any(
+        info.option in item.opts and str(item.help).startswith(info.help) for info in fields_of()
+    )
+
+
+def options_of_train() -> dict[str, str]:
+    """Return the options of `lohan train` that are settings, by their first name."""
+    return {item.opts[0]: written(item) for item in command_of("train").params if is_setting(item)}
 
 
 def option_names(item: Any) -> list[str]:

@@ -26,8 +26,8 @@ do with the memory of one block, whatever the size of the model:
    the step in flight, and nothing is ever repaired.
 
 The result is not an approximation: it is what AdamW in memory gives. `lohan` itself trains to the
-same bits on the same machine (tests/test_nano.py compares them), and differs in everything that
-makes it fast and general:
+same bits on the same machine (tests/examples/test_nano.py compares them), and differs in everything
+that makes it fast and general:
 
 * Overlap. Here everything happens one after the other, so the SSD rests while the processor
   works. LoHan reads ahead, computes, updates and writes behind at the same time, from a schedule

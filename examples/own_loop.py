@@ -29,10 +29,10 @@ def main() -> None:
         budget=lohan.Budget(host="1GiB", ssd=[ssd]),
         batch=batch,
         clip=1.0,
+        run_again=True,  # train_step may run a batch twice
     ) as session:
         for _ in range(STEPS):
-            loss = model(**batch).loss
-            loss.backward()  # the optimizer step happens inside, block by block
+            loss = session.train_step(batch)  # forward, backward and optimizer, block by block
             print(f"step {session.step}: loss {loss.item():.4f}")
         session.export(tuned)
 

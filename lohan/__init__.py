@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from lohan.errors import LohanError
 
 if TYPE_CHECKING:
-    from lohan.engine.attach import Budget, ModelPolicy, OffloadPolicy, StorePolicy, attach, load
+    from lohan.engine.attach import attach, load
+    from lohan.engine.policies import (
+        Budget,
+        ModelPolicy,
+        OffloadPolicy,
+        StorePolicy,
+    )
     from lohan.engine.session import Session
     from lohan.optim import SGD, AdamW, Lion, Lora
 
@@ -21,10 +27,10 @@ _MODULE_OF = {
     "Session": "engine.session",
     "attach": "engine.attach",
     "load": "engine.attach",
-    "Budget": "engine.attach",
-    "ModelPolicy": "engine.attach",
-    "OffloadPolicy": "engine.attach",
-    "StorePolicy": "engine.attach",
+    "Budget": "engine.policies",
+    "ModelPolicy": "engine.policies",
+    "OffloadPolicy": "engine.policies",
+    "StorePolicy": "engine.policies",
 }
 __all__ = [
     "SGD",

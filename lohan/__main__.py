@@ -79,8 +79,8 @@ def _last_words() -> str:
     if os.environ.get("RANK", "0") != "0":
         return ""  # the first rank speaks for all
     line = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
-    safe = "; every committed step is safe" if sys.argv[1:2] in (["train"], ["resume"]) else ""
-    return f"{line}lohan: given up{safe}\n"
+    safe = "; all committed steps are on disk" if sys.argv[1:2] in (["train"], ["resume"]) else ""
+    return f"{line}lohan: interrupted{safe}\n"
 
 
 def _leave(code: int, words: str = "") -> None:

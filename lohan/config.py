@@ -113,151 +113,153 @@ class TrainConfig:
     """[train]: how the model is trained."""
 
     steps: int | None = setting(
-        None, whole(1), "Optimizer steps. Not given: as many as `epochs` needs."
+        None, whole(1), "Optimizer steps. Default: as many as `epochs` needs."
     )
-    epochs: float = setting(1.0, ABOVE_0, "Passes over the data; `steps` has precedence.")
-    batch: int = setting(8, whole(1), "Examples per optimizer step.")
+    epochs: float = setting(1.0, ABOVE_0, "Passes over the data. `steps` has precedence.")
+    batch: int = setting(8, whole(1), "Examples per optimizer step, over all ranks.")
     micro_batch: int | None = setting(
         None,
         whole(1),
-        "Examples that go through a block at once. Changes memory and speed, not the result. "
-        "Not given: the planner chooses.",
+        "Examples that go through a block at once. Affects memory and speed only. Default: the "
+        "planner chooses.",
     )
     tiles: int | str = setting(
         "auto",
         tile_tokens,
-        "Tokens at a time in those parts of a block that do not mix tokens (MLP, norms): less "
-        "memory for long sequences, sums of weight gradients in another order. auto: only where "
-        "the run would not fit without, or a GPU is faster with the batch in one slice of tiles "
-        "than in several slices; or off, or a number.",
+        "Tokens at a time in the parts of a block that do not mix tokens. Saves memory for "
+        "long sequences.",
     )
-    seq: int = setting(1024, whole(2), "Longest example in tokens; longer ones are cut.")
+    seq: int = setting(1024, whole(2), "Maximum tokens per example; longer examples are truncated.")
     chat_template: str | None = setting(
         None,
         template,
-        "Template for chats and prompts instead of the model's own: chatml, llama-3, alpaca, or a "
-        "file.",
+        "Chat template instead of the model's: chatml, llama-3, alpaca, or a file.",
     )
     max_dropped: float = setting(
         0.1,
         real("a share from 0 to 1", lambda x: 0 <= x <= 1),
-        "Refuse data of which more than this share is dropped because nothing of an answer is "
-        "within `seq` tokens.",
+        "Largest share of examples that may be dropped because `seq` cuts off their whole answer.",
     )
     pack: bool = setting(
-        False, flag, "Fill rows of `seq` tokens with several short examples; each sees only itself."
+        False,
+        flag,
+        "Fill rows of `seq` tokens with several examples. Each example attends only to itself.",
     )
     optimizer: str = setting(
         "adamw",
         choice(tuple(OPTIMIZERS)),
-        "How weights are updated; sgd and lion keep half of AdamW's state.",
+        "Optimizer. SGD and Lion keep half of AdamW's state.",
     )
     moments: str = setting(
         "fp32",
         choice(MOMENTS),
-        "How the optimizer's moments are stored. bf16 and int8 take a half or a quarter of the "
-        "room and round them: the result is not that of PyTorch, though always the same.",
+        "Format of the optimizer's moments. bf16 and int8 are smaller but rounded, so results "
+        "differ from PyTorch.",
     )
     lr: float = setting(1e-5, ABOVE_0, "Peak learning rate.")
-    schedule: str = setting("cosine", choice(SCHEDULES), "Course of the rate after warm-up.")
+    schedule: str = setting(
+        "cosine",
+        choice(SCHEDULES),
+        "Learning-rate schedule after warm-up: constant, linear or cosine.",
+    )
     schedule_steps: int | None = setting(
-        None, whole(1), "Steps that the course is laid out over. Not given: all of the run."
+        None,
+        whole(1),
+        "Length of the learning-rate schedule in steps. Default: all steps of the run.",
     )
     warmup: int | float = setting(
-        0, warmup_length, "Warm-up: a number of steps, or a share of all steps if below 1."
+        0, warmup_length, "Warm-up steps, or a share of all steps if below 1."
     )
     min_lr_ratio: float = setting(
         0.0,
         real("a number from 0 to 1", lambda x: 0 <= x <= 1),
-        "Where linear and cosine end, as a share of `lr`.",
+        "Final learning rate of linear and cosine, as a share of `lr`.",
     )
     weight_decay: float = setting(
-        0.0, AT_LEAST_0, "Weight decay, decoupled but for sgd; norms and biases are exempt."
+        0.0, AT_LEAST_0, "Weight decay, decoupled except for SGD. Norms and biases are exempt."
     )
     beta1: float = setting(
         0.9,
         BELOW_1,
-        "Decay rate of AdamW's first moment; how much of its momentum a step of Lion takes.",
+        "AdamW: decay rate of the first moment. Lion: share of the momentum in an update.",
     )
     beta2: float | None = setting(
         None,
         BELOW_1,
-        "Decay rate of AdamW's second moment or of Lion's momentum. Not given: 0.999 or 0.99.",
+        "Decay rate of AdamW's second moment or of Lion's momentum. Default: 0.999, or 0.99 "
+        "for Lion.",
     )
-    eps: float = setting(1e-8, ABOVE_0, "AdamW's denominator term.")
-    momentum: float = setting(0.9, BELOW_1, "SGD's momentum.")
+    eps: float = setting(1e-8, ABOVE_0, "Epsilon in AdamW's denominator.")
+    momentum: float = setting(0.9, BELOW_1, "SGD momentum.")
     param_groups: tuple[GroupSetting, ...] = setting(
         (),
         group_settings,
-        "Tables of parameters that have a learning rate, weight decay or betas of their own, each "
-        "under [[train.param_groups]].",
+        "Tables of parameters with their own learning rate, weight decay or betas, each under "
+        "[[train.param_groups]].",
     )
     ema: float = setting(
         0.0,
         BELOW_1,
-        "Decay of a moving average of the weights, such as 0.9999, kept on SSD too and "
-        "exported to OUT/ema; 0 keeps none.",
+        "Decay of a moving average of the weights, such as 0.9999, exported to OUT/ema. 0 "
+        "keeps none.",
     )
-    clip: float = setting(1.0, AT_LEAST_0, "Largest gradient norm; 0 turns clipping off.")
+    clip: float = setting(1.0, AT_LEAST_0, "Maximum gradient norm. 0 turns clipping off.")
     update_mode: str = setting(
         "balanced",
         choice(UPDATE_MODES),
-        "When updates run: after backward, during it one by one, during it pipelined, or partly "
-        "in the next forward. Changes speed, not the result.",
+        "When updates run: after backward (serial), during it (naive, optimized), or partly in "
+        "the next forward (balanced). Affects speed only.",
     )
     activations: str = setting(
         "holistic",
         activations,
-        "What blocks keep for backward: what pays on this machine (the run measures its first "
-        "steps), only their inputs, everything, what another policy would keep, or what a plan "
-        "file says. Changes speed, not the result.",
+        "Which activations blocks keep for backward: holistic, recompute, all, another policy, "
+        "or a plan file. Affects speed and memory only.",
     )
     overlap: bool = setting(
-        True, flag, "Run I/O, updates and compute at the same time. Changes speed, not the result."
+        True, flag, "Run I/O, updates and compute at the same time. Affects speed only."
     )
     compile: bool = setting(
         False,
         flag,
-        "Compile blocks with torch.compile, on accelerators only. Blocks that keep activations or "
-        "draw random numbers run as they are.",
+        "Compile blocks with torch.compile, on accelerators only.",
     )
     deterministic: bool = setting(
         False,
         flag,
-        "Repeat a run on an accelerator bit for bit: kernels with a fixed order of sums, which are "
-        "slower, and an error where torch has none. Runs on the CPU repeat without it.",
+        "Make runs on an accelerator bit-reproducible, with slower kernels. CPU runs always are.",
     )
     dtype: str | None = setting(
         None,
         choice(DTYPES),
-        "Compute type; the master copy always has fp32 precision. Not given: fp32 on the CPU, bf16 "
-        "on an accelerator that has it.",
+        "Compute type; master weights have fp32 precision. Default: fp32 on the CPU; bf16 on "
+        "an accelerator, or fp16 without bf16.",
     )
     lora: int = setting(
         0,
         whole(0),
-        "Train LoRA adapters of this rank and leave the model as it is; 0 trains all of it.",
+        "Train LoRA adapters of this rank instead of all weights. 0 trains all weights.",
         metavar="RANK",
     )
     lora_alpha: float | None = setting(
-        None, ABOVE_0, "Adapters count this much over their rank. Not given: twice the rank."
+        None, ABOVE_0, "LoRA alpha; updates are scaled by alpha / rank. Default: twice the rank."
     )
     lora_targets: tuple[str, ...] = setting(
         (),
         names,
-        "Layers that get an adapter, such as q_proj. Not given: all linear layers of the blocks.",
+        "Layers that get an adapter, such as q_proj. Default: all linear layers of the blocks.",
     )
     freeze: tuple[str, ...] | None = setting(
         None,
         names,
-        "Parts of the model that stay as they are, such as embed_tokens or layers.0; none: all "
-        "learn. Not given: the vision tower of a vision-language model.",
+        "Parts of the model to freeze, such as embed_tokens or layers.0; `none` trains all. "
+        "Default: the vision tower of a vision-language model.",
     )
     base: str | None = setting(
         None,
         choice(PACKINGS),
-        "With --lora: linear layers of the blocks lie packed on SSD and in memory, in about 4.5 "
-        "bits a weight or 8, and are dequantised in each block's call. Not given: as they compute.",
+        "Quantize the frozen base of a LoRA run to about 4.5 or 8 bits per weight. Default: "
+        "not quantized.",
     )
 
     @property
@@ -319,16 +321,16 @@ class PreferenceConfig:
     loss: str = setting(
         "dpo",
         choice(PREFERENCE_LOSSES),
-        "Of pairs dpo, ipo, orpo or simpo; of rated answers kto.",
+        "Preference loss: dpo, ipo, orpo or simpo for pairs, kto for rated answers.",
     )
     beta: float = setting(
-        0.1, ABOVE_0, "How strongly the model is held to the reference; of orpo the odds' weight."
+        0.1,
+        ABOVE_0,
+        "Strength of the penalty for leaving the reference; weight of the odds ratio in ORPO.",
     )
-    margin: float = setting(
-        0.5, AT_LEAST_0, "Of simpo: by how much a chosen answer is to lead, times beta."
-    )
-    desirable: float = setting(1.0, ABOVE_0, "Of kto: weight of wanted answers.")
-    undesirable: float = setting(1.0, ABOVE_0, "Of kto: weight of the others.")
+    margin: float = setting(0.5, AT_LEAST_0, "SimPO target reward margin, in units of beta.")
+    desirable: float = setting(1.0, ABOVE_0, "KTO weight of wanted answers.")
+    undesirable: float = setting(1.0, ABOVE_0, "KTO weight of unwanted answers.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,49 +340,43 @@ class BudgetConfig:
     host: int | None = setting(
         None,
         byte_size,
-        "Main memory the run may use, such as 8GiB. Not given: read from the machine.",
+        "Main memory that the run may use, such as 8GiB. Default: four fifths of the free memory.",
     )
     gpus: int = setting(
         1,
         whole(1),
-        "Ranks that train together on this machine, each with a GPU of its own where there are "
-        "some. They share the batch, the state, `host` and the drives.",
+        "Ranks on this machine, one per GPU. They share the batch, the state, `host` and the "
+        "drives.",
     )
     device: str = setting(
         "auto",
         device_name,
-        "Where blocks compute. auto: the accelerator that torch finds, or else the cpu; cuda, gpu "
-        "or xpu name it too, cuda:1 the second of several. emulated: "
-        "the cpu in the part of a device with a memory and a link of its own, for trials; "
-        "emulated-unified: the same, in one memory with the host.",
+        "Where blocks compute: auto, cpu, cuda, cuda:1, accelerator, or emulated for trials.",
     )
     device_memory: int | None = setting(
-        None, byte_size, "Memory of the device the run may use. Not given: what is free."
+        None, byte_size, "Memory of the device that the run may use. Default: the free memory."
     )
     link: float | None = setting(
         None,
         byte_rate,
-        "Speed of an emulated device's link each way, such as 2GB/s. Not given: unlimited.",
+        "Speed of an emulated device's link in each direction, such as 2GB/s. Default: unlimited.",
     )
     ssd: tuple[Path, ...] = setting(
         (),
         drives,
-        "Folders on SSDs for the training state, one per drive; {rank} and {host} in a name stand "
-        "for the rank's number and its machine. Not given: OUT/store.",
+        "Folder on an SSD for the training state; repeat it for each drive. Default: OUT/store.",
     )
     commit_every: str = setting(
         AUTO,
         interval,
-        "How much a crash may cost: step, a number of steps, or a time such as 10min. Between two "
-        "commits what stays in memory is not written. auto: every step where that costs little "
-        "time and little of the drives' life, otherwise as often as does, at least every 15 "
-        "minutes. Changes speed and wear, not the result.",
+        "How much a crash may lose: step, a number of steps, a time such as 10min, or auto. "
+        "Affects speed and wear only.",
     )
     snapshot_every: int = setting(
-        0, whole(0), "Steps between full copies of the state; 0 means none."
+        0, whole(0), "Steps between full copies of the state. 0 makes none."
     )
     snapshot_dir: Path | None = setting(
-        None, folder, "Where full copies go. Not given: OUT/snapshots."
+        None, folder, "Folder for full copies of the state. Default: OUT/snapshots."
     )
 
 
@@ -388,18 +384,17 @@ class BudgetConfig:
 class OutputConfig:
     """[output]: the files and logs that a run writes."""
 
-    export: bool = setting(True, flag, "Export a Hugging Face folder to OUT/model.")
+    export: bool = setting(True, flag, "Export a Hugging Face folder to OUT/model at the end.")
     export_dtype: str | None = setting(
-        None, choice(DTYPES), "Type of exported weights. Not given: the model's."
+        None, choice(DTYPES), "Type of exported weights. Default: that of the model."
     )
-    trace: bool = setting(False, flag, "Write OUT/trace.json: what every lane did when.")
-    export_best: bool = setting(
-        False, flag, "Export the model of the best evaluation so far to OUT/best."
-    )
+    trace: bool = setting(False, flag, "Write OUT/trace.json, a timeline of every lane.")
+    export_best: bool = setting(False, flag, "Export the model of the best evaluation to OUT/best.")
     log: tuple[str, ...] = setting(
         (),
         choices(LOGGERS),
-        "Also log metrics there; each needs its package, pip install 'lohan[NAME]'.",
+        "Also log metrics to tensorboard, wandb, trackio or mlflow. Each needs pip install "
+        "'lohan[NAME]'.",
     )
 
 
@@ -413,15 +408,17 @@ class EvalConfig:
     split: float = setting(
         0.0,
         real("a share from 0 to below 1", lambda x: 0 <= x < 1),
-        "Share of the training examples, chosen by the seed, to evaluate on instead.",
+        "Share of the training examples to hold out for evaluation.",
     )
     every: int | None = setting(
         None,
         whole(1),
-        "Steps between evaluations; one comes after the last step anyway. Not given: an epoch.",
+        "Steps between evaluations; the last step is always evaluated. Default: one epoch.",
     )
     early_stop: int = setting(
-        0, whole(0), "Stop after so many evaluations without a new best loss; 0 means never."
+        0,
+        whole(0),
+        "Stop after this many evaluations without a new best loss. 0 never stops early.",
     )
 
     @property
@@ -434,14 +431,14 @@ class SampleConfig:
     """[sample]: answers of the model to some prompts during training."""
 
     prompts: tuple[str, ...] = setting(
-        (), prompts, "Prompts to answer now and then: a text, or a file with one per line."
+        (), prompts, "Prompts to answer during training: a text, or a file with one per line."
     )
     every: int | None = setting(
         None,
         whole(1),
-        "Steps between them; they come after the last step anyway. Not given: an epoch.",
+        "Steps between answers; the last step is always included. Default: one epoch.",
     )
-    tokens: int = setting(64, whole(1), "Longest answer in tokens.")
+    tokens: int = setting(64, whole(1), "Maximum length of an answer in tokens.")
 
 
 # -- The config of a run: decisions of the user, and nothing that the planner can derive -----------
@@ -467,29 +464,29 @@ class Config:
     model: Path = setting(
         MISSING,
         model_folder,
-        "Hugging Face model folder, or that of a diffusers pipeline or transformer; or the name of "
-        "a model of the hub, from its cache; `lohan train` fetches what is not there.",
+        "Hugging Face or diffusers model folder, or ORG/NAME on the hub, which `lohan train` "
+        "downloads.",
     )
     data: tuple[Source, ...] = setting(
         MISSING,
         sources,
-        "Training data: .txt, .jsonl, .json, .csv, .tsv (also packed: .jsonl.gz), .parquet or "
-        ".arrow, or a folder of such files or of save_to_disk of the datasets package; for "
-        "diffusion a folder of images or latents. "
-        "May be given several times, with weights as shares of every batch.",
+        "Training data: a .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow file, or a "
+        "folder. May be repeated, with weights.",
     )
-    out: Path = setting(MISSING, folder, "Run folder; everything goes there.")
+    out: Path = setting(MISSING, folder, "Run folder, which holds everything that the run writes.")
     init: Path | None = setting(
         None,
         file,
-        "Train from random weights, by the model's own initialisation and the seed: a config.json "
-        "instead of a model folder.",
+        "Train from random weights: a config.json instead of a model folder.",
     )
     tokenizer: Path | None = setting(
-        None, folder, "Folder of the tokenizer that goes with --init; not for tokenised data."
+        None, folder, "Tokenizer folder for --init; not needed for tokenised data."
     )
     task: str | None = setting(
-        None, choice(TASKS), "What is taught. Not given: what the model is made for."
+        None,
+        choice(TASKS),
+        "Training objective, such as language, classification or preference. Default: what the "
+        "model is made for.",
     )
     seed: int = setting(0, whole(0), "Seed of data order, dropout and noise.")
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -526,9 +523,7 @@ class Config:
                 "tokenizer: goes with --init; a model folder has its own, leave it out"
             )
         if self.init is not None and self.train.lora:
-            raise ConfigError(
-                "[train] lora: an adapter needs a model that has learnt; leave --init"
-            )
+            raise ConfigError("[train] lora: an adapter needs a trained model; leave --init out")
 
     def of_rank(self, world: int) -> Config:
         """Return the config of one of `world` ranks, with the largest share of a batch."""
@@ -582,7 +577,8 @@ class Config:
             base = values[""]["out"] / BASE
             if (given := values[""].setdefault("model", base)) != base:
                 raise ConfigError(
-                    f"model and init: {given} has weights, --init draws them; give one of them"
+                    f"model and init: {given} has weights, and --init starts from random ones; "
+                    "give one of them"
                 )
         missing = [key for key in ("model", "data", "out") if key not in values[""]]
         if missing:

@@ -5,46 +5,56 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
-from tests.support.isolation import isolate_from_user
+# The asserts of helpers then show their values, as those of tests do.
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.isolation import isolate_from_user  # noqa: E402
 
 HOME = isolate_from_user()
+
+# Examples have no time limit: on a machine with other work, any of them can take a second.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 # Models here are so small that a second compute thread only waits for the first; with other work
 # on the machine that wait dominates. Children inherit it. It must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-
 # Files that take longest, most of them for the processes they start. Workers take whole files, in
 # this order and then as collected, so that none of these is left for the end.
 LONG = (
-    "test_readme",
-    "test_no_file_lost",
-    "test_crash",
-    "test_backend",
-    "test_team",
-    "test_many_gpus",
-    "test_activations",
-    "test_overlap",
-    "test_devices",
-    "test_demo",
-    "test_verify",
-    "test_team_loops",
-    "test_architectures",
-    "test_memory",
-    "test_device_memory",
-    "test_evaluation",
-    "test_examples",
+    "docs/test_readme",
+    "end_to_end/test_no_file_lost",
+    "end_to_end/test_crash",
+    "device/test_external_backend",
+    "device/test_team",
+    "end_to_end/test_many_gpus",
+    "engine/test_kept_activations",
+    "engine/test_overlap",
+    "device/test_emulated",
+    "examples/test_demo",
+    "tools/test_verify",
+    "device/test_team_loops",
+    "end_to_end/test_architectures",
+    "end_to_end/test_memory",
+    "end_to_end/test_device_memory",
+    "train/test_evaluation",
+    "examples/test_examples",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(LONG)))
 
 
 def pytest_collection_finish() -> None:
@@ -64,6 +74,26 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     made = Forge(tmp_path_factory.mktemp("forge"))
     yield made
     made.close()
+
+
+@pytest.fixture
+def lohan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs `lohan ARGS` in this process, as the installed program does."""
+    from lohan.cli import main
+    from tests.support.forked_commands import Ended
+
+    def run(*args: object) -> Ended:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["lohan", *map(str, args)])
+        try:
+            main.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return Ended(code, out, err)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

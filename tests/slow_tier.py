@@ -4,7 +4,7 @@
 
 A slice is some test files, or those of their tests whose names fit; what no slice names is in
 `rest`. Each must end within half an hour.
-The outcome goes to docs/slow-tests.md with its date, so that a slow test that is broken shows.
+The outcome goes to a table of docs/reliability.md with its date, so that a broken slow test shows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "slow-tests.md"
+PAGE = ROOT / "docs" / "reliability.md"
 LIMIT_S = 1800
-_FILES, _CALLS = "tests/test_no_file_lost.py", "tests/reliability/test_io_faults.py"
-_MODELS, _HALF = "tests/test_every_model.py", "causal or masked or sequence"
+_FILES, _CALLS = "tests/end_to_end/test_no_file_lost.py", "tests/reliability/test_io_faults.py"
+_MODELS, _HALF = "tests/end_to_end/test_every_model.py", "causal or masked or sequence"
 SLICES = {
-    "crash": ["tests/test_crash.py"],
-    "activations": ["tests/test_activations.py"],
+    "crash": ["tests/end_to_end/test_crash.py"],
+    "activations": ["tests/engine/test_kept_activations.py"],
     "planner": ["tests/planner/test_machine_plan.py", "tests/cli/test_plan.py"],
-    "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
-    "benchmarks": ["tests/test_benchmarks.py"],
-    "differential": ["tests/test_differential.py"],
+    "overlap": [
+        "tests/engine/test_overlap.py",
+        "tests/device/test_emulated.py",
+        "tests/device/test_external_backend.py",
+    ],
+    "benchmarks": ["tests/benchmarks/test_benchmarks.py"],
+    "differential": ["tests/benchmarks/test_differential.py"],
     "models": [_MODELS, "-k", _HALF],
     "more-models": [_MODELS, "-k", f"not ({_HALF})"],
     "layouts": [_FILES, "-k", "first"],
@@ -42,22 +46,17 @@ SLICES = {
     "failed-syncs": [_CALLS, "-k", "(write or fsync or fdatasync) and not pwrite"],
     "failed-names": [_CALLS, "-k", "fallocate or rename or io_uring"],
     "trainers": [
-        *(f"tests/test_hf{name}.py" for name in ("", "_preference", "_scripts", "_sft", "_stores")),
+        *(
+            f"tests/hf/test_{name}.py"
+            for name in ("scripts", "stores", "trainer", "trl_preference", "trl_sft")
+        ),
         *(f"tests/train/test_{name}.py" for name in ("preference", "reward", "supervised")),
         "tests/train/test_vision_language.py",
     ],
 }
 REST = "rest"
-HEAD = """# The slow tier
-
-`make test` runs the default tier. Everything else carries the marker `slow` and runs with
-`make test-slow`, in slices that each end within half an hour; `make test-slow SLICE=crash` runs
-one. This page is written by it: how each slice ended last, and when. A slice without a row has not
-run since it was made, or made into two.
-
-| slice | date | passed | failed | skipped | minutes |
-|---|---|---|---|---|---|
-"""
+TABLE = re.compile(r"(<!-- slow tier -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+HEAD = "| slice | date | passed | failed | skipped | minutes |\n|---|---|---|---|---|---|\n"
 
 
 def arguments_of(name: str) -> list[str]:
@@ -108,16 +107,18 @@ def run(name: str) -> dict[str, str]:
 
 
 def read_page() -> dict[str, dict[str, str]]:
-    if not PAGE.exists():
-        return {}
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    names, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0]: dict(zip(names, row, strict=True)) for row in rows[1:]}
+    match = TABLE.search(PAGE.read_text())
+    assert match, f"{PAGE} has no table of the slow tier"
+    names, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in match[2].splitlines()
+    ]
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
 
 
 def write_page(rows: dict[str, dict[str, str]]) -> None:
     known = [name for name in (*SLICES, REST) if name in rows]
-    PAGE.write_text(HEAD + "".join(f"| {' | '.join(rows[name].values())} |\n" for name in known))
+    table = HEAD + "".join(f"| {' | '.join(rows[name].values())} |\n" for name in known)
+    PAGE.write_text(TABLE.sub(lambda match: match[1] + table + match[3], PAGE.read_text()))
 
 
 def main() -> int:

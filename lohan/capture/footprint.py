@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lohan.capture.call_context import collecting, swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -31,11 +32,9 @@ from lohan.capture.fake import (
 from lohan.capture.kernels import has_replaced_forward, plain_forwards
 from lohan.capture.recompute import (
     SavedCall,
-    collecting,
     discard_saved_tensors,
     is_prefix,
     refuse_cache,
-    swapped,
 )
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling
@@ -87,9 +86,9 @@ class _LiveBytes(DispatchMode):
         self._seen[key] = weakref.finalize(storage, dead)
 
 
-FLASH, EFFICIENT = (
+FLASH, EFFICIENT, CUDNN = (
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward").default
-    for name in ("flash", "efficient")
+    for name in ("flash", "efficient", "cudnn")
 )
 
 
@@ -97,9 +96,10 @@ def attention_workspace(func: Any, args: Sequence[Any]) -> int:
     """Return the bytes of workspace that an attention kernel takes on an accelerator.
 
     No tensor shows them. They hold sums of gradients in fp32 and, if query heads share keys and
-    values, the gradients of keys and values for every query head.
+    values, the gradients of keys and values for every query head. cuDNN's kernel, which torch
+    prefers on cards for servers, is taken to need what flash attention needs.
     """
-    if func not in (FLASH, EFFICIENT) or args[1].device.type == "cpu":
+    if func not in (FLASH, EFFICIENT, CUDNN) or args[1].device.type == "cpu":
         return 0
     query, key, value = args[1:4]
     if func is EFFICIENT:
@@ -174,9 +174,9 @@ def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> 
         return with_least_values(model, run, least=Known.NUMBERS if long else Known.SHAPES)
     except UNKNOWN as unknown:
         raise ModelError(
-            f"{type(model).__name__} decides by its values what to run ({unknown}), so its memory "
-            "cannot be known beforehand; leave `batch` out, or choose an implementation with fixed "
-            "shapes"
+            f"{type(model).__name__} runs operations that depend on computed values ({unknown}), "
+            "so its memory cannot be planned; leave `batch` out, or choose an implementation with "
+            "fixed shapes"
         ) from None
 
 

@@ -268,7 +268,7 @@ def _read_only(out: Any, sources: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(out, np.ndarray):
         out.flags.writeable = False
         return out
-    if not isinstance(out, (torch.Tensor, tuple, list)):
+    if isinstance(out, torch.Size) or not isinstance(out, (torch.Tensor, tuple, list)):
         return out
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources.values()):

@@ -393,7 +393,7 @@ class SavedOps:
         if found != self._sizes and not (self.lost and not tensors):
             raise LohanError(
                 f"a slice keeps {len(self._sizes)} results of {self._sizes} elements and got back "
-                f"{len(found)} of {found}; give back what export returned, in its order"
+                f"{len(found)} of {found}; return what export gave, in its order"
             )
         self.tensors, self._versions = list(tensors), []
 

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from lohan.capture.call_context import collecting, swapped
 from lohan.capture.fake import CPU, UNKNOWN, DispatchMode, Known, faking
-from lohan.capture.recompute import Block, SavedCall, collecting, swapped
+from lohan.capture.recompute import Block, SavedCall
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,

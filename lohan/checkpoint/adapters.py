@@ -21,12 +21,18 @@ import torch
 from torch import nn
 
 from lohan.capture.placeholders import replace_parameters
-from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
+from lohan.checkpoint.replacing import (
+    MODEL_CARD,
+    check_space,
+    check_target,
+    replacing,
+    target_check,
+)
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import element_ranges
 from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
-from lohan.util.files import read_object, usable_path
+from lohan.util.files import read_object, usable_path, write_atomic
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PREFIX = "base_model.model."  # prefix of the base model's parameter names in a PEFT model
@@ -364,11 +370,13 @@ def export_adapter(
     dtype: torch.dtype,
     overwrite: bool = False,
     mark: str | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write an adapter folder that `PeftModel.from_pretrained` loads, atomically.
 
     The folder holds the trained parameters named in `shapes`, buffers of the adapter (such as
-    VeRA's projection) and the adapter's config. On an error nothing is left behind.
+    VeRA's projection) and the adapter's config. `card` replaces the model card that PEFT writes. On
+    an error nothing is left behind.
     """
     target = Path(out).absolute()
     check_target(target, overwrite=overwrite)
@@ -396,6 +404,8 @@ def export_adapter(
                 state_dict=state,
                 save_embedding_layers="auto" if here else False,
             )
+        if card is not None:
+            write_atomic(folder / MODEL_CARD, card.encode())
     return target
 
 

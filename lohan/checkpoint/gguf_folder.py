@@ -71,8 +71,8 @@ class GgufFolder(TensorFolder):
         self._files = sorted(self.path.glob("*.gguf"))
         if len(self._files) > 1 and not all("-of-" in file.name for file in self._files):
             raise ModelError(
-                f"{path}: holds {len(self._files)} GGUF files, and which of them is meant cannot "
-                "be told; leave one, or the parts of one"
+                f"{path}: holds {len(self._files)} GGUF files, and it is unclear which "
+                "one to use; leave one, or the parts of one"
             )
         try:
             import gguf
@@ -102,8 +102,8 @@ class GgufFolder(TensorFolder):
         self._kind = kind = str(architecture[0]) if architecture else self._kind
         if kind in processors and kind not in (*_ORDERED, *_MINUS_ONE):
             raise ModelError(
-                f"{file}: is GGUF of architecture {kind!r:.40}, whose tensors are put together "
-                "otherwise than they lie in the file; give the checkpoint it was made from"
+                f"{file}: is GGUF of architecture {kind!r:.40}, whose tensors "
+                "LoHan cannot read piece by piece; give the checkpoint it was made from"
             )
         model = self._structure()
         derived = model.config.get_text_config().to_dict()
@@ -112,8 +112,8 @@ class GgufFolder(TensorFolder):
             names = utils.get_gguf_hf_weights_map(model, processor, model_type=kind)
         except NotImplementedError as error:
             raise ModelError(
-                f"{file}: is GGUF of architecture {kind!r:.40}, of which the package gguf knows "
-                f"nothing ({first_line(error)}); give the checkpoint it was made from"
+                f"{file}: is GGUF of architecture {kind!r:.40}, which the package gguf does "
+                f"not know ({first_line(error)}); give the checkpoint it was made from"
             ) from None
         for tensor in reader.tensors:
             if tensor.name not in names:

@@ -22,7 +22,13 @@ import torch
 from torch import nn
 
 from lohan.checkpoint.quantized import check_quantization, open_folder, without_quantization
-from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
+from lohan.checkpoint.replacing import (
+    MODEL_CARD,
+    check_space,
+    check_target,
+    replacing,
+    target_check,
+)
 from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter, has_weights, refuse_gguf
 from lohan.checkpoint.sources import checkpoint_map, element_ranges, tied_names
 from lohan.errors import ModelError, first_line
@@ -316,7 +322,7 @@ def build_model(
             )
         except Exception as error:
             raise ModelError(
-                f"{path}/generation_config.json: {first_line(error)}; mend or remove the file"
+                f"{path}/generation_config.json: {first_line(error)}; correct or remove the file"
             ) from error
     if has_weights(path):
         load_buffers(model, path)
@@ -531,6 +537,7 @@ def export_folder(
     overwrite: bool = False,
     mark: str | None = None,
     chat_template: str | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write the parameters `tensors` (name -> shape) in `dtype` as a complete model folder.
 
@@ -539,6 +546,7 @@ def export_folder(
     arguments take precedence. Without a source folder, only the arguments are written, and a config
     that has no save method is left out. A tied weight is listed once, under the name that
     named_parameters() gives it. `mark` is the id of the run that writes this export on its own.
+    `card` is the text of the model card; without it, the card of the source folder is copied.
     """
     target = Path(out).absolute()
     buffers = buffers or {}
@@ -550,7 +558,10 @@ def export_folder(
     check = target_check(target, overwrite=overwrite, mark=mark)
     with replacing(target, check=check, mark=mark) as folder:
         for file in files:
-            _copy_synced(file, folder)
+            if card is None or file.name != MODEL_CARD:
+                _copy_synced(file, folder)
+        if card is not None:
+            write_new(folder / MODEL_CARD, card.encode())
         if hasattr(config, "save_config"):
             config.save_config(folder)
         elif hasattr(config, "save_pretrained"):

@@ -127,6 +127,7 @@ def export_low_rank(
     rank: int,
     dtype: torch.dtype,
     overwrite: bool = False,
+    card: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[HeldDifference]:
     """Write the best rank-`rank` approximation of `trained` minus `base` as a PEFT folder.
@@ -148,7 +149,13 @@ def export_low_rank(
 
     shapes = factors.shapes
     export_adapter(
-        adapted, Path(out), shapes=shapes, read_flat=read_flat, dtype=dtype, overwrite=overwrite
+        adapted,
+        Path(out),
+        shapes=shapes,
+        read_flat=read_flat,
+        dtype=dtype,
+        overwrite=overwrite,
+        card=card,
     )
     held = list(factors.held.values())
     for name, numel in numels.items():

@@ -245,8 +245,8 @@ def _recover_leftovers(target: Path) -> None:
             continue
         if path.is_symlink() or path.stat().st_ino != recorded[what]:
             raise ModelError(
-                f"{path}: is there and is not known to be of an export to {target}, it is left as "
-                "it is; move it away, or give another --out"
+                f"{path}: was not written by an export to {target} and was left "
+                "unchanged; move it away, or give another --out"
             )
         if what == REPLACED and not target.exists():
             path.rename(target)
@@ -277,7 +277,7 @@ SAVED_MARK = ".lohan-saved"  # differs from MARK, because the target may also be
 NEW, COMPLETE = ".lohan-export", ".lohan-saving"
 ASIDE = ".replaced"  # the subfolder of COMPLETE that holds the replaced files
 SAVING = ".lohan-saving.lock"
-CARD = "README.md"  # the model card; an existing one is kept
+MODEL_CARD = "README.md"  # `joining` keeps an existing one
 _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -296,8 +296,8 @@ def joining(target: Path) -> Iterator[Path]:
         try:
             _install(target)
             yield partial
-            if (target / CARD).exists() and (partial / CARD).exists():
-                (partial / CARD).unlink()
+            if (target / MODEL_CARD).exists() and (partial / MODEL_CARD).exists():
+                (partial / MODEL_CARD).unlink()
                 write_mark(partial, SAVED)
             check_joinable(target, _files(partial))
             partial.rename(complete)

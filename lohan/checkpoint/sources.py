@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import site_names
+from lohan.capture.call_context import swapped
 from lohan.capture.placeholders import lacks_values
-from lohan.capture.recompute import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
@@ -486,7 +486,7 @@ class InitialValues:
         empty = [name for name, values in drawn.items() if values.isnan().any()]
         if empty:
             raise ModelError(
-                f"{type(model).__name__} does not say what parameter {empty[0]} starts with; "
+                f"{type(model).__name__} does not initialise parameter {empty[0]}; "
                 "make a folder of weights with transformers, and give it as --model"
             )
         return drawn

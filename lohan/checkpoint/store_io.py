@@ -55,6 +55,7 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import StateKind
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.extents import Region
 from lohan.store.io_engine import IOEngine, aligned_buffer
 from lohan.store.store import Store
@@ -560,7 +561,7 @@ def create_store(
         shards,
         state_format=state_format,
         chunk_params=plan.chunk_params,
-        gradients=plan.needs_all_gradients,
+        gradients=gate_of(plan) is Gate.NORM,
         exact=exact,
     )
     barrier = process_group.barrier if ranks.several else None

@@ -16,10 +16,10 @@ from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, option
 from lohan.config import UPDATE_MODES, TrainConfig
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
+from lohan.model.plan import PlanOptions
 from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine
-from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, PolicyResult, policy, run, with_choices
 from lohan.tools.plan_request import machine_of
 from lohan.util.display import echo
@@ -454,7 +454,11 @@ def simulate(
     model: Model,
     machine: Machine = None,
     policy: Annotated[
-        str, typer.Option("--policy", help="auto, lohan, zero-infinity, ...; see `lohan presets`.")
+        str,
+        typer.Option(
+            "--policy",
+            help="System to simulate: auto, lohan, zero-infinity, ... as `lohan presets` lists.",
+        ),
     ] = "auto",
     batch: Annotated[int, option("train.batch")] = 8,
     seq: Annotated[int, option("train.seq")] = 1024,
@@ -463,15 +467,18 @@ def simulate(
     host: Host = None,
     update_mode: Annotated[str | None, option("train.update_mode")] = None,
     activations: Annotated[
-        str | None, typer.Option("--activations", help="Activation policy, such as holistic.")
+        str | None,
+        typer.Option(
+            "--activations", help="Activation policy of --policy lohan, such as holistic."
+        ),
     ] = None,
     clip: Annotated[float | None, option("train.clip")] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="File for a Chrome trace of the step.")
+        Path | None, typer.Option("--trace", help="Write a Chrome trace of the step to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run one system's step on a machine that need not be here, lane by lane.
+    """Simulate one step of a system on a machine that need not be present.
 
     auto is LoHan with the defaults of training, while no step is clipped; other systems never clip.
     """
@@ -497,22 +504,24 @@ def compare(
     model: Model,
     machine: Machine = None,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", help="Systems to compare; may be repeated.")
+        list[str] | None, typer.Option("--policy", help="System to compare; may be repeated.")
     ] = None,
-    batch: Annotated[str, typer.Option("--batch", help="One or several: 8,16,32.")] = "8",
+    batch: Annotated[str, typer.Option("--batch", help="Batch sizes, such as 8,16,32.")] = "8",
     seq: Annotated[int, option("train.seq")] = 1024,
     host: Annotated[
-        str | None, typer.Option("--host", help="Main memory, one or several: 128GB,256GB.")
+        str | None, typer.Option("--host", help="Sizes of main memory, such as 128GB,256GB.")
     ] = None,
     ssds: Annotated[
-        str | None, typer.Option("--ssds", help="Drives, one or several: 1,2,4.")
+        str | None, typer.Option("--ssds", help="Numbers of drives, such as 1,2,4.")
     ] = None,
     gpus: Gpus = None,
     clip: Annotated[float | None, option("train.clip")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Picture, .png or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the result to this .png or .svg file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare systems over batch sizes, main memory and drives, simulated, with prices."""
+    """Simulate and compare systems over batch sizes, main memory and drives."""
     from lohan.cli import compare as command
     from lohan.planner import presets
     from lohan.util.units import parse_bytes
@@ -549,7 +558,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def presets(as_json: Json = False) -> None:
-    """List the names for --machine, --model and --policy; machines with memory and price."""
+    """List the machines, models and policies that have a name."""
     from lohan.planner import presets as catalogue
     from lohan.planner.systems import policy_names
 

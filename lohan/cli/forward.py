@@ -21,11 +21,11 @@ from lohan.util.units import align_up, counted
 
 if TYPE_CHECKING:
     from lohan.data import Encoder
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
     from lohan.train.forward_only import Sampling
 
 ModelOrRun = Annotated[
-    Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
+    Path, typer.Argument(metavar="RUN|DIR", help="Run folder or model folder.", show_default=False)
 ]
 Host = Annotated[str | None, option("budget.host")]
 Device = Annotated[str, option("budget.device")]
@@ -34,19 +34,22 @@ Ssd = Annotated[
     list[Path] | None,
     typer.Option(
         "--ssd",
-        help="Where the weights of a model folder go meanwhile; may be repeated.",
+        help="Folder for a temporary store of a model folder's weights; may be repeated.",
         show_default="the current folder",
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="Compute type for a model folder.", show_default="its own"),
+    typer.Option("--dtype", help="Compute type of a model folder.", show_default="its own"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 
 Data = Annotated[
-    Path | None, typer.Option("--data", help="Data as for training.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--data", help="Data, in any form that training data may have.", show_default=False
+    ),
 ]
 Tasks = Annotated[
     str | None,
@@ -54,15 +57,18 @@ Tasks = Annotated[
         "--tasks",
         metavar="NAME,NAME",
         show_default=False,
-        help="Tasks of lm-evaluation-harness instead; pip install 'lohan[eval]'.",
+        help="Tasks of lm-evaluation-harness instead of data; needs pip install 'lohan\\[eval]'.",
     ),
 ]
 TasksDir = Annotated[
     Path | None,
-    typer.Option("--tasks-dir", help="Folder with tasks of your own.", show_default=False),
+    typer.Option("--tasks-dir", help="Folder with your own tasks.", show_default=False),
 ]
 Limit = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Questions of each task.", show_default="all")
+    int | None,
+    typer.Option(
+        "--limit", min=1, help="Maximum number of questions per task.", show_default="all"
+    ),
 ]
 Fewshot = Annotated[
     int | None,
@@ -83,22 +89,24 @@ def evaluate(
     limit: Limit = None,
     fewshot: Fewshot = None,
     host: Host = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples at a time.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per pass.")] = 8,
     seq: Annotated[int, option("train.seq")] = 1024,
-    pack: Annotated[bool, typer.Option("--pack", help="Several short examples to a row.")] = False,
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Fill each row with several short examples.")
+    ] = False,
     ssd: Ssd = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Compute loss and perplexity on a file of examples, or the results of --tasks."""
+    """Compute loss and perplexity, or run tasks of lm-evaluation-harness."""
     check_dtype(dtype)
     _check_asked(data, tasks, {"--tasks-dir": tasks_dir, "--limit": limit, "--fewshot": fewshot})
     if tasks is not None and pack:
         raise ConfigError("--pack: goes with --data, not with --tasks; leave it out")
     set_up_libraries()
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
 
     how: dict[str, Any] = {
         "budget": Budget(host=host, device=device_memory, ssd=ssd or ()),
@@ -152,19 +160,25 @@ def generate(
             "--prompt",
             metavar="TEXT|FILE",
             show_default=False,
-            help="A prompt, or a file with one per line; may be repeated. All go together.",
+            help="A prompt, or a file with one per line. May be repeated; all run together.",
         ),
     ],
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Longest answer in tokens.")
+        int, typer.Option("--max-new-tokens", min=1, help="Maximum length of an answer in tokens.")
     ] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+        float,
+        typer.Option(
+            "--temperature", min=0.0, help="Sampling temperature. 0 takes the most likely token."
+        ),
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Choose among the likeliest tokens of this share.")
+        float,
+        typer.Option(
+            "--top-p", help="Sample from the likeliest tokens with this total probability."
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling.")] = 0,
     host: Host = None,
     ssd: Ssd = None,
     device: Device = "auto",
@@ -172,12 +186,12 @@ def generate(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Answer prompts with weights that are streamed from SSD."""
+    """Answer prompts with the weights of a run or a model folder."""
     check_dtype(dtype)
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
     set_up_libraries()
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
     from lohan.train.forward_only import Sampling
 
     sampling = Sampling(

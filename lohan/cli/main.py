@@ -26,7 +26,7 @@ MODULES = {  # module of this package -> its commands
     "ui": ("ui",),
     "tools": ("profile", "verify", "report", "doctor"),
 }
-store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
+store_app = typer.Typer(no_args_is_help=True, help="List, check and remove stores.")
 EXIT_ERROR = 2
 
 
@@ -108,11 +108,11 @@ RunsOrStores = Annotated[
     list[Path],
     typer.Argument(
         metavar="DIR...",
-        help="Runs, stores, or folders that hold some; or all directories of one store that moved.",
+        help="Runs, stores, or folders that contain them; or all directories of a moved store.",
     ),
 ]
 Dirs = Path | list[Path]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 
 def print_json(value: Any) -> None:
@@ -163,7 +163,7 @@ def store_verify(folders: RunsOrStores, as_json: Json = False) -> None:
                 shown.note(finding.problem)
             bad += len(findings)
             chunks = len(store.layout.durable)
-            shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are right")
+            shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are correct")
             problems = [finding.problem for finding in findings]
             results.append({"path": str(first_of(dirs)), "chunks": chunks, "problems": problems})
     if as_json:
@@ -175,10 +175,10 @@ def store_verify(folders: RunsOrStores, as_json: Json = False) -> None:
 @store_app.command("rm")
 def store_rm(
     folders: RunsOrStores,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove stores and give their space back. The run's log and exported model stay."""
+    """Remove stores to free their space. Logs and exported models of a run stay."""
     from lohan.store.admin import remove
     from lohan.train.run_folder import RunFolder, check_original
 
@@ -205,7 +205,7 @@ def _sure(question: str) -> bool:
     except typer.Abort as end:
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
-        raise ConfigError(f"{question} there is nobody to answer; add --yes") from None
+        raise ConfigError(f"{question} there is no terminal to answer on; add --yes") from None
 
 
 def named_stores(folders: Sequence[Path]) -> list[Dirs]:

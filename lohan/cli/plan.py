@@ -31,6 +31,7 @@ from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
+from lohan.schedule.placement import Gate, Update, UpdateOptions, gate_of, rule_of
 from lohan.tools.plan_request import check_prices, machine_of, request_of
 from lohan.util.display import echo
 from lohan.util.trace import LANE_NAMES, LANES
@@ -89,12 +90,11 @@ def _speed(planned: MachinePlan, steps: int | None) -> list[str]:
     lines.append(f"tokens/s      {foreseen.tokens_per_s:,.1f}")
     if planned.clipped is not None:
         clipped, speed = planned.clipped.step_s, planned.clipped.tokens_per_s
-        then = ", by a plan for such steps" if planned.changes_plan else ""
         lines.append(
             f"if clipped    {format_seconds(clipped)}, {speed:,.1f} tokens/s, with every norm "
-            f"above the limit{then}"
+            f"above the limit"
         )
-    elif planned.plan.clip and planned.plan.always_waits():
+    elif planned.plan.clip and _waits(planned.plan):
         lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
@@ -139,7 +139,7 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
     """Return the decisions of the planner by name."""
     plan, rows = planned.plan, planned.workload.batch
     trained = len(planned.blocks.trained)
-    held = trained if plan.needs_all_gradients else len(plan.deferred)
+    held = trained if gate_of(plan) is Gate.NORM else len(plan.deferred)
     moving = [group for group in planned.blocks.groups if not group.resident]
     width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
@@ -157,7 +157,6 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained),
-        **_updated_twice(plan),
         "commits": _commits(planned),
         "held gradients": f"{counted(held - len(plan.spilled_gradients), 'group')} in host memory, "
         f"{len(plan.spilled_gradients)} on SSD",
@@ -167,11 +166,10 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
     }
 
 
-def _updated_twice(plan: Plan) -> dict[str, str]:
-    if not plan.updated_twice:
-        return {}
-    groups = counted(len(plan.updated_twice), "group")
-    return {"updates twice": f"where they wait, of {groups}: written during backward"}
+def _waits(plan: Plan) -> bool:
+    """Return whether all updates of every step run in the next forward."""
+    updates = UpdateOptions.of(plan)
+    return not updates.can_speculate and rule_of(updates).update is Update.NEXT_FORWARD
 
 
 def _tiles(plan: Plan) -> dict[str, str]:
@@ -220,9 +218,11 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int) -> str:
-    if plan.update_mode == "serial" or (plan.needs_all_gradients and not plan.overlap):
+    updates = UpdateOptions.of(plan)
+    update = rule_of(updates).update
+    if update is Update.AFTER_BACKWARD:
         return f"{plan.update_mode}: all {groups} groups after backward"
-    if plan.may_speculate and plan.clip:
+    if updates.can_speculate and plan.clip:
         again = "run again" if plan.spilled_gradients else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
@@ -230,9 +230,9 @@ def _updates(plan: Plan, groups: int) -> str:
             f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
-    if plan.may_speculate:
+    if updates.can_speculate:
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
-    if plan.needs_all_gradients:
+    if update is Update.NEXT_FORWARD:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
     return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"
@@ -241,7 +241,7 @@ def _updates(plan: Plan, groups: int) -> str:
 def _commits(planned: MachinePlan) -> str:
     """Describe how often a step is committed, what a crash can cost, and what this saves."""
     plan, foreseen = planned.plan, planned.forecast
-    if not plan.commits_by_interval:
+    if plan.commit.every_step:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
     if foreseen is None or (added := foreseen.commit) is None:
@@ -437,37 +437,46 @@ Minimise = Annotated[
     str,
     typer.Option(
         "--minimise",
-        help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
+        help="What to minimise: time, writes to the drives, or cost of machine time and wear.",
     ),
 ]
 MaxModel = Annotated[
-    bool, typer.Option("--max-model", help="The largest model of this preset's family.")
+    bool,
+    typer.Option("--max-model", help="Find the largest model of this preset's family that fits."),
 ]
-MaxBatch = Annotated[bool, typer.Option("--max-batch", help="The largest batch.")]
+MaxBatch = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits.")]
 ShowSchedule = Annotated[
-    bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
+    bool, typer.Option("--schedule", help="Also print the actions of a step, one token each.")
 ]
 ShowClasses = Annotated[
-    bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
+    bool,
+    typer.Option(
+        "--classes", help="Also print the activations that a block could keep, by benefit."
+    ),
 ]
 
 
-@settings_options(*PLANNED)
+@settings_options(*PLANNED, panels=True)
 def plan(
     overrides: dict[str, Any],
     model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
     machine: Machine = None,
     config: ConfigFile = None,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="Memory of the GPU, such as 24GiB.")
+        str | None,
+        typer.Option(
+            "--device-memory",
+            help="Memory of the GPU, such as 24GiB. Default: that of the machine.",
+        ),
     ] = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
     examples: Annotated[
-        int | None, typer.Option("--examples", min=1, help="Examples of an epoch.")
+        int | None, typer.Option("--examples", min=1, help="Number of examples in an epoch.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Count the examples of an epoch in this file.")
+        Path | None,
+        typer.Option("--data", help="Data file whose examples are counted for an epoch."),
     ] = None,
     minimise: Minimise = "time",
     max_model: MaxModel = False,
@@ -476,7 +485,7 @@ def plan(
     classes: ShowClasses = False,
     as_json: Json = False,
 ) -> None:
-    """Plan a run: does it fit, how fast is it, what limits it? Nothing is written.
+    """Say whether a run fits, how fast it is and what limits it.
 
     With --machine, or for a preset, the plan is computed from shapes alone. For a model folder
     on this machine, the blocks of the model are traced, as in a run. No weights are read.

@@ -36,13 +36,13 @@ MANY = 2**30  # number of examples if they were not counted
 
 def init(
     model: Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=False)],
-    data: Annotated[Path, typer.Option("--data", help="Training data.", show_default=False)],
-    file: Annotated[Path, typer.Option("--file", "-o", help="The settings file to write.")] = Path(
+    data: Annotated[Path, typer.Option("--data", help="Training data file.", show_default=False)],
+    file: Annotated[Path, typer.Option("--file", "-o", help="Settings file to write.")] = Path(
         "lohan.toml"
     ),
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder of the run, as for train. Not given: FILE-run."),
+        typer.Option("--out", help="Run folder. Default: FILE-run."),
     ] = None,
     ssd: Annotated[list[Path] | None, option("budget.ssd")] = None,
     machine: Machine = None,
@@ -50,7 +50,7 @@ def init(
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
-    """Write a commented settings file: what the planner would choose, and why.
+    """Write a settings file with the planner's choices and their reasons.
 
     Without --machine it is for this machine, which is measured once; that takes less than a
     minute.
@@ -62,9 +62,9 @@ def init(
     run = (out or file.with_name(f"{file.stem}-run")).resolve()
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
+    from lohan.model.plan import PlanOptions
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
-    from lohan.planner.planner import PlanOptions
     from lohan.tools.plan_request import machine_of
 
     if machine is None:

@@ -45,7 +45,7 @@ def _property(info: FieldInfo) -> dict[str, Any]:
 
 
 def schema() -> None:
-    """Print a JSON Schema of the settings file, with which editors complete and check TOML."""
+    """Print a JSON Schema of the settings file, for editors that check TOML."""
     echo(json.dumps(settings_schema(), indent=1, default=_plain))
 
 

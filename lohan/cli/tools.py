@@ -33,14 +33,14 @@ def profile(
     device_memory: Annotated[str | None, option("budget.device_memory")] = None,
     link: Annotated[str | None, option("budget.link")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Measure blocks as wide as those of this model.")
+        str | None, typer.Option("--model", help="Model whose width the measured blocks have.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="TOML file for the result.")
+        Path | None, typer.Option("-o", "--out", help="Also write the result to this TOML file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine: compute, links, drives, optimizer, memory. Takes less than a minute."""
+    """Measure the speed of this machine in less than a minute."""
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
@@ -87,23 +87,29 @@ EXIT_PROBLEM = 1
 def doctor(
     ssd: Annotated[
         list[Path] | None,
-        typer.Option("--ssd", help="Folder on each drive to try; not given: the current folder."),
+        typer.Option(
+            "--ssd",
+            help="Folder on a drive to check; may be repeated. Default: the current folder.",
+        ),
     ] = None,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Try the GPU instead: numbers, memory, speed; minutes.")
+        bool,
+        typer.Option(
+            "--gpu", help="Check the numbers, memory and speed of the GPU instead. Takes minutes."
+        ),
     ] = False,
     device: Annotated[str | None, option("budget.device")] = None,
     check: Annotated[
         list[str] | None,
-        typer.Option("--check", help="With --gpu: this check alone; may be repeated."),
+        typer.Option("--check", help="With --gpu: run only this check; may be repeated."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="With --gpu: file for the report, JSON to send back."),
+        typer.Option("-o", "--out", help="With --gpu: write a report to this JSON file."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine: what a run will find, what is missing, what to do. Takes seconds.
+    """Check this machine, or with --gpu its GPU, for what a run needs.
 
     The exit code is 1 if something keeps a run from working.
     """
@@ -161,7 +167,7 @@ def _self_test(
     else:
         echo("\n" + kit.summary(results))
         where = f"report: {out}" if out else "-o FILE writes the report"
-        echo(f"{where}; docs/first-gpu-run.md says what each line means and where to send it")
+        echo(f"{where}; docs/first-gpu-run.md explains each line and where to send the report")
     if not kit.passed(results):
         raise typer.Exit(EXIT_PROBLEM)
 
@@ -177,17 +183,17 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folder of a run; several are drawn into the same charts.",
+            help="Run folder; several are drawn into the same charts.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="File to write; not given: RUN/report.html."),
+        typer.Option("-o", "--out", help="File to write. Default: RUN/report.html."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML file about a run: curves, lanes, memory, wear, and what would help."""
+    """Write one HTML file about a run: curves, lanes, memory and wear."""
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
@@ -250,26 +256,30 @@ VERIFIED = (
 )
 
 
-@settings_options(*VERIFIED)
+@settings_options(*VERIFIED, panels=True)
 def verify(
     overrides: dict[str, Any],
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of a run, such as RUN/run.toml.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = 5,
     every_mode: Annotated[
-        bool, typer.Option("--all-modes", help="Every gradient and activation mode in turn.")
+        bool, typer.Option("--all-modes", help="Compare every update mode and activation policy.")
     ] = False,
     layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Only the model's first layers.")
+        int | None, typer.Option("--layers", min=1, help="Use only the first layers of the model.")
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any other setting, such as train.beta2=0.95; may be repeated.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the first steps twice, in memory with plain PyTorch and through LoHan, and compare.
+    """Compare the first steps of a run with plain PyTorch in memory.
 
     A model that does not fit in memory is compared as a copy with fewer layers. Nothing is kept;
     the exit code is 1 if the runs differ by more than rounding.

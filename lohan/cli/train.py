@@ -26,7 +26,7 @@ from lohan.util.units import counted
 if TYPE_CHECKING:
     from lohan.util.display import Display
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
 # Settings without an option of their own.
 ONLY_BY_SET = (
     "train.min_lr_ratio",
@@ -49,18 +49,23 @@ Set = Annotated[
         "--set",
         metavar="KEY=VALUE",
         show_default=False,
-        help="Any setting by its name in the file, such as train.beta2=0.95; may be repeated.",
+        help="Any setting by its name in a file, such as train.beta2=0.95; may be repeated.",
     ),
 ]
 
 
-@settings_options(*(info.dotted for info in fields_of() if info.dotted not in ONLY_BY_SET))
+@settings_options(
+    *(info.dotted for info in fields_of() if info.dotted not in ONLY_BY_SET), panels=True
+)
 def train(
     overrides: dict[str, Any],
     config: ConfigFile = None,
     assignments: Set = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only the plan; nothing is written.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check settings and data, print the plan, and write nothing."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -103,12 +108,12 @@ def resume(
         bool,
         typer.Option(
             "--keep-schedule",
-            help="With --steps: the learning rate goes on as it was planned before.",
+            help="With --steps: keep the learning-rate schedule of the original number of steps.",
         ),
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="Ranks to go on with. Not given: as many as before."),
+        typer.Option("--gpus", min=1, help="Number of ranks. Default: the same as before."),
     ] = None,
     assignments: Set = None,
     as_json: Json = False,
@@ -143,7 +148,7 @@ def export(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run or, to merge it, of an adapter.",
+            help="Run folder or, with --merge, adapter folder.",
             show_default=False,
         ),
     ],
@@ -153,19 +158,19 @@ def export(
         typer.Option("--dtype", help=field_of("output.export_dtype").help, show_default=False),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="The moving average of the weights instead.")
+        bool, typer.Option("--ema", help="Export the moving average of the weights instead.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what an export has written there.")
+        bool, typer.Option("--overwrite", help="Replace an earlier export in this folder.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="An adapter added to the weights of its base.")
+        bool, typer.Option("--merge", help="Add the adapter to the weights of its base model.")
     ] = False,
     model: Annotated[
         Path | None,
         typer.Option(
             "--model",
-            help="Base of an adapter folder. Not given: the one that it names.",
+            help="Base model of an adapter folder. Default: the model that it names.",
             show_default=False,
         ),
     ] = None,
@@ -175,7 +180,16 @@ def export(
             "--as-lora",
             min=1,
             metavar="RANK",
-            help="The best LoRA approximation of what was trained, as a PEFT folder.",
+            help="Write the best LoRA approximation of a full fine-tune, as a PEFT folder.",
+            show_default=False,
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="ORG/NAME",
+            help="Also upload what was written to the Hugging Face hub.",
             show_default=False,
         ),
     ] = None,
@@ -187,22 +201,36 @@ def export(
     instead. --as-lora writes an adapter that approximates a full fine-tune.
     """
     check_dtype(dtype)
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
     set_up_libraries()
+    if push is not None:
+        from lohan.checkpoint.hub import check_upload
+
+        check_upload(push, offline=offline)
     if as_lora is not None:
         if merge or model is not None:
             raise ConfigError("--as-lora: makes an adapter of a run; leave --merge and --model out")
-        export_as_lora(
-            run, out, as_lora, dtype=dtype, ema=ema, overwrite=overwrite, as_json=as_json
+        facts = export_as_lora(
+            run, out, as_lora, dtype=dtype, ema=ema, overwrite=overwrite, quiet=as_json
         )
-        return
-    if (run / "adapter_config.json").is_file():
+    elif (run / "adapter_config.json").is_file():
         if not merge:
             raise ConfigError(f"{run}: is an adapter's folder already; add --merge")
-        merge_adapter(run, model, out, dtype=dtype, overwrite=overwrite, as_json=as_json)
-        return
-    if model is not None:
+        facts = merge_adapter(run, model, out, dtype=dtype, overwrite=overwrite, quiet=as_json)
+    elif model is not None:
         raise ConfigError(f"--model: {run} is no adapter's folder; a run knows its model, leave it")
-    export_run(run, out, dtype=dtype, ema=ema, overwrite=overwrite, merge=merge, as_json=as_json)
+    else:
+        facts = export_run(
+            run, out, dtype=dtype, ema=ema, overwrite=overwrite, merge=merge, quiet=as_json
+        )
+    if push is not None:
+        from lohan.checkpoint.hub import upload
+
+        facts["pushed"] = upload(out.absolute(), push)
+        if not as_json:
+            echo(f"uploaded to {push}: {facts['pushed']}")
+    if as_json:
+        echo(json.dumps(facts, indent=1))
 
 
 def export_run(
@@ -213,14 +241,16 @@ def export_run(
     ema: bool,
     overwrite: bool,
     merge: bool,
-    as_json: bool = False,
-) -> None:
+    quiet: bool,
+) -> dict[str, Any]:
+    """Export a run and return what was written. With `quiet`, messages go to stderr."""
     from lohan.checkpoint.resharding import open_set
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.data.text import chosen_template
-    from lohan.engine.session import export_merged, export_store
+    from lohan.engine.export import export_merged, export_store
     from lohan.model.state import stored_state_format
     from lohan.train.inputs import task_of
+    from lohan.train.model_card import model_card
     from lohan.train.run_folder import RunFolder, check_export_to, stores_of
 
     folder = RunFolder(run.absolute())
@@ -228,12 +258,15 @@ def export_run(
     if merge and not config.train.lora:
         raise ConfigError(f"--merge: {run} has trained all weights, not an adapter; leave it out")
     check_export_to(folder, config, out)
-    with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
+    with display(stderr=quiet) as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
         stored_dtype = stored_state_format(meta).name
         trained = task_of(config).load(config, dtype=stored_dtype)
         restore_buffers(trained, meta)
+        step = TrainState.of(meta).step
+        what = "merged model" if merge else "adapter" if config.train.lora else "weights"
         how: dict[str, Any] = {
+            "card": model_card(folder, config, step=step, content=what, averaged=ema),
             "source_folder": config.model,
             "overwrite": overwrite,
             "chat_template": chosen_template(config.train.chat_template),
@@ -244,12 +277,8 @@ def export_run(
             export_merged(trained, read, out, dtype=dtype or stored_dtype, **how)
         else:
             export_store(stores, out, dtype=dtype, model=trained, ema=ema, **how)
-        step = TrainState.of(meta).step
-        what = "merged model" if merge else "adapter" if config.train.lora else "weights"
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
-    if as_json:
-        facts = {"path": str(out.absolute()), "step": step, "content": what, "averaged": ema}
-        echo(json.dumps(facts, indent=1))
+    return {"path": str(out.absolute()), "step": step, "content": what, "averaged": ema}
 
 
 def export_as_lora(
@@ -260,8 +289,8 @@ def export_as_lora(
     dtype: str | None,
     ema: bool,
     overwrite: bool,
-    as_json: bool = False,
-) -> None:
+    quiet: bool,
+) -> dict[str, Any]:
     """Write the best rank-`rank` adapter for the difference between a run and its base model."""
     from lohan.capture.blocks import dtype_of
     from lohan.checkpoint.low_rank import export_low_rank
@@ -269,6 +298,7 @@ def export_as_lora(
     from lohan.checkpoint.store_io import TrainState, source_of, store_reader
     from lohan.model.state import STATE_FORMATS, stored_state_format
     from lohan.train.inputs import task_of
+    from lohan.train.model_card import model_card
     from lohan.train.run_folder import RunFolder, check_export_to, stores_of
 
     folder = RunFolder(run.absolute())
@@ -276,9 +306,10 @@ def export_as_lora(
     if config.train.lora:
         raise ConfigError(f"--as-lora: {run} has trained an adapter already; leave it out")
     check_export_to(folder, config, out)
-    with display(stderr=as_json) as shown, open_set(stores_of(folder, config)) as stores:
+    with display(stderr=quiet) as shown, open_set(stores_of(folder, config)) as stores:
         stored_dtype = stored_state_format(stores[0].meta).name
         model = task_of(config).load(config, dtype=stored_dtype)
+        step = TrainState.of(stores[0].meta).step
         held = export_low_rank(
             model,
             store_reader(*stores, ema=ema),
@@ -287,30 +318,34 @@ def export_as_lora(
             rank=rank,
             dtype=dtype_of(STATE_FORMATS[dtype or stored_dtype]),
             overwrite=overwrite,
+            card=model_card(
+                folder,
+                config,
+                step=step,
+                content=f"The rank-{rank} approximation, as a LoRA adapter, of a full fine-tune",
+                averaged=ema,
+            ),
             progress=lambda done, all_: shown.advance("exporting", done, all_),
         )
-        step = TrainState.of(stores[0].meta).step
         changed = [each for each in held if each.total]
         total = sum(each.total for each in changed)
         share = sum(each.exported for each in changed) / total if total else 1.0
-        if not as_json:
+        if not quiet:
             width = max((len(each.name) for each in changed), default=0)
             for each in changed:
                 shown.note(f"{each.name:{width}} {each.share:7.1%}")
         shown.note(
-            f"adapter of rank {rank} after step {step}: {out}; it holds {share:.1%} of the "
-            "difference to the base, by squared norm"
+            f"adapter of rank {rank} after step {step}: {out}; it captures {share:.1%} of the "
+            "change from the base, by squared norm"
         )
-    if as_json:
-        facts = {
-            "path": str(out.absolute()),
-            "step": step,
-            "content": "adapter",
-            "rank": rank,
-            "share": share,
-            "parameters": {each.name: each.share for each in changed},
-        }
-        echo(json.dumps(facts, indent=1))
+    return {
+        "path": str(out.absolute()),
+        "step": step,
+        "content": "adapter",
+        "rank": rank,
+        "share": share,
+        "parameters": {each.name: each.share for each in changed},
+    }
 
 
 def merge_adapter(
@@ -320,13 +355,13 @@ def merge_adapter(
     *,
     dtype: str | None,
     overwrite: bool,
-    as_json: bool = False,
-) -> None:
+    quiet: bool,
+) -> dict[str, Any]:
     """Merge the adapter of a folder into the given base model, or the one that it names."""
     from lohan.checkpoint.adapters import named_base
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load
-    from lohan.engine.session import export_merged
+    from lohan.engine.export import export_merged
     from lohan.train.forward_only import own_dtype
 
     base = model or named_base(adapter)
@@ -334,7 +369,7 @@ def merge_adapter(
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
     base_dtype = own_dtype(base)
-    with display(stderr=as_json) as shown:
+    with display(stderr=quiet) as shown:
         adapted = load(base, dtype=base_dtype, adapter=adapter)
         export_merged(
             adapted,
@@ -346,8 +381,7 @@ def merge_adapter(
             progress=lambda done, all_: shown.advance("exporting", done, all_),
         )
         shown.note(f"merged model: {out}")
-    if as_json:
-        echo(json.dumps({"path": str(out.absolute()), "content": "merged model"}, indent=1))
+    return {"path": str(out.absolute()), "content": "merged model"}
 
 
 def fetch_model(config: Path | None, overrides: dict[str, Any]) -> None:
@@ -396,8 +430,8 @@ def finish(outcome: Any, out: Path, shown: Display, *, as_json: bool = False) ->
     if outcome.stopped and outcome.step < outcome.total:
         shown.close()  # the bar stays where it is, the message comes below it
         shown.note(
-            f"stopped after step {outcome.step} of {outcome.total}, all of it safe; continue with "
-            f"`lohan resume {shlex.quote(str(out))}`"
+            f"stopped after step {outcome.step} of {outcome.total}; all steps are on disk; "
+            f"continue with `lohan resume {shlex.quote(str(out))}`"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
 

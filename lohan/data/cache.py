@@ -166,10 +166,12 @@ def check_source(source: Path, option: str) -> None:
     if suffix_of(source) not in SUFFIXES:
         raise DataError(
             f"{source}: unknown kind {source.suffix!r}; data is read from {', '.join(SUFFIXES)}, "
-            f"the first five also packed, as in .jsonl{PACKED}"
+            f"the first five also compressed, as in .jsonl{PACKED}"
         )
     if source.suffix.lower() == PACKED and is_table(source.with_suffix("")):
-        raise DataError(f"{source}: tables are not read packed; unpack it: gunzip {source.name}")
+        raise DataError(
+            f"{source}: compressed tables are not supported; unpack it: gunzip {source.name}"
+        )
     if not os.access(source, os.R_OK):
         raise DataError(f"{source}: cannot be read; check its permissions")
     if source.stat().st_size == 0:

@@ -131,8 +131,8 @@ def read_samples(
         if classes is not None and CLASS not in arrays:
             if sample.group not in classes:
                 raise DataError(
-                    f"{sample.path}: lies in no folder of a class; put every example into a folder "
-                    f"below --data, one for each class, or {CLASS} into a .safetensors file"
+                    f"{sample.path}: is not in the folder of a class; put every example into a "
+                    f"folder below --data, one for each class, or {CLASS} into a .safetensors file"
                 )
             arrays[CLASS] = np.asarray(classes[sample.group], dtype=np.int64)
         missing = [name for name in companions if name not in arrays]

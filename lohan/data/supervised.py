@@ -158,8 +158,8 @@ class Texts:
         tokenizer = self.encoder.tokenizer(place)
         if not tokenizer.is_fast:
             raise DataError(
-                f"{self.encoder.model_dir}: its tokenizer does not tell where a token stands in "
-                "the text; give a model with a tokenizer.json"
+                f"{self.encoder.model_dir}: its tokenizer does not report the positions of "
+                "tokens in the text; give a model with a tokenizer.json"
             )
         tokens = tokenizer(
             *texts,
@@ -254,8 +254,8 @@ def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
         places = encoded.word_ids()
     except ValueError:
         raise DataError(
-            f"{texts.encoder.model_dir}: its tokenizer does not tell which word a token is of; "
-            "give a model with a tokenizer.json"
+            f"{texts.encoder.model_dir}: its tokenizer does not report which word a token belongs "
+            "to; give a model with a tokenizer.json"
         ) from None
     labels, before = [], None
     for word in places:
@@ -322,7 +322,7 @@ def _answer(row: dict[str, Any], context: str, place: str) -> tuple[int, int]:
     if begin < 0 or context[begin : begin + len(given)] != given:
         actual = context[begin : begin + len(given)] if begin >= 0 else "nothing"
         raise DataError(
-            f"{place}: the answer {given[:60]!r} is not in the context (at {begin} stands "
+            f"{place}: the answer {given[:60]!r} is not in the context (at {begin} is "
             f"{actual[:60]!r}); correct answer_start"
         )
     return begin, begin + len(given)

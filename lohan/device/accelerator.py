@@ -23,7 +23,7 @@ import torch
 from lohan.device.base import Event, HostMemory, Pairs, pages
 from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.pageable import DeferredEvent, PageableCopies
-from lohan.errors import BudgetError, ConfigError
+from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.layout import local_rank
 from lohan.planner.memory import card_overhead
 from lohan.util.units import PAGE, counted, format_bytes
@@ -52,6 +52,16 @@ def has_fp64(device: torch.device) -> bool:
     """
     asked = getattr(torch.get_device_module(device), "get_device_properties", None)
     return True if asked is None else bool(getattr(asked(device.index or 0), "has_fp64", True))
+
+
+def is_integrated(device: torch.device) -> bool:
+    """Return whether the GPU has no memory besides the host's, and can compute there.
+
+    Only CUDA and ROCm can: other backends give no tensors over host memory.
+    """
+    if device.type != "cuda":
+        return False
+    return bool(torch.cuda.get_device_properties(device).is_integrated)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -86,6 +96,18 @@ def load_libraries(device: torch.device) -> None:
     with torch.enable_grad():
         (matrix @ matrix).sum().backward()
     record_event(current_stream(device)).synchronize()
+
+
+def keep_pinned_memory(device: torch.device) -> None:
+    """Let torch's allocator keep a little pinned memory, two blocks of each small size.
+
+    `.item()` on CUDA goes through such a block, and fails if the run has pinned all that can be.
+    """
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            sizes = [2**power for power in range(13)] * 2
+            blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            del blocks  # together: one block that was free again would be given for the next
 
 
 def set_device(device: torch.device) -> None:
@@ -158,11 +180,14 @@ def read_back(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values in host memory, once the calling thread's stream has made them.
 
     `.cpu()` and `.item()` poll the device in a loop. This sleeps, so it suits lanes, which have no
-    core of their own.
+    core of their own. Where no memory can be pinned any more, it polls.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    try:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:
+        return tensor.cpu()
     host.copy_(tensor, non_blocking=True)
     record_event(current_stream(tensor.device)).synchronize()
     return host
@@ -197,14 +222,22 @@ def forget_error() -> None:
     """Clear the error that a failed call leaves in the thread.
 
     Otherwise the next kernel launch would report it. torch has no call for this, so the function is
-    called in every runtime library that is loaded in this process.
+    called in every runtime library that is loaded in this process. A build with a runtime of its
+    own inside gives the error to a kernel that nobody needs.
     """
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
-    for path in paths:
-        for library, name in _RUNTIMES.items():
-            if Path(path).name.startswith(library):
-                getattr(ctypes.CDLL(path), name)()
+    runtimes = [
+        (path, name)
+        for path in paths
+        for library, name in _RUNTIMES.items()
+        if Path(path).name.startswith(library)
+    ]
+    for path, name in runtimes:
+        getattr(ctypes.CDLL(path), name)()
+    if not runtimes:
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
 
 
 def pinned_by_torch(count: int) -> HostMemory:
@@ -248,6 +281,7 @@ class AcceleratorDevice:
         set_device(self.torch_device)
         self._has_fp64 = has_fp64(self.torch_device)
         self._load_libraries()
+        keep_pinned_memory(self.torch_device)
         self._memory = memory
         if memory is not None:
             limit_memory(self.torch_device, memory)
@@ -267,7 +301,7 @@ class AcceleratorDevice:
                 raise
             raise BudgetError(
                 f"{self.name}: no memory even for the libraries of the device "
-                f"({str(error).splitlines()[0]}); end what else uses it"
+                f"({str(error).splitlines()[0]}); stop other programs that use it"
             ) from error
 
     def memory_bytes(self) -> int:
@@ -275,7 +309,7 @@ class AcceleratorDevice:
         limits = [count for count in (self._memory, free) if count is not None]
         if not limits:
             raise ConfigError(
-                f"{self.name} does not say how much memory it has; give --device-memory, say 24GiB"
+                f"{self.name} does not report its memory; give --device-memory, such as 24GiB"
             )
         return min(limits)
 
@@ -299,6 +333,9 @@ class AcceleratorDevice:
             stream.wait_event(given)
         return buffer
 
+    def compute_view(self, host: torch.Tensor) -> torch.Tensor:
+        raise LohanError(f"{self.name} computes in its own memory")
+
     def enter(self, lane: str) -> None:
         """Set the device and the stream of a lane's thread. See Note [per thread]."""
         set_device(self.torch_device)
@@ -309,18 +346,19 @@ class AcceleratorDevice:
     # -- Lanes -------------------------------------------------------------------------------------
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
-        if self._would_block(pairs):
+        if self._may_block():
             return self._pageable_copies.hand_over(lane, lambda: self._copy(lane, pairs, after))
         return self._copy(lane, pairs, after)
 
-    def _would_block(self, pairs: Pairs) -> bool:
-        """Return whether the launching thread would wait for these copies."""
+    def _may_block(self) -> bool:
+        """Return whether the launching thread must leave its copies to another thread.
+
+        This is so as soon as some memory is pageable, also for copies of pinned memory. They would
+        otherwise overtake earlier ones of their lane, and an event stands for all copies before it.
+        """
         if not self._said or self.torch_device.type != "cuda":
             return False
-        if getattr(self._on_lane, "entered", False):
-            return False
-        host = (tensor for pair in pairs for tensor in pair if tensor.device.type == "cpu")
-        return not all(tensor.is_pinned() for tensor in host)
+        return not getattr(self._on_lane, "entered", False)
 
     def _copy(self, lane: str, pairs: Pairs, after: Event | None) -> Event:
         stream = self._streams[lane]
@@ -468,7 +506,9 @@ class AcceleratorDevice:
 def found_type() -> str:
     """Return the type of the accelerator that torch was built for and that is available."""
     if not hasattr(torch, "accelerator"):
-        raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
+        raise ConfigError(
+            "--device: this version of torch has no torch.accelerator; use 2.6 or newer"
+        )
     backend = _built_for()
     if backend is not None and torch.accelerator.is_available():
         return backend.type

@@ -1,7 +1,8 @@
 """The device interface: memory, copies, events and random state.
 
 A device with its own memory sets `has_own_memory`. Weights, gradients and activations are then
-copied over the lanes `h2d` and `d2h`. On the CPU, compute reads host memory in place.
+copied over the lanes `h2d` and `d2h`. The CPU and GPUs that share its memory compute in host memory
+in place.
 
 Note [who owns a buffer]
 A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
@@ -89,6 +90,12 @@ class Device(Protocol):
     def host_memory(self, count: int) -> HostMemory:
         """Return page-aligned host memory, pinned if possible for full copy speed."""
 
+    def compute_view(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over the same host memory that compute can use.
+
+        Only devices without their own memory have one.
+        """
+
     def enter(self, lane: str) -> None:
         """Make the calling thread the thread of a lane."""
 
@@ -152,6 +159,9 @@ class CpuDevice:
 
     def host_memory(self, count: int) -> HostMemory:
         return pages(count)
+
+    def compute_view(self, host: torch.Tensor) -> torch.Tensor:
+        return host
 
     def enter(self, lane: str) -> None:
         """Do nothing, because lanes of the CPU are plain threads."""

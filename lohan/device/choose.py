@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lohan.device.accelerator import AcceleratorDevice, found_type
+from lohan.device.accelerator import AcceleratorDevice, found_type, is_integrated
 from lohan.device.base import CpuDevice, Device
 from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
+from lohan.device.integrated import IntegratedDevice
 from lohan.errors import ConfigError
 
 NAMES = ("auto", "cpu", "accelerator", "emulated", UNIFIED_NAME)
@@ -27,16 +28,30 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
     """
     name, number = _parted(known_name(name))
     if link is not None and name != "emulated":
-        raise ConfigError(f"link: --device {name} has the link it has; leave --link out")
+        raise ConfigError(
+            f"--link applies only to emulated devices, not to --device {name}; leave it out"
+        )
     if name == "emulated":
         if memory is None:
-            raise ConfigError("device emulated: how much memory? add --device-memory, say 2GiB")
+            raise ConfigError("--device emulated requires --device-memory, such as 2GiB")
         return EmulatedDevice(memory, h2d=link, d2h=link)
     if name == "accelerator":
-        return AcceleratorDevice(memory, number=number)
+        return _accelerator(memory, number)
     if memory is not None:
         raise ConfigError(f"device {name}: it has no memory of its own; leave --device-memory out")
     return UnifiedDevice() if name == UNIFIED_NAME else CpuDevice()
+
+
+def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
+    """Open an accelerator; one that shares the host's memory computes there.
+
+    With `memory`, such a GPU is used as a card of that size, with copies in between.
+    """
+    device = AcceleratorDevice(memory, number=number)
+    if memory is None and is_integrated(device.torch_device):
+        device.close()
+        return IntegratedDevice(number=number)
+    return device
 
 
 def known_name(name: str) -> str:
@@ -47,7 +62,7 @@ def known_name(name: str) -> str:
     if (named := _AN_ACCELERATOR.fullmatch(name)) is not None:
         if named[1] in BACKENDS and (available := found_type()) != named[1]:
             raise ConfigError(
-                f"device: {name} was asked for, but the accelerator of this machine is {available}"
+                f"device: {name} was requested, but the accelerator of this machine is {available}"
                 f"; use --device {available}"
             )
         return f"accelerator:{named[2]}" if named[2] is not None else "accelerator"

@@ -448,6 +448,9 @@ class UnifiedDevice(EmulatedDevice):
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
         raise LohanError(f"{self.name} has no lane {lane}")
 
+    def compute_view(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
     def host_memory(self, count: int) -> HostMemory:
         buffer = super().host_memory(count)
         self.memory.add_host(buffer)

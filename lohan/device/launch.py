@@ -142,7 +142,7 @@ def _outcome(codes: Sequence[int], note: Callable[[str], None]) -> int:
     Killed ranks cannot report it themselves. A Ctrl-C may arrive before a rank can catch it.
     """
     if codes[0] == -signal.SIGINT:
-        note("lohan: given up")
+        note("lohan: interrupted")
     codes = [EXIT_INTERRUPTED if code == -signal.SIGINT else code for code in codes]
     for rank, code in enumerate(codes):
         if code < 0:

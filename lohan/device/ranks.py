@@ -305,7 +305,7 @@ class ProcessGroup:
             self.all_gather_object(True)
             raise
         if any(failed := self.all_gather_object(False)):
-            raise RankError(f"rank {failed.index(True)} could not go on", reported=True)
+            raise RankError(f"rank {failed.index(True)} failed", reported=True)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
         """Do `reduce_scatter` in host memory, on the caller's thread."""
@@ -418,7 +418,7 @@ class SeveralRanks(ProcessGroup):
         except RuntimeError as error:
             raise BudgetError(
                 f"{torch_device}: no memory to connect {self.world} ranks "
-                f"({str(error).splitlines()[0]}); end what else uses the device"
+                f"({str(error).splitlines()[0]}); stop other programs that use the device"
             ) from error
 
     def _check_devices(self, torch_device: torch.device) -> None:
@@ -530,7 +530,8 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
     except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
             f"rank {ranks.rank} of {ranks.world} cannot reach the others at {address} "
-            f"({str(error).splitlines()[0]}); check that all were started, and what rank 0 said"
+            f"({str(error).splitlines()[0]}); check that all ranks were "
+            "started, and read the output of rank 0"
         ) from None
     return SeveralRanks(ranks, talk, commit, heartbeat, ours=ours)
 
@@ -551,7 +552,7 @@ def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
             absent = [str(rank) for rank, key in enumerate(keys) if not rendezvous.check([key])]
             raise RankError(
                 f"rank {ranks.rank} of {ranks.world} has waited {MEETING.total_seconds():,.0f} s "
-                f"at {address} for rank {', '.join(absent)}; look at what the missing ranks said, "
+                f"at {address} for rank {', '.join(absent)}; read the output of the missing ranks, "
                 "then start all of them again"
             )
         time.sleep(MEETING_POLL_S)

@@ -51,22 +51,14 @@ The optimizer
    that bf16 rounds off (bf16); also the moving average, if there is one.
 10 [optimizer U] update_chunk: state in place, new weights into the host slot; the gradient is
    freed, or held until the step is accepted.
-   When updates run:
-     without clipping      in backward, as soon as a gradient is there; `balanced` defers some
-     with it, or fp16      all in backward, speculatively, if every step is committed and few are
-                           clipped (`Clipping` has all conditions; the first step of a start or of
-                           a new plan waits)
-     otherwise             gradients are held until the norm is known, and updates run in the next
-                           forward, each before its block. Where reads are cheap some are made
-                           twice: there for the weights alone, and in the backward after it once
-                           more, from the same state, for what is written
-     `serial`              before backward returns
+   When updates run is one table: schedule/placement.py.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
-12 [caller] on_backward_done: late and resident gradients; the norm, where it is needed (clipping,
-   fp16, `serial`), and if it is too large for updates that have run, their roll-back (Clipping),
-   after which they are redone or the step runs again; TrainState counts the step; its meta
+12 [caller] Executor.on_backward_done: late and resident gradients; the norm, where it is needed
+   (clipping, fp16, `serial`), and if it is too large for updates that have run, their roll-back
+   (Clipping), after which they are redone or the step runs again (Decision in step.py); TrainState
+   counts the step; its meta
    (counters, random state, buffers, the row of metrics) waits for the commit; the next forward is
    enqueued. An fp16 overflow skips all updates; its meta is committed alone, or with the steps
    before it if they are not yet.

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from lohan.capture.recompute import ActivationHooks
-from lohan.device.accelerator import read_back
-from lohan.device.out_of_memory import is_out_of_memory
 from lohan.engine.buffers import (
     ChunkChecksums,
-    DeviceSlots,
     HostPool,
     StateRing,
     StepScalars,
@@ -24,39 +18,24 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import (
-    GradientOffload,
-    GradientSpill,
-    GroupGrads,
-    PendingGradients,
-    sum_of_squares,
-)
-from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
-from lohan.errors import BudgetError, LohanError
+from lohan.engine.device_operations import DeviceOperations
+from lohan.engine.gradient_transport import GradientSpill, PendingGradients
+from lohan.engine.gradients import sum_of_squares
+from lohan.engine.host_cache import HostCache
+from lohan.engine.offload import ActivationSpill
+from lohan.engine.step import Steps
+from lohan.errors import LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import STATE_FORMATS, TensorRange, chunks, state_format_of
-from lohan.planner.memory import WAITING
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
+from lohan.model.state import TensorRange, chunks, state_format_of
+from lohan.schedule.actions import Action, ScheduleSpec
+from lohan.schedule.ops import Op
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store, Ticket
-from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.engine.session import PlanContext
-
-
-@dataclass(frozen=True)
-class DeviceParts:
-    """What a device with a memory of its own adds to a step."""
-
-    slots: DeviceSlots
-    gradient_offload: GradientOffload
-    activation_offload: DeviceActivationOffload
-
-
-MOST_ENDED = 16  # steps whose meta is kept until it is taken: a loop need not take any
+    from lohan.engine.context import PlanContext
 
 
 class ActionRunner:
@@ -71,12 +50,12 @@ class ActionRunner:
         store: Store,
         pool: HostPool,
         collectives: StepCollectives,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store = spec, store
-        self._collectives, self._device = collectives, context.device
-        self._needs_norm = plan.needs_all_gradients
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -102,24 +81,24 @@ class ActionRunner:
             self._gradient_spill = GradientSpill(
                 store, pool, groups, buffers=spec.ring, chunk_params=chunk_params
             )
-        self.pending = PendingGradients()
-        # The meta of each step whose end is to come, and whether that is a commit.
-        self.steps_to_end: deque[tuple[dict[str, Any], bool]] = deque()
-        self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
-        self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
-        self.unfinished = False  # some updates of a step that has not ended have run
-        self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._updated_once: set[int] = set()  # groups whose gradients stay until a write
-        self._used: list[int] = []
+        self.pending = PendingGradients(steps)
+        self.host_cache = HostCache(spec, groups, store=store, slots=self.slots, ring=self._ring)
         # Of chunks that are updated and not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
-        # Of `_keeping` and `_used`, which the caller and lanes change.
-        self._lock = threading.Lock()
-        self.device_parts: DeviceParts | None = None
+        self.device_parts: DeviceOperations | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
             if context.device.has_own_memory:
-                self.device_parts = _device_parts(context, plan, spec, self.activation_spill)
+                self.device_parts = DeviceOperations(
+                    context,
+                    plan,
+                    spec,
+                    groups=groups,
+                    host_slots=self.slots,
+                    pending=self.pending,
+                    collectives=collectives,
+                    activation_spill=self.activation_spill,
+                )
             self.load_host_cached()
         except BaseException:
             self.close()
@@ -132,52 +111,19 @@ class ActionRunner:
             return self.device_parts.activation_offload
         return self.activation_spill or ActivationHooks()
 
-    @property
-    def gradient_offload(self) -> GradientOffload | None:
-        return None if self.device_parts is None else self.device_parts.gradient_offload
-
     # -- what stays in host memory ----------------------------------------------------------------
 
-    def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Resident groups, by number, with their cached slots, which hold this rank's shards."""
-        return [
-            (number, self.slots.flat(self._groups[number], self._spec.slots + i))
-            for i, number in enumerate(self._spec.host_cached_weights)
-            if self._groups[number].resident
-        ]
-
     def load_host_cached(self, *, trained: bool = False) -> None:
-        """Fill the cached slots and buffers from the committed generation.
-
-        With `trained`, only those that a step changes are filled.
-        """
+        """Fill the host cache from the committed generation."""
         self._checksums.clear()
-        tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.host_cached_weights):
-            if trained and not self._spec.chunks[number]:
-                continue
-            tickets += self.slots.read(self._groups[number], self._spec.slots + i)
-        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
-            tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
-        self._store.wait_all(tickets)
+        self.host_cache.load(trained=trained)
 
     def commit_uncommitted(self) -> None:
         """Commit the last step if it has ended without a commit. The lanes must be idle."""
-        if self.uncommitted is not None:
-            self.write_back_host_cached()
-            self._store.commit(self.uncommitted)
-            self.uncommitted = None
-
-    def write_back_host_cached(self) -> None:
-        """Brings what lives in host memory to the SSD, where steps do not."""
-        tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.host_cached_weights):
-            slot = self._spec.slots + i
-            for chunk in range(self._spec.chunks[number]):  # frozen ones have none
-                tickets.append(self.slots.write(self._groups[number], chunk, slot))
-        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
-            tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
-        self._store.wait_all(tickets)
+        if self.steps.uncommitted is not None:
+            self.host_cache.write_back()
+            self._store.commit(self.steps.uncommitted)
+            self.steps.uncommitted = None
 
     def close(self) -> None:
         if self.activation_spill is not None:
@@ -192,13 +138,20 @@ class ActionRunner:
         """
         tickets: list[Ticket] = []
         try:
-            for ticket in self._tickets(action):
+            for ticket in self._RUN[action.kind](self, action) or ():
                 tickets.append(ticket)
         except BaseException:
             with suppress(LohanError):
                 self._wait(action, tickets)
             raise
         return tickets
+
+    def complete(self, action: Action, tickets: list[Ticket]) -> None:
+        """Wait for the I/O of an ssd action, and do what follows from it."""
+        self._wait(action, tickets)
+        finish = self._FINISH.get(action.kind)
+        if finish is not None:
+            finish(self, action)
 
     def _wait(self, action: Action, tickets: list[Ticket]) -> None:
         if action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
@@ -207,121 +160,73 @@ class ActionRunner:
         else:
             self._store.wait_all(tickets)
 
-    def _tickets(self, action: Action) -> Iterator[Ticket]:
+    def _read_weights(self, action: Action) -> Iterable[Ticket]:
+        return self.slots.read(self._groups[action.index], action.at[0])
+
+    def _read_state(self, action: Action) -> Iterable[Ticket]:
+        yield self._ring.read(self._groups[action.index], action.chunk, action.at[0])
+
+    def _write(self, action: Action) -> Iterable[Ticket]:
         number, chunk = action.index, action.chunk
-        if action.kind == Op.READ_WEIGHTS:
-            yield from self.slots.read(self._groups[number], action.at[0])
-        elif action.kind == Op.READ_STATE:
-            yield self._ring.read(self._groups[number], chunk, action.at[0])
-        elif action.kind == Op.WRITE:
-            group, known = self._groups[number], self._checksums.pop((number, chunk), None)
-            state, weights = (None, None) if known is None else (known.state, known.weights)
-            yield self._ring.write(group, chunk, action.at[0], crc=state)
-            yield self.slots.write(group, chunk, action.at[1], crc=weights)
-        elif action.kind == Op.SPILL_GRADIENTS:
-            assert self._gradient_spill is not None
-            grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
-            yield self._gradient_spill.write(number, chunk, action.at[0], grads)
-        elif action.kind == Op.FETCH_GRADIENTS:
-            assert self._gradient_spill is not None
-            yield self._gradient_spill.read(number, chunk, action.at[0])
-        elif action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
-            assert self.activation_spill is not None
-            spill = self.activation_spill
-            move = spill.write if action.kind == Op.SPILL_ACTIVATIONS else spill.read
-            yield from move(number, action.at[0])
-        elif action.kind != Op.END_STEP:
-            raise LohanError(f"{action.token()} is not an action of the ssd lane")
+        group, known = self._groups[number], self._checksums.pop((number, chunk), None)
+        state, weights = (None, None) if known is None else (known.state, known.weights)
+        yield self._ring.write(group, chunk, action.at[0], crc=state)
+        yield self.slots.write(group, chunk, action.at[1], crc=weights)
 
-    def complete(self, action: Action, tickets: list[Ticket]) -> None:
-        number = action.index
-        self._wait(action, tickets)
-        if action.kind == Op.END_STEP:
-            meta, commits = self.steps_to_end.popleft()
-            if commits:
-                self._store.commit(meta)
-            else:
-                self._store.check_present()
-            self.uncommitted = None if commits else meta
-            self.ended_metas.append(meta)
-            self.unfinished = False
-        elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
-            self.activation_spill.written(number)
-        elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
-            self._release_gradients(number)
-        elif action.kind == Op.WRITE and self._is_last(action) and number in self._updated_once:
-            self._updated_once.discard(number)
-            self._drop_gradients_of(number)  # of the step before: none of these is kept
+    def _spill_gradients(self, action: Action) -> Iterable[Ticket]:
+        assert self._gradient_spill is not None
+        grads = self.pending.on_host.get(action.index, {})  # none: no use of it got a gradient
+        yield self._gradient_spill.write(action.index, action.chunk, action.at[0], grads)
 
-    # -- the links, and the net lane --------------------------------------------------------------
+    def _gradients_spilled(self, action: Action) -> None:
+        if self._is_last(action):
+            self.pending.release(action.index)
 
-    def run_transfer(self, action: Action) -> None:
-        """Run a copy over a link, or a collective, from start to end."""
-        assert self.device_parts is not None
-        number = action.index
-        if action.kind == Op.LOAD_WEIGHTS:
-            weights = self.slots.flat(self._groups[number], action.at[0])
-            self.device_parts.slots.load(action.at[1], weights)
-        elif action.kind == Op.ALL_GATHER:
-            self.device_parts.slots.gather(action.at[0], self._groups[number].numel)
-        elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
-            whole = dict(self.pending.on_device.pop(number, {}))
-            shard = self._collectives.reduce_scatter(number, whole, self._device)
-            if self._needs_norm:
-                self.pending.squares[number] = self._squares_of(shard)
-            if shard:
-                self.pending.on_device[number] = shard
-        elif action.kind == Op.OFFLOAD_GRADIENTS:
-            grads = self.pending.on_device.get(number)
-            if grads is not None:  # held here until they have arrived
-                squares = self.pending.squares_on_device.pop(number, None)
-                gradient_offload, group = self.device_parts.gradient_offload, self._groups[number]
-                self.pending.on_host[number] = gradient_offload.offload(
-                    number, group, grads, squares=squares
-                )
-                del self.pending.on_device[number]
-        elif action.kind == Op.OFFLOAD_ACTIVATIONS:
-            self.device_parts.activation_offload.evict(number)
-        elif action.kind == Op.RESTORE_ACTIVATIONS:
-            self.device_parts.activation_offload.bring_back(number, action.at)
+    def _fetch_gradients(self, action: Action) -> Iterable[Ticket]:
+        assert self._gradient_spill is not None
+        yield self._gradient_spill.read(action.index, action.chunk, action.at[0])
+
+    def _spill_activations(self, action: Action) -> Iterable[Ticket]:
+        assert self.activation_spill is not None
+        return self.activation_spill.write(action.index, action.at[0])
+
+    def _activations_spilled(self, action: Action) -> None:
+        assert self.activation_spill is not None
+        self.activation_spill.written(action.index)
+
+    def _fetch_activations(self, action: Action) -> Iterable[Ticket]:
+        assert self.activation_spill is not None
+        return self.activation_spill.read(action.index, action.at[0])
+
+    def _end_step(self, action: Action) -> None:
+        step = self.steps.ending.popleft()
+        if step.commits:
+            self._store.commit(step.meta)
         else:
-            raise LohanError(f"{action.token()} is not an action of the links")
+            self._store.check_present()
+        self.steps.ended(step)
 
-    def _squares_of(self, shard: GroupGrads) -> float:
-        """Return the sum of squares of the shard that this rank has reduced, on the net lane."""
-        assert self.device_parts is not None
-        made = self.device_parts.gradient_offload.sum_squares(shard)
-        if made is not None:
-            return float(read_back(made))
-        return sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
+    # -- the other lanes --------------------------------------------------------------------------
+
+    def run(self, action: Action, scalars: StepScalars) -> None:
+        """Run an action of a link, of the net lane or of the optimizer lane from start to end."""
+        if self.device_parts is not None and action.lane != "optimizer":
+            self.device_parts.run(action)
+        else:
+            self._RUN[action.kind](self, action, scalars)
+
+    def _sum_squares(self, action: Action, _: StepScalars) -> None:
+        number = action.index
+        if number not in self.pending.squares:  # over ranks, others have taken them
+            self.pending.squares[number] = sum_of_squares(self.pending.on_host.get(number, {}))
 
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
 
-    def _release_gradients(self, number: int) -> None:
-        """Frees the gradients of a group after their update, or after they were spilled."""
-        with self._lock:
-            if self._keeping:
-                self._used.append(number)
-                return
-        self._drop_gradients_of(number)
-
-    def _drop_gradients_of(self, number: int) -> None:
-        self.pending.on_host.pop(number, None)
-        if self.device_parts is not None:
-            self.device_parts.gradient_offload.release(number)
-
-    # -- the optimizer lane -----------------------------------------------------------------------
-
-    def run_optimizer(self, action: Action, scalars: StepScalars) -> None:
-        """Run the arithmetic of an action of the optimizer lane."""
+    def _update(self, action: Action, scalars: StepScalars) -> None:
         number, group = action.index, self._groups[action.index]
         grads = self.pending.on_host.get(number, {})
-        if action.kind == Op.SUM_SQUARES:
-            if number not in self.pending.squares:  # over ranks, others have taken them
-                self.pending.squares[number] = sum_of_squares(grads)
-            return
-        self.unfinished = True
+        self.steps.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
 
@@ -345,76 +250,43 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
-            if number in scalars.updated_twice:
-                self._updated_once.add(number)
-            else:
-                self._release_gradients(number)
+            self.pending.release(number)
 
-    def keep_gradients(self) -> None:
-        """Gradients stay until `accept_updates`, or until they are used once more."""
-        self._keeping, self._used = True, []
+    # The branch of each operation; DeviceOperations has those of a device. Those of the ssd lane
+    # return the tickets of their requests.
+    _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
+        Op.READ_WEIGHTS: _read_weights,
+        Op.READ_STATE: _read_state,
+        Op.WRITE: _write,
+        Op.SPILL_GRADIENTS: _spill_gradients,
+        Op.FETCH_GRADIENTS: _fetch_gradients,
+        Op.SPILL_ACTIVATIONS: _spill_activations,
+        Op.FETCH_ACTIVATIONS: _fetch_activations,
+        Op.END_STEP: lambda runner, action: (),
+        Op.SUM_SQUARES: _sum_squares,
+        Op.UPDATE: _update,
+    }
+    # What follows when the requests of an ssd action have completed.
+    _FINISH: ClassVar[dict[str, Callable[[ActionRunner, Action], None]]] = {
+        Op.SPILL_GRADIENTS: _gradients_spilled,
+        Op.SPILL_ACTIVATIONS: _activations_spilled,
+        Op.END_STEP: _end_step,
+    }
 
-    def accept_updates(self) -> None:
-        """Accept the updates of this step.
-
-        Gradients that are already used are released now, the others as soon as they are
-        used.
-        """
-        with self._lock:
-            self._keeping, used = False, self._used
-        for number in used:
-            self._release_gradients(number)
+    # -- steps that are rolled back ---------------------------------------------------------------
 
     def undo_updates(self) -> None:
-        """They do not; the lanes are idle. Kept gradients are there to be used once more."""
-        self._keeping, self.unfinished = False, False
+        """Return to the committed state; the lanes are idle. Kept gradients are used once more."""
+        self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
-    def drop_gradients(self) -> None:
-        """Discards the gradients that were handed over."""
-        self._keeping = False
-        self._updated_once.clear()
-        self.pending.clear()
-        if self.device_parts is not None:
-            self.device_parts.gradient_offload.clear()
-
     def forget(self) -> None:
-        """After an error: discards all that was handed over."""
-        self.drop_gradients()
-        self.steps_to_end.clear()
-        self.uncommitted, self.unfinished = None, False
+        """Discard all gradients and activations that were handed over, after an error."""
+        self.pending.clear()
         if self.activation_spill is not None:
             self.activation_spill.forget()
         if self.device_parts is not None:
             self.device_parts.activation_offload.forget()
-
-
-def _device_parts(
-    context: PlanContext, plan: Plan, spec: ScheduleSpec, activation_spill: ActivationSpill | None
-) -> DeviceParts:
-    device = context.device
-    waiting = sum(e.bytes for e in plan.ledger if e.owner == WAITING)
-    try:
-        slots = DeviceSlots(
-            device,
-            groups=[group for group in context.blocks.groups if not group.resident],
-            slots=spec.device_slots,
-            state_format=STATE_FORMATS[plan.dtype],
-            process_group=context.process_group,
-        )
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise BudgetError(
-            f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
-            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
-            "else uses it, or lower --device-memory"
-        ) from None
-    offload = DeviceActivationOffload(
-        device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
-    )
-    gradient_offload = GradientOffload(device, waiting, groups=len(context.blocks.groups))
-    return DeviceParts(slots, gradient_offload, offload)
 
 
 def _activation_spill(

@@ -15,21 +15,16 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
-from functools import cache, partial
-from importlib import resources
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan.capture.blocks import DTYPE_NAMES, check_trainable, cut_for, default_decay, dtype_of
+from lohan.capture.blocks import check_trainable, cut_for, dtype_of
 from lohan.capture.casting import cast_inputs
-from lohan.capture.fake import CPU
-from lohan.capture.footprint import inventories, measure
-from lohan.capture.tracing import SavePlans, shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
 from lohan.checkpoint.hf_folder import (
     build_diffusers,
@@ -48,155 +43,35 @@ from lohan.checkpoint.store_io import (
     to_meta,
 )
 from lohan.device.base import Device, LinkedCpuDevice
-from lohan.device.choose import Backend, backend_of, open_device
+from lohan.device.choose import backend_of, open_device
 from lohan.device.determinism import deterministic_algorithms, fix_cublas_workspace
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
+from lohan.engine.context import PlanContext
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
-from lohan.engine.session import ExecutorAndHead, PlanContext, Session
+from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy, with_keywords
+from lohan.engine.session import ExecutorAndHead, Session
 from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
+from lohan.engine.workload import _dtype_name, _shapes, is_tested, save_plans, workload_of
 from lohan.engine.wrapping import FirstCalls
-from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
+from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
+from lohan.model.plan import Plan, PlanOptions
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups
-from lohan.planner.memory import MemoryModel
-from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
+from lohan.planner.given import GivenPlan, accept_plan, read_plan
+from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.files import StoreLock
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.util.settings import tile_tokens
-from lohan.util.system import cgroup_memory_limit, host_memory_bytes, offline, total_memory_bytes
+from lohan.util.system import offline
 from lohan.util.trace import Trace
-from lohan.util.units import AUTO, format_bytes, parse_bytes, parse_interval
-
-STORE_FOLDER = "lohan-store"
-
-
-# -- What `attach` is told besides model, optimizer and batch: a budget, three policies ------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """The limits of memory and the directories of the state.
-
-    `host` bounds what LoHan holds in main memory beyond Python and torch themselves. None means
-    four fifths of the free memory. Several ranks on a machine share it. `device` bounds the
-    memory of an accelerator in the same way. `ssd` names the directories over which the state
-    is spread. `commit_every` is "step", a number of steps, a time such as "10min", or "auto".
-    """
-
-    ssd: Sequence[str | os.PathLike[str]]
-    host: str | int | None = None
-    device: str | int | None = None
-    commit_every: str | int = AUTO
-
-    def host_bytes(self, ranks: int = 1) -> int:
-        """Of each of so many ranks on this machine."""
-        if self.host is None:
-            return host_memory_bytes() * 4 // 5 // ranks
-        given, there = parse_bytes(self.host, name="host"), total_memory_bytes()
-        there = min(there, cgroup_memory_limit() or there)
-        if given > there:
-            raise BudgetError(
-                f"host is {format_bytes(given)}, this machine has {format_bytes(there)} of memory; "
-                "lower --host, or leave it out for four fifths of what is free"
-            )
-        return given // ranks
-
-    def device_bytes(self) -> int | None:
-        return None if self.device is None else parse_bytes(self.device, name="device")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadPolicy:
-    """What leaves memory, and what overlaps with compute.
-
-    These settings change the speed only, except for the rounding of other micro-batches and of
-    `tiles`.
-
-    `tiles` is the number of tokens that the parts of a block that do not mix tokens process at
-    a time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster
-    with them. `activations` selects what blocks keep for backward: "holistic" (what pays on a
-    machine with this `profile`), "recompute" (only the inputs), "all", exact classes, or the
-    choice of another policy ("static", "capuchin", "checkmate", "g10"). `run_again` states that
-    the loop checks `session.must_run_again` after every backward and, if it is True, runs the
-    same batch again from the random state before it. Updates then need not wait for the norm
-    even if memory cannot hold all gradients.
-    """
-
-    activations: str | Kept = "holistic"
-    update_mode: str = "balanced"
-    overlap: bool = True
-    micro_batch: int | None = None
-    tiles: int | str = "auto"
-    profile: Profile | None = None
-    run_again: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPolicy:
-    """How the model is divided into blocks, and how it computes.
-
-    `blocks` names the lists of repeated blocks to use; by default all lists are used.
-    `resident` names modules to keep in memory because the model reads their weights outside a
-    call; with an example batch, such modules are detected. `dtype` is the type in which weights
-    compute, if it differs from their own; the master weights keep the precision of the model.
-    `base` packs the frozen weights of linear layers in blocks ("nf4", "int8" or "fp8"), on SSD
-    and in memory; calls dequantise them. `compile` compiles the blocks with torch, on
-    accelerators only; a name or a function is the backend of torch.compile. With
-    `deterministic`, runs on an accelerator repeat bit for bit: torch uses kernels with a fixed
-    order of sums, and raises an error if it has none. `decay` selects by name the parameters
-    that decay. `check` compares the first call of each block with a plain call of the same
-    module, if memory permits, and refuses a block that differs; None does so for models that
-    docs/models.md does not list.
-    """
-
-    blocks: Sequence[str] = ()
-    resident: Sequence[str] = ()
-    dtype: str | None = None
-    base: str = ""
-    compile: bool | Backend = False
-    deterministic: bool = False
-    decay: Callable[[str, nn.Parameter], bool] = default_decay
-    check: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorePolicy:
-    """The store, which is the folder `store_name` in each directory of the budget.
-
-    `resume` opens an existing store. `meta` is written into every manifest of a new one.
-    """
-
-    store_name: str = STORE_FOLDER
-    resume: bool = False
-    engine: str | IOEngine = "auto"
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    progress: Callable[[int, int], None] = lambda done, total: None
-
-
-def with_keywords(
-    offload: OffloadPolicy, model: ModelPolicy, store: StorePolicy, keywords: Mapping[str, Any]
-) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
-    """Return the policies, with the fields that were given as keywords of `attach` itself."""
-    made: list[Any] = []
-    left = dict(keywords)
-    for policy in (offload, model, store):
-        own = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
-        made.append(replace(policy, **own))
-    if left:
-        name = next(iter(left))
-        known = [f.name for policy in (offload, model, store) for f in fields(policy)]
-        near = get_close_matches(name, known, n=1) or [", ".join(known)]
-        raise ConfigError(f"attach has no keyword {name!r}; it takes {near[0]}")
-    return made[0], made[1], made[2]
-
+from lohan.util.units import parse_interval
 
 # -- What the ranks of a run agree on before its first step ----------------------------------------
 #
@@ -217,30 +92,29 @@ def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     return device
 
 
-def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
+def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanContext]:
     """Return the plan that all ranks follow, and the context with the memory that it assumes.
 
-    The first rank makes the plan, for the smallest memory of any rank.
+    The first rank makes the plan, or accepts the `given` one, for the smallest memory of any rank.
     """
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
     host, own = group.least(context.host_bytes, room)
-    shards, shared = context.shards, replace(context.options, world=group.world)
     in_one_memory = group.several and isinstance(device, LinkedCpuDevice)
+    problem = PlanProblem(
+        context.shards,
+        replace(context.options, world=group.world),
+        host_bytes=host,
+        workload=workload,
+        profile=None if in_one_memory else context.profile,
+        device_bytes=own,
+        in_one_memory=in_one_memory,
+    )
 
     def make() -> list[Any]:
-        if in_one_memory:
-            plan, taken = plan_in_one_memory(shards, shared, host_bytes=host, workload=workload)
-            return [plan.to_json(), host - taken, taken]
-        plan = plan_for_budget(
-            shards,
-            shared,
-            host_bytes=host,
-            workload=workload,
-            profile=context.profile,
-            device_bytes=own,
-        )
-        return [plan.to_json(), host, own]
+        planned = make_plan(problem) if given is None else accept_plan(given, problem)
+        taken = (planned.device_bytes or 0) if in_one_memory else 0
+        return [planned.plan.to_json(), host - taken, planned.device_bytes]
 
     made, host, own = group.broadcast_made(make)
     if isinstance(device, LinkedCpuDevice) and in_one_memory:
@@ -329,6 +203,7 @@ def attach(
     model_policy: ModelPolicy = _MODEL,
     store_policy: StorePolicy = _STORE,
     process_group: ProcessGroup = ALONE,
+    plan: GivenPlan | None = None,
     trace: bool = False,
     **fields: Any,
 ) -> Session:
@@ -345,14 +220,17 @@ def attach(
     may also be given one by one, as keywords of `attach`: `attach(model, ..., overlap=False)`.
     `process_group`, made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
-    rows of the batch, and has a folder of its own. `backward` returns before a step is durable;
-    `Session.commit` makes it so. A model that is attached already is taken over with what it has
-    learnt: its earlier session ends.
+    rows of the batch, and has a folder of its own. `plan` is a plan to follow instead of the
+    planner's: an object such as `session.plan`, its JSON, or a file that `lohan plan --json` wrote.
+    It is refused if it does not fit the model and the budget. `backward` returns before a step is
+    durable; `Session.commit` makes it so. A model that is attached already is taken over with what
+    it has learnt: its earlier session ends.
     """
     offload_policy, model_policy, store_policy = with_keywords(
         offload_policy, model_policy, store_policy, fields
     )
     parse_interval(budget.commit_every, name="commit_every")
+    given = None if plan is None else read_plan(plan)
     make_groups = _groups_maker(model, optimizer, param_groups)
     batch = None if batch is None else arguments_by_name(model, batch)
     source, dtype, found, wider = _prepared(model, batch, model_policy, new=not store_policy.resume)
@@ -382,16 +260,21 @@ def attach(
             backend=backend_of(model_policy.compile, device),
             check=not is_tested(model) if model_policy.check is None else model_policy.check,
             settings=settings,
+            plan_is_given=given is not None,
         )
         if store_policy.resume:
-            store, plan, context = _reopened(model, context, optimizer, budget, store_policy, undo)
+            store, followed, context = _reopened(
+                model, context, given, optimizer, budget, store_policy, undo
+            )
         else:
             assert source is not None
-            store, plan, context = _created(source, wider, context, budget, store_policy, undo)
+            store, followed, context = _created(
+                source, wider, context, given, budget, store_policy, undo
+            )
             del source  # and with it, weights in memory
         run = partial(make_executor, model, context, store, groups, Trace(keep=trace))
         to_meta(model)
-        session = Session(model, context, run, plan)
+        session = Session(model, context, run, followed)
         undo.pop_all()
     return session
 
@@ -469,6 +352,7 @@ def _created(
     source: ReadFlat,
     wider: Collection[str],
     context: PlanContext,
+    given: Plan | None,
     budget: Budget,
     store_policy: StorePolicy,
     undo: ExitStack,
@@ -478,7 +362,7 @@ def _created(
     For frozen parameters that were given in a `wider` type, the store also keeps what rounding
     removes.
     """
-    plan, context = agreed_plan(context)
+    plan, context = agreed_plan(context, given)
     groups = context.blocks.groups
     exact = context.process_group.broadcast_made(
         lambda: groups_that_lose_bits(source, groups, wider, plan.dtype)
@@ -500,6 +384,7 @@ def _created(
 def _reopened(
     model: nn.Module,
     context: PlanContext,
+    given: Plan | None,
     optimizer: Optimizer,
     budget: Budget,
     store_policy: StorePolicy,
@@ -524,7 +409,7 @@ def _reopened(
         chunk_params=held.chunk_params,
         gradients_on_ssd=any(region.scratch for region in store.regions),
     )
-    plan, context = agreed_plan(replace(context, options=options))
+    plan, context = agreed_plan(replace(context, options=options), given)
     restore_rng(store.meta, context.device)
     restore_buffers(model, store.meta)
     return store, plan, context
@@ -650,20 +535,6 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
     }
 
 
-def is_tested(model: nn.Module) -> bool:
-    """Whether models of its class were compared with the same in memory, step by step."""
-    kind = type(base_of(model))
-    own = kind.__module__.startswith(("transformers.", "diffusers."))
-    return own and kind.__name__ in tested_classes()
-
-
-@cache
-def tested_classes() -> frozenset[str]:
-    """As docs/models_sweep.py found them, which writes docs/models.md too."""
-    file = resources.files("lohan.capture").joinpath("tested.txt")
-    return frozenset(file.read_text(encoding="utf-8").split())
-
-
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
     """Return the profile if it was measured with such a device, or else None.
 
@@ -684,135 +555,12 @@ def machine_with(device: Device, profile: Profile | None) -> Profile | None:
 def device_overhead(
     device: Device, model: nn.Module, host_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """Return the bytes of device memory, by owner, apart from blocks and schedule."""
-    if not device.has_own_memory:
-        return ()
+    """Return the bytes of device memory, by owner, apart from blocks and schedule.
+
+    Those of a GPU that shares the host's memory are part of the host budget.
+    """
     lines = device.overhead(host_bytes)
     if device.torch_device.type != "cpu":  # the model's buffers go there
         buffers = {id(buffer): buffer for buffer in model.buffers()}.values()
         lines["buffers"] = sum(buffer.numel() * buffer.itemsize for buffer in buffers)
     return tuple((owner, count) for owner, count in lines.items() if count)
-
-
-def blocks_of(
-    model: nn.Module, batch: Mapping[str, Any], *, base: str = "", dtype: str = "fp32"
-) -> Blocks:
-    """Divide a model into blocks according to a call with this batch.
-
-    If `base` is given, the frozen base is packed for the dtype.
-    """
-    found = cut_for(model, _shapes(model, batch))
-    return pack_base(model, found, base, STATE_FORMATS[dtype].weight_bytes) if base else found
-
-
-def workload_of(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device = CPU
-) -> BatchWorkload:
-    """Return what a batch of these shapes requires of a plan, if blocks run on this device."""
-
-    def in_tiles(tokens: int) -> BatchWorkload:
-        """Backward repeats in tiles what it repeats as a whole without them."""
-        found = _workload(model, blocks, batch, torch_device, tiles=tokens)
-        seq, shapes = whole.seq, dict(found.shapes)
-        for name, shape in shapes.items():
-            untiled = whole.shapes[name]
-            again = untiled.recompute_flops_at(seq) - shape.recompute_flops_at(seq)
-            inside = untiled.elements - shape.elements
-            shapes[name] = replace(
-                shape, tile_flops=max(0.0, again), tile_elements=max(0.0, inside)
-            )
-        return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
-
-    whole = replace(_workload(model, blocks, batch, torch_device, tiles=0), tiled=in_tiles)
-    return whole
-
-
-def _workload(
-    model: nn.Module,
-    blocks: Blocks,
-    batch: Mapping[str, Any],
-    torch_device: torch.device,
-    *,
-    tiles: int,
-) -> BatchWorkload:
-    shapes = _shapes(model, batch)
-    tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
-    first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
-    base: Any = base_of(model)
-    head = base.get_output_embeddings() if find_decoder(base) is not None else None
-    head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
-    samples = first.shape[0]
-    kinds, sliced = inventories(
-        model, blocks, shapes, micro_batch=samples, torch_device=torch_device, tiles=tiles
-    )
-    # A model may give its blocks several rows of each sample, such as the choices of a question.
-    rows = max(samples, sliced.rows)
-    seen = {samples: sliced}
-
-    def footprint(micro_batch: int) -> Footprint:
-        if micro_batch not in seen:
-            seen[micro_batch] = measure(
-                model,
-                blocks,
-                shapes,
-                micro_batch=micro_batch,
-                torch_device=torch_device,
-                tiles=tiles,
-            )
-        if head_site is not None:  # runs in slices of tokens, planned apart
-            seen[micro_batch].sites.pop(head_site.name, None)
-        return seen[micro_batch]
-
-    repeated = dict(kinds)
-    if head_site is not None:
-        repeated.pop(head_site.name, None)
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    seq, block_shapes = shapes_together(repeated, (rows, *first.shape[1:]))
-    widest = max((shape.input_elements for shape in block_shapes.values()), default=0)
-    return BatchWorkload(
-        batch=rows,
-        seq=seq,
-        measure=footprint,
-        samples=samples if rows > samples else 0,
-        hidden=getattr(text, "hidden_size", 0) or int(widest),
-        vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
-        head_group=head_site.groups[0] if head_site is not None else None,
-        text="input_ids" in shapes,
-        shapes=block_shapes,
-        # Blocks of other kinds may have other classes.
-        stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
-        tiles=tiles,
-    )
-
-
-def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> SavePlans:
-    """Return which activations each site keeps."""
-    if workload is None or not plan.kept:
-        return SavePlans({}, {})
-    workload = workload.in_tiles(plan.tiles)
-    memory = MemoryModel.of(blocks, plan, workload)
-    numbers = {site.name: number for number, site in enumerate(blocks.sites)}
-    classes, planned_bytes = dict[int, frozenset[str]](), dict[int, int]()
-    for name in memory.block_sites:
-        own, number = {part.name for part in workload.shapes[name].activations}, numbers[name]
-        classes[number] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
-        planned_bytes[number] = memory.sizes.bytes_of(plan.kept, name)
-    return SavePlans(classes, planned_bytes)
-
-
-def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Without labels where the loss is sliced: the model gives its hidden states."""
-    sliced = find_decoder(base_of(model)) is not None
-    return {name: value for name, value in batch.items() if name != "labels" or not sliced}
-
-
-def _dtype_name(model: nn.Module) -> str:
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or (dtype := dtypes.pop()) not in DTYPE_NAMES:
-        found = ", ".join(sorted(str(d) for d in dtypes | {p.dtype for p in model.parameters()}))
-        raise ModelError(
-            f"{type(model).__name__} has parameters of {found}; convert all of them to one of "
-            f"{', '.join(str(dtype) for dtype in DTYPE_NAMES)} first"
-        )
-    return DTYPE_NAMES[dtype]

@@ -108,6 +108,10 @@ class HostPool:
         self.reserve(owner, size)
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
+    def compute_view(self, host: torch.Tensor) -> torch.Tensor:
+        """Return memory that was allocated `for_device` as compute uses it in place."""
+        return self._device.compute_view(host)
+
 
 # -- Compute weights in slots of host memory and of the device -------------------------------------
 #
@@ -153,6 +157,16 @@ class WeightSlots:
     def _part(self, slot: int, start: int, stop: int) -> HostBuffer:
         width = self._state_format.weight_bytes
         return self._buffers[slot].part(start * width, stop * width)
+
+
+class SharedSlots:
+    """The slots of host memory, as compute uses them on a device without its own memory."""
+
+    def __init__(self, slots: WeightSlots, pool: HostPool) -> None:
+        self._slots, self._pool = slots, pool
+
+    def flat(self, group: FlatGroup, slot: int) -> torch.Tensor:
+        return self._pool.compute_view(self._slots.flat(group, slot))
 
 
 class DeviceSlots:
@@ -206,7 +220,8 @@ class Dequantised:
         if size and device.has_own_memory:
             self._flat = device.allocate(size).view(dtype)
         elif size:
-            self._flat = pool.allocate(DEQUANTISED, size).tensor(dtype)
+            memory = pool.allocate(DEQUANTISED, size, for_device=True).tensor(dtype)
+            self._flat = pool.compute_view(memory)
         self._filled_for: list[str] = []  # keys of the groups whose values `_flat` holds
 
     def views(
@@ -276,8 +291,6 @@ class StepScalars:
     update: int  # from 1
     grad_multiplier: float
     missed_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
-    # Groups whose gradients are needed for a second update.
-    updated_twice: frozenset[int] = frozenset()
 
 
 class StateRing:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import sum_of_squares
 from lohan.engine.scheduler import ActionScheduler
+from lohan.engine.step import Decision, Step, Steps
 from lohan.model.plan import Plan
+from lohan.schedule.placement import Gate, UpdateOptions
 from lohan.store.store import Store
 
 if TYPE_CHECKING:
@@ -38,14 +39,6 @@ RECENT = 8  # steps, of which the plan says how many may be clipped
 def clip_factor(norm: float, limit: float) -> float:
     """As `torch.nn.utils.clip_grad_norm_` has it; a limit of 0 is none."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-
-
-@dataclass(frozen=True)
-class Factor:
-    """What clipping multiplies the gradients of a step with, and the norm that it follows from."""
-
-    clip_factor: float
-    norm: float
 
 
 class Clipping:
@@ -63,16 +56,21 @@ class Clipping:
         runner: ActionRunner,
         store: Store,
         collectives: StepCollectives,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
-        self._possible = plan.may_speculate
+        self._updates = UpdateOptions.of(plan)
         self.all_held_in_memory = not plan.spilled_gradients  # in memory, until the norm is known
-        self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
         # Metrics of the last step: clipped, speculated and rolled_back.
         self.counts: dict[str, int] = {}
+
+    @property
+    def gate(self) -> Gate:
+        return self._updates.gate
 
     @property
     def over_limit(self) -> bool:
@@ -82,68 +80,75 @@ class Clipping:
     @property
     def must_rerun(self) -> bool:
         """The last backward was that of a clipped step, and did not count."""
-        return self._known is not None
+        return self.steps.current.first_run is not None
 
     @property
     def known_factor(self) -> float:
         """Of updates that do not wait for the norm: 1, but for a step that is rerun."""
-        return 1.0 if self._known is None else self._known.clip_factor
+        first_run = self.steps.current.first_run
+        return 1.0 if first_run is None else first_run.clip_factor
 
     def skips_norm_wait(self, *, repeatable: bool) -> bool:
         """Decide whether updates run in this backward without waiting for the norm.
 
         `repeatable` states that the step can be run again with the same results.
         """
-        able = self._possible and (self.all_held_in_memory or repeatable)
+        able = self._updates.can_speculate and (self.all_held_in_memory or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
-        return pays or self._known is not None
+        return pays or self.steps.current.first_run is not None
 
-    def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> float | None:
-        """Compute the norm after backward, and accept or roll back updates that ran early.
+    def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> Decision:
+        """Compute the norm after backward, and decide what becomes of the step.
 
         `divisor` unscales the gradients: it contains the loss scale and the number of ranks
         over which they are averaged. `unsummed` are the groups whose squares have not been
         summed.
 
-        Returns the factor for updates that have waited, or None if a gradient has
-        overflowed in fp16, so that the step must be skipped. Updates that ran early are
-        accepted if the factor is 1. Otherwise they are rolled back and, if their gradients
-        were not kept, the step must run again.
+        Updates that ran early are accepted if the factor is 1. Otherwise they are rolled back
+        and, if their gradients were not kept, the step must run again.
         """
-        if not self._plan.needs_all_gradients:
-            return 1.0
-        speculated, known = self._scheduler.skips_norm_wait, self._known
-        norm = self._norm(divisor, unsummed)
-        if known is not None:
-            self._known = None
-            if speculated:  # its first run decides, also where no two runs are equal
-                self.norm = known.norm
-                return known.clip_factor
+        step = self.steps.current
+        step.decision = self._decide(step, divisor, unsummed)
+        return step.decision
+
+    def _decide(self, step: Step, divisor: float, unsummed: Sequence[int]) -> Decision:
+        if self._updates.gate is Gate.NONE:
+            return Decision.ACCEPT
+        norm, first_run, speculated = self._norm(divisor, unsummed), step.first_run, step.speculates
+        if first_run is not None and speculated:
+            # The first run of a batch decides, also where no two runs are equal.
+            self.norm, step.factor = first_run.norm, first_run.clip_factor
+            return Decision.ACCEPT
         self.norm, factor = norm, self._factor(norm)
-        if known is not None:
-            return factor
         clipped = factor != 1.0
-        self._clipped.append(clipped)
-        if self._plan.clip:
-            self.counts["clipped"] = int(clipped and factor is not None)
-        if self._possible:
-            rolled_back = int(speculated and clipped)
-            self.counts |= {"speculated": int(speculated), "rolled_back": rolled_back}
+        if first_run is None:
+            self._count(step, clipped=clipped, overflowed=factor is None)
+        step.factor = 1.0 if factor is None else factor
         if speculated and not clipped:
-            self._runner.accept_updates()
-        elif speculated:
+            self._runner.pending.accept()
+            return Decision.ACCEPT
+        if speculated:
             self._scheduler.roll_back()
             self._store.discard()
             self._runner.undo_updates()
-            if factor is not None and not self.all_held_in_memory:
-                self._known = Factor(factor, norm)
-                self._runner.drop_gradients()
-        return factor
+        if factor is None:
+            return Decision.SKIP
+        if speculated and not self.all_held_in_memory:
+            self._runner.pending.clear()
+            return Decision.RERUN
+        return Decision.REDO if speculated else Decision.ACCEPT
 
-    def forget(self) -> None:
-        """After an error: no step is to be rerun."""
-        self._known = None
+    def _count(self, step: Step, *, clipped: bool, overflowed: bool) -> None:
+        """Update the metrics and the record of recent steps."""
+        self._clipped.append(clipped)
+        if self._plan.clip:
+            self.counts["clipped"] = int(clipped and not overflowed)
+        if self._updates.can_speculate:
+            self.counts |= {
+                "speculated": int(step.speculates),
+                "rolled_back": int(step.speculates and clipped),
+            }
 
     def _norm(self, divisor: float, unsummed: Sequence[int]) -> float:
         """Return the norm of all gradients of the model, over all ranks."""

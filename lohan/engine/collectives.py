@@ -81,7 +81,7 @@ class StepCollectives:
                 raise RankError(
                     f"rank {rank} called the blocks of the model in another order than rank 0, "
                     "which several ranks cannot do: they gather every block together; switch off "
-                    "what decides by chance or by data which blocks run, or train on one rank"
+                    "random or data-dependent choices of blocks, or train on one rank"
                 )
         return sorted({number for _, own in said for number in own})
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.blocks import dtype_of, views
+from lohan.capture.blocks import dtype_of
 from lohan.capture.placeholders import (
-    AttachedParameter,
-    ResidentParameter,
     StepGradients,
     install_placeholders,
-    put_parameter,
 )
 from lohan.capture.recompute import SlicedCompute
 from lohan.capture.tiling import Tiling
@@ -35,181 +32,33 @@ from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.store_io import ChangedBuffers, TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
-from lohan.device.ranks import ProcessGroup
+from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
-from lohan.engine.buffers import Dequantised, HostPool, StepScalars
+from lohan.engine.buffers import Dequantised, HostPool, SharedSlots, StepScalars
 from lohan.engine.clipping import Clipping
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import (
-    Accumulated,
-    GradientCollector,
-    GroupGrads,
-)
+from lohan.engine.commit_clock import CommitClock
+from lohan.engine.gradient_transport import GroupGrads
+from lohan.engine.gradients import GradientCollector
 from lohan.engine.lanes import Lanes
+from lohan.engine.resident import Resident
 from lohan.engine.scheduler import ActionScheduler
+from lohan.engine.step import Decision, Factor, State, Step, Steps
 from lohan.engine.user_code import KeptGradients, UnwantedGradients, WatchedParameters
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, ModelError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
+from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
 from lohan.param_groups import META_KEY, HyperParameters
-from lohan.schedule.steps import deferred_groups, spec_of
+from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.steps import spec_of
 from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
 from lohan.util.units import counted
 
 if TYPE_CHECKING:
-    from lohan.engine.session import PlanContext
-
-
-# -- Small parameters that stay in memory for the whole run ----------------------------------------
-#
-# As ordinary leaves of the user's graph.
-#
-# Norms and loose vectors. Their groups have cached weight slots. The one that is trained is
-# updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
-# ones are views of their slot, or copies on a device. Of several ranks each has a shard in its
-# slot, and the caller gathers them.
-
-
-class Resident:
-    """Owner of the parameters of the resident groups, each given with its cached slot."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        groups: Sequence[tuple[FlatGroup, torch.Tensor]],
-        refs: tuple[ParameterRef, ...],
-        torch_device: torch.device,
-        process_group: ProcessGroup,
-        step: StepGradients,
-    ) -> None:
-        self._process_group = process_group
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
-        parameters: dict[str, list[ResidentParameter]] = {RESIDENT: []}
-        olds = {
-            (ref.group, ref.tensor): model.get_submodule(ref.module)._parameters[ref.attribute]
-            for ref in refs
-        }
-        for group, flat in groups:
-            if group.frozen:
-                current = self._gathered(flat, group.numel).to(torch_device)
-            else:
-                current = flat.new_empty(group.numel, device=torch_device)
-                self._copies.append((current, flat))
-            parameters[group.key] = [
-                _resident_parameter(olds[group.key, index], view, spec, step)
-                for index, (view, spec) in enumerate(
-                    zip(views(group, current), group.tensors, strict=True)
-                )
-            ]
-        self.parameters = parameters[RESIDENT]
-        self.by_tensor: dict[tuple[str, int], AttachedParameter] = {
-            (key, index): parameter
-            for key, members in parameters.items()
-            for index, parameter in enumerate(members)
-        }
-        for ref in refs:
-            put_parameter(model, ref, parameters[ref.group][ref.tensor])
-        self.copy_updated()
-
-    def copy_updated(self) -> None:
-        with torch.no_grad():
-            for current, flat in self._copies:
-                # The slot is updated when compute is done with the step, and with this copy.
-                current.copy_(self._gathered(flat, current.numel()), non_blocking=True)
-
-    def _gathered(self, flat: torch.Tensor, count: int) -> torch.Tensor:
-        return self._process_group.all_gather(flat)[:count]
-
-    def take_gradients(self) -> dict[int, torch.Tensor]:
-        """Where compute made them."""
-        grads = {
-            index: parameter.grad.contiguous()
-            for index, parameter in enumerate(self.parameters)
-            if parameter.grad is not None
-        }
-        self.drop_gradients()
-        return grads
-
-    def swap_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Set the gradients of all resident parameters, and return the previous ones.
-
-        An empty sequence removes them.
-        """
-        before = [parameter.grad for parameter in self.parameters]
-        for index, parameter in enumerate(self.parameters):
-            parameter._store_gradient(grads[index] if grads else None)
-        return before
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def drop_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
-def _resident_parameter(
-    old: nn.Parameter | None, values: torch.Tensor, spec: TensorSpec, step: StepGradients
-) -> ResidentParameter:
-    """Return a parameter over `values`.
-
-    If there was one under an earlier plan, the same object is returned, so that its hooks and
-    references to it stay valid.
-    """
-    parameter = old
-    with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(parameter, ResidentParameter) and (parameter.dtype, parameter.device) == (
-            values.dtype,
-            values.device,
-        ):
-            parameter.data = values
-        else:
-            trains = spec.trainable if old is None else old.requires_grad
-            parameter = ResidentParameter(values, requires_grad=trains)
-    parameter.label, parameter.stored_as = (spec.name, "(in memory)"), spec.name
-    parameter.step_gradients = step
-    return parameter
-
-
-# -- When a step is committed ----------------------------------------------------------------------
-
-
-SETTLING = 2  # steps of a plan that are committed in any case: what is wrong shows in them
-
-
-class CommitClock:
-    """Decides, step by step, whether the next one is committed; of several ranks, all alike."""
-
-    def __init__(self, plan: Plan, process_group: ProcessGroup) -> None:
-        self._plan, self._process_group = plan, process_group
-        self._steps = self._since = 0  # of the plan, and of them since the last commit
-        self._committed_s = self._ended_s = time.monotonic()
-
-    def after_step(self, *, commits: bool) -> bool:
-        """Note the end of a step, and return whether the next step commits."""
-        now_s = time.monotonic()
-        took_s, self._ended_s = now_s - self._ended_s, now_s
-        self._steps, self._since = self._steps + 1, self._since + 1
-        if commits:
-            self.committed()
-        interval = self._plan.commit
-        if not self._plan.commits_by_interval or self._steps < SETTLING:
-            return True
-        if interval.steps and self._since + 1 >= interval.steps:
-            return True
-        late = now_s + 2 * took_s - self._committed_s > interval.seconds  # the step after it
-        return bool(interval.seconds) and self._process_group.any_rank(late)
-
-    def committed(self) -> None:
-        self._since, self._committed_s = 0, time.monotonic()
-
-
-# -- Executor -------------------------------------------------------------------------------------
+    from lohan.engine.context import PlanContext
 
 
 class Executor:
@@ -222,7 +71,6 @@ class Executor:
     inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
     forward_began_s = 0.0  # of the last call of the model with gradients
     inference_began_s = math.inf  # of the first one without, since then
-    _in_backward = False
     _lost = ""  # why weights in memory are of no step, if they are
     _resident_current = True  # resident parameters are those of the last step
 
@@ -248,6 +96,7 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.step_gradients = StepGradients(self.refresh_resident)
+        self.steps = Steps()
         self.collectives = StepCollectives(context.process_group, blocks.groups)
         self.spec = spec_of(context.shards, plan)
         self.pool = HostPool(context.host_bytes, device)
@@ -258,6 +107,7 @@ class Executor:
             store=store,
             pool=self.pool,
             collectives=self.collectives,
+            steps=self.steps,
         )
         self.lanes = Lanes(
             self.runner,
@@ -272,12 +122,11 @@ class Executor:
             blocks.groups,
             self.spec,
             lanes=self.lanes,
-            overlap=plan.overlap,
-            slots=self.runner.slots if on_device is None else on_device.slots,
-            update_mode=plan.update_mode,
-            deferred=deferred_groups(blocks, plan),
-            speculates=plan.may_speculate,
-            by_interval=plan.commits_by_interval,
+            slots=(
+                SharedSlots(self.runner.slots, self.pool) if on_device is None else on_device.slots
+            ),
+            updates=UpdateOptions.of(plan, blocks),
+            steps=self.steps,
         )
         self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = GradientCollector(
@@ -285,8 +134,9 @@ class Executor:
             plan,
             scheduler=self.scheduler,
             pending=self.runner.pending,
-            gradient_offload=self.runner.gradient_offload,
+            gradient_offload=self.runner.pending.offload,
             collectives=self.collectives,
+            steps=self.steps,
         )
         self.block_runner = self._make_block_runner(context, save_plans)
         self.train_state = TrainState.of(store.meta)
@@ -305,6 +155,7 @@ class Executor:
             runner=self.runner,
             store=store,
             collectives=self.collectives,
+            steps=self.steps,
         )
         try:
             self._take_over(model, blocks)
@@ -335,7 +186,9 @@ class Executor:
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """Replace the forward of the model's blocks, which run from the store until `close`."""
         if blocks.resident:
-            cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
+            cached = [
+                (blocks.groups[number], flat) for number, flat in self.runner.host_cache.resident()
+            ]
             self.resident = Resident(
                 model,
                 groups=cached,
@@ -417,7 +270,7 @@ class Executor:
     def _roll_back_unfinished(self) -> None:
         """Roll back a step whose backward failed outside LoHan before it finished."""
         self._check_usable()
-        if self._in_backward:
+        if self.in_backward:
             if self.process_group.several:
                 self.process_group.abort()
                 raise RankError(
@@ -435,7 +288,7 @@ class Executor:
         determined here.
         """
         self._check_usable()
-        if not self._in_backward:
+        if not self.in_backward:
             if wanted is None:
                 wanted = torch._C._will_engine_execute_node(self._anchor_node)
             if not wanted:
@@ -444,7 +297,7 @@ class Executor:
                 self.collector.accumulated = UnwantedGradients()
             elif not self.step_gradients.updates:
                 self._keep_gradients()
-            self._in_backward = self.step_gradients.in_backward = True
+            self._begin_backward()
             hooked = self.collector.hooked = self.watched.hooked()
             if hooked:
                 self._check_hooks(next(iter(hooked.values())).label[0])
@@ -458,8 +311,12 @@ class Executor:
                 whole=whole,
                 speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
             )
-            if self.scheduler.skips_norm_wait and self.clipping.all_held_in_memory:
-                self.runner.keep_gradients()
+            step = self.steps.current
+            step.keeps_gradients = step.speculates and self.clipping.all_held_in_memory
+
+    def _begin_backward(self) -> None:
+        self.steps.current.state = State.BACKWARD
+        self.step_gradients.in_backward = True
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """Begin a backward that may reach no block, so that resident parameters are updated."""
@@ -500,7 +357,7 @@ class Executor:
             yield
             self._roll_back_unfinished()
             if sums.numbers() or (self.resident is not None and self.resident.has_gradients):
-                self._in_backward = True
+                self._begin_backward()
                 with self.guarded():
                     self.scheduler.schedule_backward(self._scalars(1.0), whole=False)
                 self.on_backward_done()
@@ -518,7 +375,8 @@ class Executor:
             self.collector.accumulate_rest()
             self.scheduler.pause()
             self.collector.clear()
-            self._in_backward = self.step_gradients.in_backward = False
+            self.steps.current.gradients.clear()
+            self.step_gradients.in_backward = False
             if isinstance(self.collector.accumulated, Accumulated):
                 self.step_gradients.consumed = True
             self._end_backward_without_step()
@@ -569,7 +427,7 @@ class Executor:
             if step != self.train_state.step:
                 raise LohanError(
                     f"{label}: this loss depends on values from before the last step, and the "
-                    "weights have moved on; compute the loss again"
+                    "weights have changed since; compute the loss again"
                 )
             self.enter_backward(wanted=wanted)
             if self.collector.is_handed_over(self.numbers[key]):
@@ -594,56 +452,63 @@ class Executor:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
-            unsummed = self.scheduler.wait_for_squares() if self.plan.needs_all_gradients else ()
-            factor = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
-            if self.clipping.must_rerun:
+            step = self.steps.current
+            gated = self.clipping.gate is Gate.NORM
+            unsummed = self.scheduler.wait_for_squares() if gated else ()
+            decision = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
+            if decision is Decision.RERUN:
+                assert self.clipping.norm is not None
+                self.steps.run_again(Factor(step.factor, self.clipping.norm))
                 self._reset_step()
                 return
-            scalars = None if factor is None else self._scalars(factor)
-            committed = self.store.meta
-            if scalars is None:
-                self.train_state = self.train_state.overflowed()
-            else:
-                scaled = self.plan.dtype == "fp16"
-                self.train_state = self.train_state.updated(
-                    scaled=scaled, absent=self.collector.absent()
-                )
-            recorded = {} if scalars is None else {META_KEY: self.groups.to_json(scalars.groups)}
-            meta = {
-                **committed,
-                **recorded,
-                **self.train_state.to_meta(self.device.random_state()),
-                **self.buffers.to_meta(),
-                **self.extra_meta(),
-            }
-            commits = self.scheduler.commits
-            next_commits = self.commit_clock.after_step(commits=commits)
-            if scalars is not None:
-                self.runner.steps_to_end.append((meta, commits))
+            skipped = decision is Decision.SKIP
+            scalars = None if skipped else self._scalars(step.factor)
+            self._count_step(step, scalars)
+            next_commits = self.commit_clock.after_step(commits=step.commits)
+            if not skipped:
+                self.steps.ending.append(step)
             self.scheduler.close_step(scalars)
-            if scalars is None:  # lanes are idle, and the step before has ended
-                self._skip(meta, commits=commits)
-            self.scheduler.commits = next_commits
+            if skipped:  # lanes are idle, and the step before has ended
+                self._skip(step)
+            self.steps.next(commits=next_commits)
             self.trace.end_step()
             self._reset_step()
             self.step_gradients.consumed = True
 
-    def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
-        """End a step that changes no weight."""
-        self.runner.drop_gradients()
-        self.runner.ended_metas.append(meta)
-        if self.runner.uncommitted is None:
-            self.store.commit(meta, advance=False)
+    def _count_step(self, step: Step, scalars: StepScalars | None) -> None:
+        """Count a step, and collect what its commit records."""
+        committed, recorded = self.store.meta, dict[str, Any]()
+        if scalars is None:
+            self.train_state = self.train_state.overflowed()
         else:
-            self.runner.uncommitted = meta
-            if commits:
+            scaled = self.plan.dtype == "fp16"
+            absent = self.collector.absent()
+            self.train_state = self.train_state.updated(scaled=scaled, absent=absent)
+            recorded = {META_KEY: self.groups.to_json(scalars.groups)}
+        step.meta = {
+            **committed,
+            **recorded,
+            **self.train_state.to_meta(self.device.random_state()),
+            **self.buffers.to_meta(),
+            **self.extra_meta(),
+        }
+
+    def _skip(self, step: Step) -> None:
+        """End a step that changes no weight."""
+        self.runner.pending.clear()
+        self.steps.ended_metas.append(step.meta)
+        if self.steps.uncommitted is None:
+            self.store.commit(step.meta, advance=False)
+        else:
+            self.steps.uncommitted = step.meta
+            if step.commits:
                 self.runner.commit_uncommitted()
 
     def _reset_step(self) -> None:
         self.collector.clear()
         self.collector.sink.end_period()
         self._end_backward_without_step()
-        self._in_backward = self.step_gradients.in_backward = False
+        self.step_gradients.in_backward = False
         self._resident_current = False
 
     def flush(self) -> None:
@@ -678,7 +543,7 @@ class Executor:
     @property
     def in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
-        return self._in_backward
+        return self.steps.current.state is State.BACKWARD
 
     @property
     def lost(self) -> bool:
@@ -698,16 +563,16 @@ class Executor:
         self._lost = "the roll-back of a step that failed was interrupted"
         lost = 0
         try:
-            if self.runner.steps_to_end or self.runner.uncommitted is not None:
+            if self.steps.ending or self.steps.uncommitted is not None:
                 # Steps whose backward has returned are not given up with the one after them, unless
                 # a lane has failed. What counts is the error of the step that failed.
                 with suppress(Exception):
-                    self.scheduler.finish_earlier_steps(in_backward=self._in_backward)
-                    if not self.runner.unfinished:  # no update of the step that failed has run
+                    self.scheduler.finish_earlier_steps(in_backward=self.in_backward)
+                    if not self.steps.unfinished:  # no update of the step that failed has run
                         self.runner.commit_uncommitted()
-            lost = len(self.runner.steps_to_end)
-            if self.runner.uncommitted is not None:
-                lost += TrainState.of(self.runner.uncommitted).step
+            lost = len(self.steps.ending)
+            if self.steps.uncommitted is not None:
+                lost += TrainState.of(self.steps.uncommitted).step
                 lost -= TrainState.of(self.store.meta).step
             self.scheduler.reset()
             self.store.discard()
@@ -721,12 +586,11 @@ class Executor:
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
-        self.clipping.forget()
+        self.steps.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
         self._reset_step()
-        self.scheduler.commits = True
         self.commit_clock.committed()
         if lost:
             warnings.warn(

@@ -22,44 +22,39 @@ parameters are in `.grad` until the step ends, then in `on_host`.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lohan import _core
 from lohan.capture.placeholders import OffloadedParameter
-from lohan.device.base import Device, Event
-from lohan.engine.buffers import HostPool
+from lohan.engine.accumulation import Accumulated
 from lohan.engine.collectives import StepCollectives
+from lohan.engine.gradient_transport import (
+    GradientOffload,
+    GroupGrads,
+    OffloadedGradients,
+    PendingGradients,
+)
+from lohan.engine.step import Steps
 from lohan.engine.user_code import (
     KeptGradients,
     UnwantedGradients,
     WatchedParameters,
     run_gradient_hooks,
 )
-from lohan.errors import BudgetError, ModelError, StorageIOError
-from lohan.model.layout import Blocks, FlatGroup, Site
+from lohan.errors import ModelError
+from lohan.model.layout import Blocks, Site
 from lohan.model.plan import Plan
-from lohan.model.state import FLOAT, chunks, gradient_key
-from lohan.store.io_engine import Buffer
-from lohan.store.store import Store, Ticket
-from lohan.util.units import PAGE, align_up, format_bytes
+from lohan.schedule.placement import Gate, gate_of
 
 if TYPE_CHECKING:
     from lohan.engine.scheduler import ActionScheduler
 
-GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
-
 
 SCALED = 2**22  # elements of 16 bit at a time
-DOUBLE = 8  # bytes
 
 
 def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
@@ -143,252 +138,6 @@ class GradientSink:
         self.period += 1
 
 
-@dataclass
-class PendingGradients:
-    """Gradients of groups whose last use is over, until their updates are done and accepted."""
-
-    on_host: dict[int, GroupGrads] = field(default_factory=dict)
-    on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
-    # Sums of the squares of those, where the device makes them.
-    squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
-
-    def clear(self) -> None:
-        self.on_host.clear()
-        self.on_device.clear()
-        self.squares_on_device.clear()
-        self.squares = {}  # updates that are queued may still look at those of the step before
-
-
-class OffloadedGradients(Mapping[int, torch.Tensor]):
-    """Gradients in host memory that a copy from the device fills.
-
-    A reader waits for the copy: a lane or, for the norm at the end of backward, the caller.
-    `squares` is the sum of their squares, computed on the device and copied with them.
-    """
-
-    def __init__(
-        self, grads: GroupGrads, event: Event, squares: torch.Tensor | None = None
-    ) -> None:
-        self._grads, self.event, self._squares, self._here = grads, event, squares, False
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.wait()
-        return self._grads[index]
-
-    def wait(self) -> None:
-        if not self._here:
-            self.event.synchronize()
-            self._here = True
-
-    def sum_of_squares(self) -> float | None:
-        """Return the sum of squares in double precision, in a fixed order.
-
-        The result is the same on every lane and in every mode. If a device has already
-        computed it, its result is returned, so that no lane reads the gradients for it.
-        """
-        if self._squares is None:
-            return None
-        self.wait()
-        return float(self._squares)
-
-    def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """Where they will be; what a lane reads there must come after the event."""
-        return self._grads.items()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._grads)
-
-    def __len__(self) -> int:
-        return len(self._grads)
-
-
-class GradientOffload:
-    """Copies gradients from the device into reusable buffers in host memory.
-
-    `limit` is the number of bytes that the buffers may take before unused ones are freed for
-    new ones. `groups` is the number of groups that come with the sum of their squares.
-    """
-
-    def __init__(self, device: Device, limit: int, *, groups: int = 0) -> None:
-        self._device, self._limit = device, limit
-        memory = device.host_memory(max(1, groups) * DOUBLE)
-        self._squares = torch.from_numpy(memory).view(torch.float64)
-        self._resting: list[torch.Tensor] = []
-        self._used: dict[int, torch.Tensor] = {}  # by number of group
-        self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
-        self.aside: dict[
-            int, OffloadedGradients
-        ] = {}  # what waits for a block that adds to it, by group
-
-    def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
-        """Sum the squares of a group's gradients on the device, after the work that computes them.
-
-        Returns None if there are no gradients, or if the host must compute the sum.
-        """
-        return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
-
-    def offload_async(
-        self,
-        number: int,
-        group: FlatGroup,
-        grads: GroupGrads,
-        *,
-        squares: torch.Tensor | None = None,
-    ) -> OffloadedGradients:
-        """Copy gradients to the host when compute has produced them, without blocking.
-
-        The gradients copied earlier for this group must have been used.
-        """
-        width = max((grad.itemsize for grad in grads.values()), default=0)
-        if number not in self._own:
-            self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
-        there = self._placed(self._own[number], group, grads, width)
-        pairs, summed = self._pairs(number, there, grads, squares)
-        event = self._device.copy("d2h", pairs, after=self._device.mark())
-        self._device.record_stream("d2h", [source for _, source in pairs])
-        return OffloadedGradients(there, event, summed)
-
-    def _pairs(
-        self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-        """Return the targets and sources of the copies, and where the sum of squares will be."""
-        pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
-        if squares is None:
-            return pairs, None
-        summed = self._squares[number : number + 1]
-        return [*pairs, (summed, squares)], summed
-
-    def set_aside(self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor]) -> None:
-        """Gradients to which another block of this backward adds wait in host memory, in fp32."""
-        if grads:
-            wide = {index: grad.float() for index, grad in grads.items()}
-            self.aside[number] = self.offload_async(number, group, wide)
-
-    def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
-        """Return the gradients that were set aside, copied back to the device.
-
-        Sums then continue in the order of the blocks. Compute waits for the copy, the
-        caller does not.
-        """
-        if number not in self.aside:
-            return {}
-        aside = self.aside.pop(number)
-        made, pairs = {}, []
-        for index, own in aside.destinations():
-            flat = self._device.allocate(own.numel() * FLOAT)
-            made[index] = flat.view(torch.float32).view(own.shape)
-            pairs.append((made[index], own))
-        self._device.wait(self._device.copy("h2d", pairs, after=aside.event))
-        return made
-
-    def offload(
-        self,
-        number: int,
-        group: FlatGroup,
-        grads: GroupGrads,
-        *,
-        squares: torch.Tensor | None = None,
-    ) -> OffloadedGradients:
-        """Copy a group's gradients to the host, and wait for the copy."""
-        width = max((grad.itemsize for grad in grads.values()), default=0)
-        there = self._placed(self._take(number, group.numel * width), group, grads, width)
-        pairs, summed = self._pairs(number, there, grads, squares)
-        made = OffloadedGradients(there, self._device.copy("d2h", pairs), summed)
-        made.wait()
-        return made
-
-    @staticmethod
-    def _placed(
-        flat: torch.Tensor, group: FlatGroup, grads: Mapping[int, torch.Tensor], width: int
-    ) -> dict[int, torch.Tensor]:
-        """Return a view of the buffer for each gradient, with `width` bytes per element."""
-        made = {}
-        for index, grad in grads.items():
-            start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
-            made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
-        return made
-
-    def _take(self, number: int, size: int) -> torch.Tensor:
-        self.release(number)
-        fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
-        if fitting:
-            best = min(fitting, key=lambda i: len(self._resting[i]))
-            self._used[number] = self._resting.pop(best)
-        else:
-            there = sum(map(len, (*self._resting, *self._used.values())))
-            if there + size > self._limit:
-                self._resting.clear()
-            self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
-        return self._used[number]
-
-    def release(self, number: int) -> None:
-        """Frees the buffers of a group's gradients."""
-        buffer = self._used.pop(number, None)
-        if buffer is not None:
-            self._resting.append(buffer)
-
-    def clear(self) -> None:
-        self.aside.clear()
-        for number in list(self._used):
-            self.release(number)
-
-
-class GradientSpill:
-    """Held gradients on SSD, and the staging buffers that they pass through.
-
-    They are written chunk by chunk during backward, and read before their update.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        pool: HostPool,
-        groups: Sequence[FlatGroup],
-        *,
-        buffers: int,
-        chunk_params: int,
-    ) -> None:
-        self._store, self._groups = store, groups
-        self._chunks = [chunks(group, chunk_params) for group in groups]
-        largest = min(chunk_params, max(group.numel for group in groups))
-        self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
-        self._spilled: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
-
-    def write(
-        self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
-    ) -> Ticket:
-        """Packs one chunk of a group's gradients, as wide as they are, and submits its write."""
-        dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        self._spilled[number] = (dtype, frozenset(grads))
-        cut = self._chunks[number][chunk]
-        flat = self._buffers[buffer].tensor(dtype)
-        for own_range in cut.ranges:
-            grad = grads.get(own_range.tensor)
-            if grad is not None:
-                part = grad.view(-1)[own_range.start : own_range.stop]
-                flat[own_range.at : own_range.at + len(part)] = part
-        data = self._bytes_of(number, chunk, buffer)
-        return self._store.write(gradient_key(self._groups[number]), chunk, data)
-
-    def read(self, number: int, chunk: int, buffer: int) -> Ticket:
-        data = self._bytes_of(number, chunk, buffer)
-        return self._store.read(gradient_key(self._groups[number]), chunk, data)
-
-    def grad(
-        self, number: int, buffer: int, tensor: int, at: int, count: int
-    ) -> torch.Tensor | None:
-        """Return a range of a fetched chunk, or None if the tensor had no gradient."""
-        dtype, present = self._spilled[number]
-        return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
-
-    def _bytes_of(self, number: int, chunk: int, buffer: int) -> Buffer:
-        cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
-        size = (cut.stop - cut.start) * dtype.itemsize
-        return self._buffers[buffer].bytes[: align_up(size, PAGE)]
-
-
 class GradientCollector:
     """Counts the uses of each group, and releases its gradients after the last use.
 
@@ -405,14 +154,15 @@ class GradientCollector:
         pending: PendingGradients,
         gradient_offload: GradientOffload | None,
         collectives: StepCollectives,
+        steps: Steps,
     ) -> None:
-        self._needs_norm = plan.needs_all_gradients
+        self.steps = steps
+        self._needs_norm = gate_of(plan) is Gate.NORM
         self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-        self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
         # By id of the parameter over whose values each is: those of slots stay, and so do these.
         self._leaves: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # Where gradients go until a step takes them, or for good, if backward is not a step.
@@ -473,14 +223,14 @@ class GradientCollector:
                 self.accumulated.add(number, self._hooked_gradients(number, grads))
             self._scheduler.end_backward(site, ())
             return
-        scheduled = self._scheduler.last_use_groups()
+        scheduled = self.steps.current.finished_groups()
         handed = finished if scheduled is None else scheduled
         there = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:
-            grads = there[number] = self._hooked_gradients(
-                number, self.sink.take(self._blocks.groups[number].key)
+            grads = there[number] = self._for_update(
+                self._hooked_gradients(number, self.sink.take(self._blocks.groups[number].key))
             )
-            self._seen[number] = frozenset(grads)
+            self.steps.current.gradients[number] = frozenset(grads)
             self._pending.squares_on_device[number] = self._sum_squares(grads)
         self._scheduler.end_backward(site, handed)
 
@@ -490,6 +240,17 @@ class GradientCollector:
         if self._offload is None or not (self._needs_norm and alone):
             return None
         return self._offload.sum_squares(grads)
+
+    def _for_update(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return gradients as the next lane takes them.
+
+        Without copies in the schedule, updates read them on the host. There they already are,
+        except for those of a GPU that shares the host's memory: its allocator's is not readable by
+        the CPU. Each is freed when it has been copied.
+        """
+        if self._offload is not None:
+            return grads
+        return {index: grads.pop(index).cpu() for index in list(grads)}
 
     def _hooked_gradients(
         self, number: int, grads: dict[int, torch.Tensor]
@@ -511,7 +272,7 @@ class GradientCollector:
 
     def is_handed_over(self, number: int) -> bool:
         """Return whether the gradients of a group have gone to the update of this step."""
-        return number in self._seen
+        return number in self.steps.current.gradients
 
     def add_outside(self, key: str, index: int, grad: torch.Tensor) -> None:
         """Add a gradient that was made outside the calls of the group's blocks."""
@@ -556,7 +317,9 @@ class GradientCollector:
         """Return the groups whose gradients have not been handed over."""
         aside = {} if self._offload is None else self._offload.aside
         waiting = [self._numbers[key] for key in self.sink.waiting()]
-        return waiting + [n for n in aside if n not in self._seen and n not in waiting]
+        return waiting + [
+            n for n in aside if n not in self.steps.current.gradients and n not in waiting
+        ]
 
     def hand_over_late(self, number: int, grads: GroupGrads) -> None:
         """When backward has ended: past what the schedule brings to host memory."""
@@ -571,7 +334,9 @@ class GradientCollector:
             if summed is not None:
                 self._pending.squares[number] = float(summed)
             grads = {index: grad.cpu() for index, grad in grads.items()} | aside
-        self._seen[number] = frozenset(grads)
+        elif isinstance(grads, dict):  # sums in a file are read one by one
+            grads = self._for_update(dict(grads))
+        self.steps.current.gradients[number] = frozenset(grads)
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
         self._pending.on_host[number] = grads
@@ -585,7 +350,7 @@ class GradientCollector:
         if self._offload is None or self._collectives.process_group.several:
             self.hand_over_late(number, grads)
             return
-        self._seen[number] = frozenset(grads)
+        self.steps.current.gradients[number] = frozenset(grads)
         group, squares = self._blocks.groups[number], self._sum_squares(grads)
         self._pending.on_host[number] = (
             self._offload.offload_async(number, group, grads, squares=squares) if grads else {}
@@ -597,13 +362,12 @@ class GradientCollector:
             tensor.name
             for number, group in enumerate(self._blocks.groups)
             for index, tensor in enumerate(group.tensors)
-            if tensor.trainable and index not in self._seen.get(number, ())
+            if tensor.trainable and index not in self.steps.current.gradients.get(number, ())
         ]
         return self._collectives.absent(names)
 
     def clear(self) -> None:
         self.sink.clear()
-        self._seen.clear()
 
 
 def layout(tensor: torch.Tensor) -> Any:
@@ -621,133 +385,3 @@ def sum_of_squares(grads: GroupGrads) -> float:
     if made is not None:
         return made
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
-
-
-# -- Gradients added up over several backward calls, until one step takes them all -----------------
-#
-# They are sums in fp32: in host memory where the budget has room for those of the whole model, else
-# in a file without a name next to the store, read and written tensor by tensor.
-
-
-OWNER = "accumulated gradients"
-
-
-class Accumulated:
-    """Sums by number of group and index of tensor."""
-
-    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, folder: Path) -> None:
-        self._groups = groups
-        self._sums: dict[int, dict[int, torch.Tensor]] = {}
-        self._file: GradientFile | None = None
-        size = sum(group.numel for group in groups if not group.frozen) * FLOAT
-        try:
-            pool.reserve(OWNER, size)
-            self._pool, self._reserved = pool, size
-        except BudgetError:
-            self._file, self._reserved = GradientFile(groups, folder, size), 0
-
-    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
-        if self._file is not None:
-            self._file.add(number, grads)
-            return
-        sums = self._sums.setdefault(number, {})
-        for index, grad in grads.items():
-            if index in sums:
-                sums[index].add_(grad.to("cpu", torch.float32))
-            else:
-                sums[index] = grad.to("cpu", torch.float32).contiguous()
-
-    def numbers(self) -> list[int]:
-        return sorted(self._sums if self._file is None else self._file.present)
-
-    def take(self, number: int) -> Mapping[int, torch.Tensor]:
-        if self._file is None:
-            return self._sums.pop(number)
-        return self._file.take(number)
-
-    def close(self) -> None:
-        """Release the sums. Values that were taken from a file can still be read."""
-        self._sums.clear()
-        if self._reserved:
-            self._pool.unreserve(OWNER, self._reserved)
-            self._reserved = 0
-
-
-class GradientFile:
-    """Gradients of all groups at the offsets of their parameters."""
-
-    def __init__(self, groups: Sequence[FlatGroup], folder: Path, size: int) -> None:
-        self._groups, self._folder = groups, folder
-        self.present: dict[int, set[int]] = {}
-        self._starts: dict[int, int] = {}
-        at = 0
-        for number, group in enumerate(groups):
-            if not group.frozen:
-                self._starts[number], at = at, at + group.numel * FLOAT
-        try:
-            self._file: IO[bytes] = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-            os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
-        except OSError as error:
-            raise StorageIOError(
-                f"{folder}: no file of {format_bytes(size)} for gradients that are added up over "
-                f"several backward calls ({error.strerror}); free space there, or run the batches "
-                "as one: it is cut into micro-batches, and needs no room for gradients"
-            ) from error
-
-    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
-        there = self.present.setdefault(number, set())
-        for index, grad in grads.items():
-            values = grad.to("cpu", torch.float32)
-            if index in there:
-                values = self.read(number, index).view(values.shape).add_(values)
-            self._move(os.pwritev, number, index, values.contiguous())
-            there.add(index)
-
-    def read(self, number: int, index: int) -> torch.Tensor:
-        values = torch.empty(self._groups[number].tensors[index].shape, dtype=torch.float32)
-        self._move(os.preadv, number, index, values)
-        return values
-
-    def take(self, number: int) -> Mapping[int, torch.Tensor]:
-        return _InFile(self, number, frozenset(self.present.pop(number)))
-
-    def _move(self, move: Any, number: int, index: int, values: torch.Tensor) -> None:
-        start = self._starts[number] + self._groups[number].tensors[index].offset * FLOAT
-        raw: Any = values.reshape(-1).numpy().view(np.uint8)
-        rest = memoryview(raw)
-        while rest:
-            try:
-                count = move(self._file.fileno(), [rest], start)
-            except OSError as error:
-                raise self._failed(str(error.strerror)) from error
-            if count == 0:
-                raise self._failed("the file ends")
-            rest, start = rest[count:], start + count
-
-    def _failed(self, why: str) -> StorageIOError:
-        return StorageIOError(
-            f"{self._folder}: gradients that are added up over several backward calls cannot be "
-            f"moved: {why}; check the drive, then resume from the last step"
-        )
-
-
-class _InFile(Mapping[int, torch.Tensor]):
-    """Gradients of one group, read when they are asked for; the last one stays."""
-
-    def __init__(self, file: GradientFile, number: int, there: frozenset[int]) -> None:
-        self._file, self._number, self._there = file, number, there
-        self._last: tuple[int, torch.Tensor] | None = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index not in self._there:
-            raise KeyError(index)
-        if self._last is None or self._last[0] != index:
-            self._last = None
-            self._last = index, self._file.read(self._number, index)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._there))
-
-    def __len__(self) -> int:
-        return len(self._there)

@@ -26,7 +26,7 @@ from lohan.capture.placeholders import lacks_values
 from lohan.device.base import to_device
 from lohan.engine.gradients import scale_
 from lohan.engine.wrapping import Uses, WrappedSite
-from lohan.errors import DataError
+from lohan.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from lohan.engine.executor import Executor
@@ -52,13 +52,15 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
         return None
     loss = vars(model).get("_loss_function")
     known = _TRIED.get(model)
-    if known is None or known[0] is not loss:
+    if known is None or known[0] is not loss or "forward" in vars(model):  # or user code set it
         head = causal.get_output_embeddings()
         said = causal.get_decoder()
         parts = [said] if said is not model else list(model.children())
         fits = (part for part in parts if _is_next_token(model, part, head))
         decoder = next(fits, None)
-        known = _TRIED[model] = loss, None if decoder is None else weakref.ref(decoder)
+        known = loss, None if decoder is None else weakref.ref(decoder)
+        if "forward" not in vars(model):
+            _TRIED[model] = known
     return None if known[1] is None else known[1]()
 
 
@@ -271,13 +273,37 @@ class SlicedHead:
             (r for r in executor.wrapped_sites if r.module is head), None
         )
         self._original: Callable[..., Any] = model.forward
+        self._removed = False
+        self._loss_function = getattr(model, "loss_function", None)
+        self._head_forward = head.forward  # type: ignore[union-attr]
         self._signature = inspect.signature(model.forward)
         self.__signature__ = self._signature  # generation asks which inputs the model takes
         model.forward = self
 
     def remove(self) -> None:
+        self._removed = True
         if vars(self.model).get("forward") is self:
             del self.model.forward
+
+    def _changed(self) -> bool:
+        """Return whether user code has replaced the loss or the head's forward since.
+
+        Then the model runs as it is, with the logits in one piece.
+        """
+        if self._removed:
+            return True
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        changed = (
+            head.forward != self._head_forward
+            or getattr(self.model, "loss_function", None) != self._loss_function
+        )
+        if changed and self.executor.process_group.several:
+            raise ModelError(
+                f"the loss_function of {type(self.model).__name__}, or the forward of its head, "
+                "was replaced after the model was attached, which several processes cannot "
+                "follow; replace it before the model is attached"
+            )
+        return changed
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -318,7 +344,7 @@ class SlicedHead:
         bound = self._signature.bind(*args, **kwargs).arguments
         named = {**bound, **bound.pop("kwargs", {})}
         labels = named.get("labels")
-        if labels is None or self.runs_whole:
+        if labels is None or self.runs_whole or self._changed():
             return self._original(*args, **kwargs)
         if shifted is None or shifted.labels is not labels:
             count = named.get("num_items_in_batch")

@@ -144,14 +144,14 @@ LINK = ("h2d", "d2h")
 class Runner(Protocol):
     """Executes the actions of a schedule.
 
-    `submit` must not block on I/O; `complete` waits for it. `run_transfer` moves data over a
-    link and returns when that is done. `scalars` belongs to the schedule of the action.
+    The ssd lane submits an action without blocking on I/O, and completes it by waiting for it. On
+    the other lanes, `run` returns when the action is done. `scalars` belongs to the schedule of
+    the action.
     """
 
     def submit(self, action: Action) -> Any: ...
     def complete(self, action: Action, handle: Any) -> None: ...
-    def run_optimizer(self, action: Action, scalars: Any) -> None: ...
-    def run_transfer(self, action: Action) -> None: ...
+    def run(self, action: Action, scalars: Any) -> None: ...
 
 
 class Lanes:
@@ -320,7 +320,7 @@ class Lanes:
     def reset(self) -> None:
         """After an error: drops what is queued, completes what is in flight, forgets the error."""
         if self._error is None:
-            self._error = LohanError("the step was given up")
+            self._error = LohanError("the step was aborted")
         for queue in self._queues.values():
             queue.drop()
         for queue in self._queues.values():
@@ -438,12 +438,10 @@ class Lanes:
     def _run_now(self, job: Job) -> None:
         start = time.perf_counter()
         try:
-            if job.action.lane == "optimizer":
-                self._runner.run_optimizer(job.action, job.scalars)
-            elif job.action.lane in self._moving:
-                self._runner.run_transfer(job.action)
-            else:
+            if job.action.lane == "ssd":
                 self._runner.complete(job.action, self._runner.submit(job.action))
+            else:
+                self._runner.run(job.action, job.scalars)
         except BaseException as error:
             self._fail(job.action, error)
             raise

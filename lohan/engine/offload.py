@@ -112,6 +112,7 @@ class ActivationSpill(ActivationHooks):
         regions += [Region(_key(s), _transfers(n), scratch=True) for s, n in self.sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine="auto")
         self._dirs = dirs
+        self._compute_view = pool.compute_view
         self._new: dict[int, SavedCall] = {}  # calls that have run and are not yet written
         self._spilled: dict[int, _Spilled] = {}
         self._used: dict[int, int] = {}  # bytes on SSD
@@ -139,7 +140,7 @@ class ActivationSpill(ActivationHooks):
         """All activations lie in the buffer that backward's action names."""
         if not call.evicted:
             return
-        memory = self.buffer(buffers[0])
+        memory = self._compute_view(self.buffer(buffers[0]))
         inputs, *slices = self._spilled[site].packs
         call.restore_inputs(inputs.tensors_in(inputs.part_of(memory)))
         for saved, pack in zip(call.saved_ops, slices, strict=True):

@@ -32,7 +32,7 @@ from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, STATE_FORMATS, chunks
 from lohan.optim import AdamW
 from lohan.param_groups import GroupValues
-from lohan.schedule.actions import Op
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.store.extents import Region
 from lohan.store.store import Store, Ticket
@@ -624,7 +624,7 @@ def compute_memory(device: Device, count: int) -> torch.Tensor:
     """Return a buffer of `count` bytes where compute reads them."""
     if device.has_own_memory:
         return device.allocate(count)
-    return torch.from_numpy(device.host_memory(count))
+    return device.compute_view(torch.from_numpy(device.host_memory(count)))
 
 
 def silent(task: str, done: int, total: int) -> None:
@@ -881,7 +881,8 @@ def launch_seconds(device: Device, folder: Path) -> tuple[float, float]:
     A session trains small decoder blocks, because its own work on that thread is part of the cost.
     Only the CPU time of this thread counts, and autograd runs backward on it.
     """
-    from lohan.engine.attach import Budget, attach
+    from lohan.engine.attach import attach
+    from lohan.engine.policies import Budget
 
     probe = BlockProbe(LAUNCHED, device)
     model = nn.Sequential(*(_ProbedBlock(probe) for _ in range(LAUNCHED_BLOCKS)))

@@ -21,12 +21,15 @@ import torch
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
+from lohan.engine.step import Steps
 from lohan.errors import RankError
 from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, Op, ScheduleSpec
+from lohan.schedule.actions import Action, ScheduleSpec
 from lohan.schedule.buffers import empty_buffers
-from lohan.schedule.steps import ExecutionOrder, check_order, spec_for_step
+from lohan.schedule.ops import Op
+from lohan.schedule.placement import StepPlacement, UpdateOptions, place
+from lohan.schedule.steps import ExecutionOrder, check_order
 
 
 class Slots(Protocol):
@@ -45,38 +48,20 @@ class ActionScheduler:
         *,
         slots: Slots,
         lanes: Lanes,
-        overlap: bool,
-        update_mode: str,
-        deferred: Sequence[int],
-        speculates: bool = False,
-        by_interval: bool = False,
+        updates: UpdateOptions,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         self._groups, self._spec, self._slots = groups, spec, slots
-        self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
-        self._deferred = tuple(deferred)  # groups whose updates wait until backward has ended
-        self._speculates = speculates
-        self.skips_norm_wait = False  # in this step, where there is a norm to wait for
-        self._by_interval = by_interval  # commits
-        self.commits = True  # this step does
+        self._lanes, self._updates = lanes, updates
+        self._compiled: dict[tuple[bool, bool], StepPlacement] = {}
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
-        self._forward: list[int] = []
-        self._reached: list[int] = []  # those of them that backward will come to
-        self._backward: list[int] = []
-        self._handed_over: set[int] = set()  # groups whose gradients were handed over in this step
-        self._whole_phase = False  # the current phase is scheduled as a whole
-        self._paused = False  # between two backward calls of one step
-        self._last_uses: list[tuple[int, ...]] | None = None
-        # What this backward does for the step before: its writes, then its end; and for which of
-        # these writes the update is made a second time, with the scalars of that step.
+        # Writes of the step before that this backward contains, followed by its end.
         self._behind: tuple[Action, ...] = ()
-        self._second_updates: frozenset[tuple[int, int]] = frozenset()
-        self._scalars: StepScalars | None = None
-        self._waiting_scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a device buffer.
         self.activation_buffers: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._unreached: list[int] = []  # groups whose gradients count only when backward has ended
         self._queued_inference = False  # the forward that is queued is one without gradients
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
         self._last_inference: tuple[int, ...] = ()  # and of the last such pass
@@ -93,8 +78,7 @@ class ActionScheduler:
             [],
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
-        if self._overlap and order and self._lanes.expected() is None:
-            self._make_second_updates()
+        if self._updates.overlap and order and self._lanes.expected() is None:
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
             self._queued_inference = True
@@ -103,21 +87,22 @@ class ActionScheduler:
         self, site: int, *, training: bool, backward_follows: bool = True
     ) -> dict[int, torch.Tensor]:
         """Return the weights of a site, by group, for its forward."""
-        name = f"F{site}"
+        name = Op.FORWARD.of(site)
         if training and self._queued_inference:
             # A pass without gradients was expected to go on; it has no buffers for activations.
             self.drain()
-        if training and not self._forward and self._lanes.expected() is None:
-            self._schedule_forward(())
+        step = self.steps.current
+        if training and not step.forward and self._lanes.expected() is None:
+            self._schedule_forward(None)
         if self._lanes.expected() != name:
             self.drain()
             made, self._buffers = sched.forward(
                 self._spec, self._buffers, [site], training=training
             )
             self._lanes.enqueue(made)
-        (self._forward if training else self._inference_sites).append(site)
+        (step.forward if training else self._inference_sites).append(site)
         if training and backward_follows:
-            self._reached.append(site)
+            step.reached.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
     def end(self) -> None:
@@ -142,22 +127,18 @@ class ActionScheduler:
         """Everything that is queued is done; nothing is scheduled ahead."""
         self._write_behind()
         self._lanes.drain()
-        self._whole_phase = self._queued_inference = False
+        self.steps.current.whole_phase = self._queued_inference = False
 
     def _write_behind(self) -> None:
         """Schedule the remaining writes of the step before, because no backward follows."""
-        if self._buffers.behind or self._buffers.second_updates:
+        if self._buffers.behind:
             made, self._buffers = sched.write_behind(self._spec, self._buffers)
-            self._lanes.enqueue(made, self._waiting_scalars)
-
-    def _make_second_updates(self) -> None:
-        """As `_write_behind`, where the next schedule could do no updates of the step before."""
-        if self._buffers.second_updates:
-            self._write_behind()
+            self._lanes.enqueue(made)
 
     def wait_updated(self, group: int) -> None:
         """Wait until the queued updates of a group are done."""
-        self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._spec.chunks[group])))
+        chunks = range(self._spec.chunks[group])
+        self._lanes.wait_for(*(Op.UPDATE.of(group, chunk) for chunk in chunks))
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -170,49 +151,37 @@ class ActionScheduler:
         of a step (`whole` is False). With `speculate`, updates run in it without waiting
         for the norm.
         """
-        self._scalars, self.skips_norm_wait = scalars, False
+        step = self.steps.current
+        step.scalars, step.placed = scalars, self._place()
         if self._lanes.expected() is not None:
             self.drain()  # sites that did not come this time
         known = self._known
-        self._last_uses = None
+        step.last_uses = None
         # If backward comes to every call that it came to last time, what was the last use of a
         # group in its order is the last use in any order that begins like it.
-        sure = known is not None and Counter(self._reached) == Counter(known.backward)
-        if known is not None and sure and whole and known.forward == tuple(self._forward):
-            self._whole_phase, self.skips_norm_wait = True, speculate
-            self._last_uses = sched.last_uses(self._spec, known.backward)
-            used = {group for groups in self._last_uses for group in groups}
-            self._unreached = [group for group in range(len(self._groups)) if group not in used]
-            second = () if speculate else self._buffers.second_updates
-            self._second_updates = frozenset(second)
-            if speculate:
-                self._make_second_updates()
+        sure = known is not None and Counter(step.reached) == Counter(known.backward)
+        if known is not None and sure and whole and known.forward == tuple(step.forward):
+            step.whole_phase, step.placed = True, self._place(speculates=speculate)
+            step.last_uses = sched.last_uses(self._spec, known.backward)
+            used = {group for groups in step.last_uses for group in groups}
+            step.unreached = [group for group in range(len(self._groups)) if group not in used]
             names = [action.name for action in self._buffers.behind]
             made, self._buffers = sched.backward(
-                self._writing,
+                self._spec,
                 self._buffers,
                 known.backward,
-                update_mode=self._update_mode,
-                deferred=self._deferred_now,
-                unreached=self._unreached,
-                speculate=self.skips_norm_wait,
+                step.placed,
+                unreached=step.unreached,
             )
-            if self._second_updates:  # No update of this backward belongs to this step.
-                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.END_STEP))
-            else:  # What was left behind precedes the writes of this step.
-                first = {action.name: action for action in reversed(made)}
-                self._behind = tuple(first[name] for name in names)
-            self._lanes.enqueue(made, self._waiting_scalars if self._second_updates else scalars)
-        else:
-            self._make_second_updates()
-
-    def last_use_groups(self) -> tuple[int, ...] | None:
-        """Return the groups whose last use is the current backward, if it was scheduled."""
-        return None if self._last_uses is None else self._last_uses[len(self._backward) - 1]
+            # What was left behind precedes the writes of this step.
+            first = {action.name: action for action in reversed(made)}
+            self._behind = tuple(first[name] for name in names)
+            self._lanes.enqueue(made, scalars)
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
-        name = f"B{site}"
-        if self._whole_phase and self._lanes.expected() != name:
+        name = Op.BACKWARD.of(site)
+        step = self.steps.current
+        if step.whole_phase and self._lanes.expected() != name:
             # It runs blocks in another order than in the step before: what follows from the blocks
             # that it has reached is brought to its end, what was scheduled beyond is cancelled, and
             # the rest goes on demand.
@@ -223,79 +192,67 @@ class ActionScheduler:
                     "rank"
                 )
             self._cancel_rest()
-        if not self._whole_phase:
+        if not step.whole_phase:
             made, self._buffers = sched.one_backward(self._spec, self._buffers, site)
             self._lanes.enqueue(made)
-        self._backward.append(site)
+        step.backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
     def _cancel_rest(self) -> None:
         cancelled = set(map(id, self._lanes.cancel_queued()))
         left = [action for action in self._behind if id(action) in cancelled]
-        writes = {(action.index, action.chunk) for action in left}
-        second = tuple(key for key in sorted(self._second_updates) if key in writes)
-        left = [a for a in left if (a.index, a.chunk) not in self._second_updates]
         # Idle; what slots hold is not known.
         behind = (*left, *self._buffers.behind)
-        self._buffers = replace(empty_buffers(self._spec), behind=behind, second_updates=second)
+        self._buffers = replace(empty_buffers(self._spec), behind=behind)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
-        self._whole_phase, self._last_uses, self._behind = False, None, ()
+        step = self.steps.current
+        step.whole_phase, step.last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """End the backward of a site, after the gradients of `finished` groups were handed over."""
         self._lanes.end()
-        self._handed_over.update(finished)
-        if not self._whole_phase and finished:
-            made, self._buffers = sched.updates(
-                self._writing,
-                self._buffers,
-                finished,
-                deferred=self._deferred_now,
-                speculate=self.skips_norm_wait,
-            )
-            self._lanes.enqueue(made, self._scalars)
+        step = self.steps.current
+        step.handed_over.update(finished)
+        if not step.whole_phase and finished:
+            assert step.placed is not None
+            made, self._buffers = sched.updates(self._spec, self._buffers, finished, step.placed)
+            self._lanes.enqueue(made, step.scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
             self._lanes.wait_for(*(action.name for action in made))
 
     def backward_done(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
-        if not self._whole_phase:
-            self._unreached = [n for n in range(len(self._groups)) if n not in self._handed_over]
+        step = self.steps.current
+        if not step.whole_phase:
+            assert step.placed is not None
+            step.unreached = [n for n in range(len(self._groups)) if n not in step.handed_over]
             made, self._buffers = sched.updates(
-                self._writing,
-                self._buffers,
-                self._unreached,
-                end=True,
-                deferred=self._deferred_now,
-                speculate=self.skips_norm_wait,
+                self._spec, self._buffers, step.unreached, step.placed, end=True
             )
-            self._lanes.enqueue(made, self._scalars)
+            self._lanes.enqueue(made, step.scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
             self._lanes.end()
         self._lanes.begin(Op.BACKWARD_DONE)
         self._learn()
-        self._reset_step()
-        self._paused = False
+        self._inference_sites = []
 
     def pause(self) -> None:
         """Backward has ended, and its step goes on with another forward."""
         self.drain()
         self._learn()
-        self._reset_step()
-        self._paused = True
+        self.steps.current.begin_part()
+        self._inference_sites = []
 
     def _learn(self) -> None:
         """Remember the order of this step for the next one."""
-        if self._overlap and not self._paused:
+        step = self.steps.current
+        if self._updates.overlap and not step.parts:
             seen = ExecutionOrder(
-                forward=tuple(self._forward),
-                backward=tuple(self._backward),
-                update_mode=self._update_mode,
-                deferred=self._deferred,
-                speculates=self._speculates,
-                commits=not self._by_interval,
+                forward=tuple(step.forward),
+                backward=tuple(step.backward),
+                updates=self._updates,
             )
             if seen != self._known:
                 check_order(self._spec, seen)
@@ -308,51 +265,44 @@ class ActionScheduler:
         """
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
-        deferred = self._deferred_now if scalars is not None else ()
-        ends = bool(deferred) or self.skips_norm_wait
-        if self._update_mode == "serial" or not self._overlap or scalars is None:
-            made, self._buffers = sched.forward(
-                self._writing, self._buffers, (), deferred=deferred, end_step=ends
-            )
+        placed = self.steps.current.placed
+        assert placed is not None
+        left = placed if scalars is not None and not placed.ends_in_backward else None
+        ends_here = left is not None and not left.in_next_forward
+        if ends_here or scalars is None or not self._updates.overlap:
+            made, self._buffers = sched.forward(self._spec, self._buffers, (), left)
             self._lanes.enqueue(made, scalars)
             self._lanes.drain()
-            deferred, ends = (), False
-        self._schedule_forward(deferred, scalars, end_step=ends)
+            left = None
+        self._schedule_forward(left, scalars)
 
     def roll_back(self) -> None:
         """Discard the updates of this backward, and invalidate all weight slots.
 
-        The step before is committed first.
+        The previous step is committed first. The current one goes on as a step that waits.
         """
         self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
-        self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
+        self._buffers = empty_buffers(self._spec)
+        self.steps.current.placed = self._place()
 
-    @property
-    def _writing(self) -> ScheduleSpec:
-        """The spec by which this step writes."""
-        return spec_for_step(self._spec, self.commits)
-
-    @property
-    def _deferred_now(self) -> tuple[int, ...]:
-        """Groups whose updates wait until backward has ended, in this step."""
-        return () if self.skips_norm_wait else self._deferred
+    def _place(self, *, speculates: bool = False) -> StepPlacement:
+        """Return the placements of this step."""
+        commits = self.steps.current.commits
+        way = speculates, commits
+        if way not in self._compiled:
+            self._compiled[way] = place(
+                self._spec, self._updates, speculates=speculates, commits=commits
+            )
+        return self._compiled[way]
 
     def _schedule_forward(
-        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, end_step: bool = False
+        self, left: StepPlacement | None, scalars: StepScalars | None = None
     ) -> None:
         if self._known is not None:
-            self._make_second_updates()
             made, self._buffers = sched.forward(
-                self._writing,
-                self._buffers,
-                self._known.forward,
-                deferred=deferred,
-                end_step=end_step,
+                self._spec, self._buffers, self._known.forward, left
             )
-            if self._buffers.second_updates and scalars is not None:
-                second = frozenset(group for group, _ in self._buffers.second_updates)
-                scalars = self._waiting_scalars = replace(scalars, updated_twice=second)
             self._lanes.enqueue(made, scalars)
 
     def wait_for_squares(self) -> list[int]:
@@ -362,9 +312,11 @@ class ActionScheduler:
         caller.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        waits = (f"H{group}" for group in trained if group not in self._unreached)
-        self._lanes.wait_for(*waits)
-        return self._unreached
+        unreached = self.steps.current.unreached
+        self._lanes.wait_for(
+            *(Op.SUM_SQUARES.of(group) for group in trained if group not in unreached)
+        )
+        return unreached
 
     @property
     def collectives_checksum(self) -> int:
@@ -384,15 +336,8 @@ class ActionScheduler:
     def reset(self) -> None:
         """After an error: the lanes are idle, and the slots hold nothing that is known."""
         self._lanes.reset()
-        self._buffers, self.skips_norm_wait = empty_buffers(self._spec), False
-        self._queued_inference = False
-        self._reset_step()
-        self._paused = False
-
-    def _reset_step(self) -> None:
-        self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
-        self._handed_over = set()
-        self._whole_phase, self._last_uses = False, None
+        self._buffers = empty_buffers(self._spec)
+        self._queued_inference, self._inference_sites = False, []
 
     def _weights(self, site: int, at: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]

@@ -29,7 +29,8 @@ from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
 from lohan.checkpoint.safetensors import STEMS, ReadFlat
 from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import overwrite, source_of, store_reader
-from lohan.engine.session import Session, export_merged, export_store
+from lohan.engine.export import export_merged, export_store
+from lohan.engine.session import Session
 from lohan.engine.user_code import WeightRead, read_weight, watch_optimizers
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.store.files import IDENTITY

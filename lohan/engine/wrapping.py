@@ -12,26 +12,22 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from lohan.capture.block_state import BlockState
 from lohan.capture.blocks import views
+from lohan.capture.call_context import deliver_collected, swapped
 from lohan.capture.placeholders import lacks_values, without_views
 from lohan.capture.recompute import (
-    BlockState,
     Gathered,
     SavedCall,
     SlicedCompute,
-    deliver_collected,
     fills_cache,
     refuse_cache,
     slice_gradients,
-    swapped,
-    tree_leaves,
-    unflatten,
-    with_writes,
-    wrap_mappings,
-    write_back_mappings,
 )
 from lohan.capture.selective_checkpoint import tensors_in
+from lohan.capture.shared_mappings import with_writes, wrap_mappings, write_back_mappings
 from lohan.capture.tiling import TiledForward
+from lohan.capture.trees import tree_leaves, unflatten
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
 from lohan.engine.gradients import GradientCollector, GradientSink, layout
@@ -64,6 +60,8 @@ class WrappedSite:
         ]
         self.refresh()
         self.state = BlockState(site.name, module)
+        self._forward: Callable[..., Any] = module.forward
+        self._removed = False
         self.original: Callable[..., Any] = with_writes(module.forward)
         if executor.tiling is not None:
             self.original = executor.tiling.forward(module, self.original)
@@ -82,10 +80,13 @@ class WrappedSite:
             self._trained = any(parameter.requires_grad for parameter in self._owned)
 
     def remove(self) -> None:
+        self._removed = True
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._removed:  # user code has put a function around it before the plan changed
+            return self._forward(*args, **kwargs)
         executor = self.executor
         if any(map(self.within, executor.sites_with_weights)):
             return self.original(*args, **kwargs)
@@ -197,13 +198,13 @@ class Uses:
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
-                "backward, since its inputs are given up and the weights move on"
+                "backward, which frees its inputs and updates the weights"
             )
         if executor.collector.sink.period != self._period:
             raise LohanError(
                 f"{name}: this loss is from before the last step, or from before a step that "
-                "failed, and the weights have moved on; run forward again, or add the losses and "
-                "call backward once"
+                "failed, and the weights have changed since; run forward again, or add the "
+                "losses and call backward once"
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lohan.engine.attach import Budget
+from lohan.engine.policies import Budget
 from lohan.errors import ConfigError
 from lohan.util.units import AUTO
 

@@ -24,7 +24,7 @@ from transformers.trainer import (
 )
 from transformers.utils import logging
 
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.placeholders import StepGradients, lacks_values
 from lohan.checkpoint.adapters import base_of
 from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import attach
@@ -217,6 +217,7 @@ class LohanMixin(OutputStore):
         """Return the parameter groups of the optimizer, which is created if it does not exist."""
         if self._groups is None:
             self._groups = TorchGroups(moments_of(self.args, self.lohan.moments))
+            self._groups.step_gradients = self._step_gradients
         if self.optimizer is None:
             self.create_optimizer()
         self._groups.take_over(self.optimizer, self.model)
@@ -230,6 +231,11 @@ class LohanMixin(OutputStore):
                     "the same one, or start a new Trainer in another output_dir"
                 )
         return self._groups
+
+    def _step_gradients(self) -> StepGradients | None:
+        if self.session is None or self.session.closed:
+            return None
+        return self.session.executor.step_gradients
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         """Return the session, and attach the model for a batch like this one if there is none.
@@ -438,12 +444,12 @@ class LohanMixin(OutputStore):
 
     def _replan(self, session: Session) -> None:
         """Update the plan with the speeds and gradient norms measured so far, and log changes."""
-        before, change = session.plan.commits_by_interval, session.replan()
+        before, change = not session.plan.commit.every_step, session.replan()
         if not session.process_group.ranks.first:
             return
         if change is not None:
             logger.info(f"after step {session.step}: {change}")
-        if session.plan.commits_by_interval and not before:
+        if not session.plan.commit.every_step and not before:
             logger.warning(
                 f"LoHan commits every {session.plan.commit} from here on, and with every "
                 "checkpoint: a crash costs the steps since the last commit; "

@@ -8,6 +8,8 @@ them is honoured from the next step on.
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from lohan.errors import ConfigError
+from lohan.capture.placeholders import StepGradients
+from lohan.errors import ConfigError, ModelError
 from lohan.hf.arguments import OPTIM, optimizer_kwargs, optimizer_name
 from lohan.optim import OPTIMIZERS, Optimizer
 from lohan.param_groups import (
@@ -103,10 +106,107 @@ def check_class(kind: Any) -> None:
     )
 
 
+# Packages whose code asks an optimizer for gradients and moments, and goes on if there are none.
+ASKING = ("torch.optim", "torch.amp", "torch.cuda.amp", "accelerate", "copy", "lohan")
+
+
+def _asked_by_library(depth: int) -> bool:
+    module = str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
+    return any(module == name or module.startswith(f"{name}.") for name in ASKING)
+
+
+class StandIn(nn.Parameter):
+    """A parameter in a group: its shape and type, without values or a gradient.
+
+    Code that asks the optimizer for values or gradients is refused, since it would do nothing.
+    """
+
+    groups: TorchGroups
+
+    @property
+    def grad(self) -> None:
+        """None. Once backward has consumed the gradient, user code that reads it is refused."""
+        step = self.groups.step_gradients()
+        if step is None or not step.consumed:
+            return
+        if sys._getframe(1).f_code.co_name == "zero_grad":
+            step.consumed = False
+        elif not _asked_by_library(1):
+            raise ModelError(
+                "the gradient of a parameter in optimizer.param_groups is read after backward, "
+                "which has consumed it for the update; read, change or clip gradients with "
+                "register_hook of the model's parameters, or with max_grad_norm"
+            )
+
+    @grad.setter
+    def grad(self, gradient: Any) -> None:
+        if gradient is not None:
+            raise ModelError(
+                "the gradient of a parameter in optimizer.param_groups is set, but the update has "
+                "already run inside backward; use register_hook of the model's parameters"
+            )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, library = getattr(func, "__name__", ""), _asked_by_library(1)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = None if _needs_values(name) else func(*args, **(kwargs or {}))
+        if library or (found is not None and not isinstance(found, torch.Tensor)):
+            return found
+        raise ModelError(
+            f"{name} of a parameter in optimizer.param_groups: the optimizer holds no values, "
+            "which are in LoHan's store; read the parameters of the model, and write them with "
+            "load_state_dict"
+        )
+
+
+def _needs_values(name: str) -> bool:
+    return name in ("item", "tolist", "numpy", "__array__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+
+
+class NoState(defaultdict[Any, Any]):
+    """The `state` of an optimizer whose moments are in the store: empty, and for torch itself."""
+
+
+def _guarded(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def method(self: NoState, *args: Any, **kwargs: Any) -> Any:
+        if not _asked_by_library(1):
+            raise ModelError(f"optimizer.state is read or changed, but {_MOMENTS}")
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__iter__", "keys", "values", "items"):
+    setattr(NoState, _name, _guarded(_name))
+for _name in ("get", "setdefault", "update", "pop", "popitem", "clear"):
+    setattr(NoState, _name, _guarded(_name))
+_MOMENTS = (
+    "the moments are in LoHan's store; to start with new ones, make a new Trainer over the same "
+    "model, and to go back to earlier ones, resume from a checkpoint"
+)
+
+
+def _refuse_state(optimizer: Any, state: Any) -> None:
+    """Refuse `load_state_dict`, which accelerate alone may call, with what it has just read."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if (module, function) == ("accelerate.optimizer", "__init__"):
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ModelError(f"optimizer.load_state_dict would restore no moments: {_MOMENTS}")
+
+
 class TorchGroups:
     """The parameter groups of a Trainer's optimizer, as updates read them."""
 
     def __init__(self, moments: str) -> None:
+        self.step_gradients: Callable[[], StepGradients | None] = lambda: None
         self._moments = moments
         self._torch: Any = None  # the optimizer whose groups these are
         self._index: dict[str, int] = {}  # by parameter, under each of its names: its group
@@ -122,6 +222,8 @@ class TorchGroups:
         """
         given = unwrapped(optimizer)
         if given is self._torch:
+            if not isinstance(given.state, NoState):  # accelerate has wrapped it once more
+                given.state = NoState(dict)
             return
         check_class(type(given))
         names: dict[int, list[str]] = {}
@@ -162,8 +264,9 @@ class TorchGroups:
         self._members = members_by_group(len(given.param_groups) + 1, first_names)
         self._keys = [frozenset(group) for group in given.param_groups]
         for group in given.param_groups:
-            group["params"] = [_shape_of(parameter) for parameter in group["params"]]
-        given.state.clear()
+            group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+        given.state = NoState(dict)
+        given.register_load_state_dict_pre_hook(_refuse_state)
         self._torch = given
         self.optimizer = self.at(0).optimizers[0]
 
@@ -190,6 +293,12 @@ class TorchGroups:
             optimizers.append(optimizer)
         unlisted = kind(moments=self._moments, weight_decay=0.0)
         return GroupValues((*optimizers, unlisted), (*rates, 0.0), self._index)
+
+    def _stand_in(self, parameter: torch.Tensor) -> StandIn:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        made = StandIn(empty, requires_grad=parameter.requires_grad)
+        made.groups = self
+        return made
 
     def _check_keys(self, number: int, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
         label, fields = f"optimizer.param_groups[{number}]", group_fields(kind)
@@ -239,12 +348,6 @@ class TorchGroups:
 def _constant(rate: Any) -> Callable[[int], float]:
     """Return a schedule of one rate: unlike a number, it may be negative, as in torch."""
     return lambda step: rate
-
-
-def _shape_of(parameter: torch.Tensor) -> nn.Parameter:
-    """Return a stand-in without values or gradients, for which torch's step does nothing."""
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from lohan.checkpoint.from_snapshot import store_from_snapshot
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.attach import STORE_FOLDER
+from lohan.engine.policies import STORE_FOLDER
 from lohan.engine.session import Session
 from lohan.engine.stored_weights import all_stored_weights_of, given_dtype, weights_source
 from lohan.errors import LohanError, StoreError
@@ -285,7 +285,7 @@ class OutputStore:
         if (first := self._original()) is not None:
             raise StoreError(
                 f"{self.args.output_dir} is a copy of {first}, and both have one store at "
-                f"{dirs[0]}; go on in that one, or move it away"
+                f"{dirs[0]}; continue in that one, or move it away"
             )
         meta: dict[str, Any] = describe(dirs)["meta"]
         return meta

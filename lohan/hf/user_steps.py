@@ -147,6 +147,12 @@ class UserSteps:
                 "a step; call self.accelerator.backward(loss) in training_step instead of "
                 "loss.backward(), or super().training_step(...)"
             )
+        if not session.executor.step_gradients.consumed:
+            raise ModelError(
+                f"{name}: gradients were set to zero between backward and the optimizer step, to "
+                "skip the step, but its update has already run inside backward; to skip a step, "
+                "leave its batch out of the data"
+            )
         self.attached(session)
         trainer._take_place(session)  # as after LoHan's own training_step
 

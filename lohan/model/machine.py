@@ -231,7 +231,7 @@ class Profile:
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"machine profile {path}: {error}; mend or replace it") from None
+            raise ConfigError(f"machine profile {path}: {error}; correct or replace it") from None
         return cls.from_mapping(data, source=str(path))
 
 

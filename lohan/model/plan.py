@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,31 @@ MOST_CLIPPED = 0.25  # The value for a machine that was not measured.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunOptions:
+    """The user's decisions that a plan takes over as they are.
+
+    A setting that the engine reads from the plan is declared here, once.
+    """
+
     dtype: str  # fp32 | bf16 | fp16
+    overlap: bool = True
+    # When updates run: serial | naive | optimized | balanced.
+    update_mode: str = "balanced"
+    clip: float = 0.0  # Largest norm of the gradients. 0: no clipping.
+    can_rerun: bool = False  # True if the training loop can rerun a clipped step.
+    kind: StateKind = DEFAULT_KIND
+    # Ranks that share the state. All other numbers in a plan are per rank.
+    world: int = 1
+
+    def taken_over(self) -> dict[str, Any]:
+        """Return these decisions by name, to make a plan that takes them over."""
+        return {field.name: getattr(self, field.name) for field in fields(RunOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(RunOptions):
+    """A plan: the options that it takes over, and the decisions of the planner."""
+
     micro_batch: int | None  # None: the whole batch at once.
     tiles: int = 0  # Tokens per tile in the position-wise parts of a block. 0: no tiles.
     chunk_params: int
@@ -50,10 +73,6 @@ class Plan:
     window: int = 1  # Blocks whose weights are read ahead.
     ring: int = 3  # State chunks in host memory at a time.
     grad_groups: int = 1  # Blocks whose gradients may wait for their update.
-    overlap: bool = True
-    # When updates run: serial | naive | optimized | balanced.
-    update_mode: str = "optimized"
-    clip: float = 0.0  # Largest norm of the gradients. 0: no clipping.
     deferred: tuple[str, ...] = ()  # Groups that `balanced` updates in the next forward.
     # Groups whose held gradients are stored on SSD until their update.
     spilled_gradients: tuple[str, ...] = ()
@@ -72,54 +91,10 @@ class Plan:
     device_grads: int = 2  # Groups whose gradients are on the device at a time.
     # The gradients of the first group in backward leave the device before others are computed.
     head_alone: bool = False
-    # Groups whose delayed updates are computed twice: first for the weights, then to be written.
-    updated_twice: tuple[str, ...] = ()
-    # True if the training loop can rerun a clipped step.
-    can_rerun: bool = False
     # Speculation is off if more than this fraction of the last steps was clipped.
     most_clipped: float = MOST_CLIPPED
     commit: Interval = EVERY_STEP  # The interval between two commits.
-    kind: StateKind = DEFAULT_KIND
-    # Ranks that share the state. All other numbers in the plan are per rank.
-    world: int = 1
     ledger: tuple[LedgerEntry, ...] = ()
-
-    @property
-    def needs_all_gradients(self) -> bool:
-        """True if an update is valid only once all gradients are known, or backward has ended.
-
-        An update may run earlier if the plan `may_speculate`.
-        """
-        return self.clip > 0 or self.dtype == "fp16" or self.update_mode == "serial"
-
-    @property
-    def may_speculate(self) -> bool:
-        """True if updates may run in backward as if no step were clipped.
-
-        If the step is clipped after all, the updates are rolled back and repeated, with the held
-        gradients if all of them are in memory, or by running the step again. The committed
-        generation is that of the previous step only if every step is committed; otherwise updates
-        wait.
-        """
-        every_step = self.updates_in_next_forward and not self.commits_by_interval
-        return every_step and (self.can_rerun or not self.spilled_gradients)
-
-    @property
-    def updates_in_next_forward(self) -> bool:
-        """True if all updates run in the next forward, except those made by speculation."""
-        return self.needs_all_gradients and self.overlap and self.update_mode != "serial"
-
-    def always_waits(self, *, every_clipped: bool = False) -> bool:
-        """Return whether all updates of every step run in the next forward.
-
-        This is so if not every step is committed, or if every step is clipped.
-        """
-        return self.updates_in_next_forward and (self.commits_by_interval or every_clipped)
-
-    @property
-    def commits_by_interval(self) -> bool:
-        """True if not every step is committed."""
-        return self.commit != EVERY_STEP
 
     @property
     def kept_counts(self) -> dict[str, int]:
@@ -270,35 +245,24 @@ MINIMISE = ("time", "writes", "cost")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """The decisions of the user that a plan must respect."""
+class PlanOptions(RunOptions):
+    """The decisions of the user that a plan must respect.
 
-    dtype: str
+    The planner decides what is left open here. The plan then contains its decision.
+    """
+
     micro_batch: int | None = None
     # Tokens per tile, "off" or "auto". "auto" uses tiles if the batch does not fit without them, or
     # if they are faster.
     tiles: int | str = "auto"
-    overlap: bool = True
-    update_mode: str = "balanced"
-    clip: float = 0.0
     chunk_params: int | None = None  # The chunk size of an existing store, which cannot change.
     head_tokens: int | None = None  # The slice size of the head, if the run must not change it.
     # Whether the store has space for held gradients. None: the store does not exist yet and will be
     # created with the space that the plan needs.
     gradients_on_ssd: bool | None = None
-    can_rerun: bool = False  # True if the training loop can rerun a clipped step.
-    # True if every step is expected to be clipped, based on what the run has observed.
-    every_clipped: bool = False
-    # True if all held gradients go to SSD, even if there is room for them in memory.
-    spill_all: bool = False
-    # True to cache whole groups first, instead of all weights and then state.
-    cache_groups: bool = False
     commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.
     minimise: str = "time"  # One of MINIMISE.
     activations: str | Kept = "holistic"  # One of ACTIVATIONS, or an explicit choice.
-    kind: StateKind = DEFAULT_KIND
-    # Number of ranks. If there are several, the blocks to plan for are one rank's shards.
-    world: int = 1
     # Device memory, by owner, that is used besides the blocks and the schedule.
     device_overhead: tuple[tuple[str, int], ...] = ()
 

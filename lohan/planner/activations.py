@@ -12,7 +12,9 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
+from lohan.planner.host_memory import Use, share_out
 from lohan.planner.memory import INPUTS, MemoryModel
+from lohan.schedule.placement import Gate, UpdateOptions, gate_of
 from lohan.schedule.simulate import (
     DEQUANTISING,
     SUMMED,
@@ -67,7 +69,7 @@ def choose(
     """
     pricer = _Pricer(profile, memory, workload, plan, limit, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
-    if plan.needs_all_gradients:
+    if gate_of(plan) is Gate.NORM:
         shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
@@ -115,7 +117,7 @@ class _Pricer:
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.spill_all = spill_all
         # Whether cached weights and state are written in every step.
-        self.writes_cached = not plan.commits_by_interval
+        self.writes_cached = plan.commit.every_step
         bare = replace(plan, kept=(), spilled_sites=())
         # Host memory for activations, waiting gradients, and cached weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
@@ -130,7 +132,7 @@ class _Pricer:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
         free, out = max(0.0, self.free_bytes - activations), max(0.0, activations - self.free_bytes)
-        known, key = self.memory.priced, (self.profile, kept, plan.needs_all_gradients)
+        known, key = self.memory.priced, (self.profile, kept, gate_of(plan) is Gate.NORM)
         compute = known[key] = known.get(key) or self._compute(plan)
         made = []
         for share in shares:
@@ -147,24 +149,26 @@ class _Pricer:
         out: float,
         kept: float,
     ) -> Traffic:
-        """Return the traffic of a step.
-
-        Free host memory is used for waiting gradients first, then for weights, then for state.
-        """
+        """Return the traffic of a step with this share of deferred updates."""
         fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
-        spilled = max(0.0, waiting - free) if plan.needs_all_gradients else 0.0
+        uses = share_out(
+            free,
+            {
+                Use.GRADIENTS: 0.0 if self.spill_all else waiting,
+                Use.WEIGHTS: n * fmt.weight_bytes,
+                Use.STATE: trained * fmt.state_bytes,
+            },
+        )
+        weights, state = uses[Use.WEIGHTS], uses[Use.STATE]
+        spilled = waiting - uses[Use.GRADIENTS] if gate_of(plan) is Gate.NORM else 0.0
         in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
-        if in_memory.may_speculate:
+        if UpdateOptions.of(in_memory).can_speculate:
             # The price is that of a step that is not clipped: its updates run in backward.
             share, spilled = 0.0, 0.0
-            waiting = 0.0 if self.spill_all else waiting
-        if not plan.needs_all_gradients and waiting > free:
-            share, waiting = free / (trained * width), free
-        free = max(0.0, free - waiting)
-        weights = min(free, n * fmt.weight_bytes)
-        state = min(free - weights, trained * fmt.state_bytes)
+        if gate_of(plan) is Gate.NONE and waiting > free:
+            share = free / (trained * width)
         read_again = n * fmt.weight_bytes - weights
         written = trained * (fmt.state_bytes + fmt.weight_bytes)
         unwritten = 0.0 if self.writes_cached else state + weights * trained / max(n, 1.0)
@@ -300,7 +304,7 @@ def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
     several ranks, which sum them on the net lane.
     """
     on_device = memory.has_own_memory and plan.world == 1
-    return memory.gradient_width if plan.needs_all_gradients and on_device else 0
+    return memory.gradient_width if gate_of(plan) is Gate.NORM and on_device else 0
 
 
 def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -12,9 +13,9 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.plan import CACHED_STATE, CACHED_WEIGHTS, BatchWorkload, Plan
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.memory import MemoryModel
-from lohan.schedule.actions import LANE_OF, Op, Schedule, ScheduleSpec
+from lohan.schedule.actions import Schedule, ScheduleSpec
+from lohan.schedule.ops import Op, Subject, parse_name
 from lohan.schedule.simulate import (
-    WRITES,
     ActionCosts,
     BytesPerParameter,
     SiteWork,
@@ -126,12 +127,13 @@ class Simulator:
         elif chunks > 2 * MANY_CHUNKS:
             spec, work = _joined(spec, work, MANY_CHUNKS)
         order = planned_order(blocks, plan, clipped=clipped)
-        machine = profile if order.commits else replace(profile, commit_s=0.0)
-        chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
+        every = order.updates.every_step_commits
+        machine = profile if every else replace(profile, commit_s=0.0)
+        chain = chain_of(spec, order, (True,) * STEPS if every else BETWEEN)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
         timeline, costs = _timed(machine, phases, work)
         last = phases[-(len(phases) // STEPS) :]
-        written = sum(work.written(a) for phase in last for a in phase if a.kind in WRITES)
+        written = sum(work.written(a) for phase in last for a in phase if a.kind.writes)
         lane_s, world = _lane_s(costs, last), plan.world
         made = Forecast(
             plan,
@@ -144,7 +146,7 @@ class Simulator:
             shared_s(profile, lane_s),
             _bus_s(profile, work, last),
         )
-        if order.commits:
+        if every:
             return made
         later = tuple(phase for step in chain for phase in step.values())
         return _with_commits(made, profile, spec, later)
@@ -251,7 +253,7 @@ def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
         for action in phase:
             kind, _, _, _, _, name = action
             took_s = known(name)
-            total[LANE_OF[kind]] += costs.seconds(action) if took_s is None else took_s
+            total[kind.lane] += costs.seconds(action) if took_s is None else took_s
     return total
 
 
@@ -317,6 +319,7 @@ def step_work(
 
 
 LEAST_BACKWARD = 0.2  # smallest share of backward that is attributed to gradients
+HEAD = "head"  # key of the seconds of the head
 UNKNOWN_DRIVE = 1e9  # bytes/s; a conservative guess if the step used no drive
 
 
@@ -335,46 +338,42 @@ def profile_of_step(
     over the link of a device. The rates of compute include the slowdown by concurrent I/O.
     `device_bytes` is the memory of a device that has its own, or 0. `unified` is as in Profile.
     """
-    seconds: dict[str, float] = {}
-    layout, others = work.per_parameter, work.world - 1
-    # Bytes per parameter over the link (L, D), and between this rank and the others (A, X).
-    per_parameter = {
-        "L": layout.weight,
-        "D": layout.gradient,
-        "A": others * layout.weight,
-        "X": others * layout.gradient,
-    }
-    linked = dict.fromkeys(per_parameter, 0.0)  # bytes
-    # `updated` counts parameters, multiplied by the cost of an update relative to AdamW.
-    ssd_bytes, updated = 0.0, 0.0
+    seconds: dict[str, float] = defaultdict(float)  # by operation; compute of the head apart
+    # Bytes by lane. On links and between ranks, those of weights and gradients.
+    moved: dict[str, float] = defaultdict(float)
+    updated = 0.0  # parameters, multiplied by the cost of an update relative to AdamW
     for span in spans:
-        kind, rest = span.name[0], span.name[1:]
-        site = _site(kind, rest, work)
-        seconds[site] = seconds.get(site, 0.0) + span.stop_s - span.start_s
-        if kind == "U":
-            group, chunk = rest.split(".")
-            updated += work.chunk(int(group), int(chunk)) * work.per_parameter.update
-        elif kind in linked:
-            linked[kind] += work.groups[int(rest)] * per_parameter[kind]
-        elif span.lane == "ssd":
-            ssd_bytes += _ssd_bytes(kind, rest, work)
+        named = parse_name(span.name)
+        if named is None:
+            continue
+        kind, index, chunk = named
+        site = kind.subject is Subject.SITE
+        head = site and span.lane == "compute" and work.sites[index].head
+        seconds[HEAD if head else kind] += span.stop_s - span.start_s
+        if kind == Op.UPDATE:
+            updated += work.parameters(index, chunk) * work.per_parameter.update
+        elif kind.moves is not None and (not site or span.lane == "ssd"):
+            moved[span.lane] += kind.moves(work, index, chunk)
     blocks = [site for site in work.sites if not site.head]
     forward = sum(site.forward_flops for site in blocks)
     trained = [site for site in blocks if not site.no_backward]
     again = sum(site.recompute_flops for site in trained)
     gradients = sum(site.gradient_flops for site in trained)
-    needed = "FBULD" if device_bytes else "FBU"
-    if not all(seconds.get(kind) for kind in needed) or not forward:
+    needed = [Op.FORWARD, Op.BACKWARD, Op.UPDATE]
+    needed += [Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS] if device_bytes else []
+    if not all(seconds[kind] for kind in needed) or not forward:
         return None
-    rate = forward / seconds["F"]
-    back_s = max(seconds["B"] - again / rate, LEAST_BACKWARD * seconds["B"])
+    rate = forward / seconds[Op.FORWARD]
+    computed_s = seconds[Op.BACKWARD]
+    back_s = max(computed_s - again / rate, LEAST_BACKWARD * computed_s)
     heads = [site for site in work.sites if site.head]
     head_flops = sum(site.forward_flops + site.gradient_flops for site in heads)
     ssd_s = busy_s(spans, float("-inf"), float("inf"))["ssd"]
-    ssd = ssd_bytes / ssd_s if ssd_s and ssd_bytes else UNKNOWN_DRIVE
-    h2d, d2h = (linked[k] / seconds[k] if device_bytes else 0.0 for k in "LD")
-    net_s = seconds.get("A", 0.0) + seconds.get("X", 0.0)
-    net = (linked["A"] + linked["X"]) / net_s if net_s else 0.0
+    ssd = moved["ssd"] / ssd_s if ssd_s and moved["ssd"] else UNKNOWN_DRIVE
+    h2d = moved["h2d"] / seconds[Op.LOAD_WEIGHTS] if device_bytes else 0.0
+    d2h = moved["d2h"] / seconds[Op.OFFLOAD_GRADIENTS] if device_bytes else 0.0
+    net_s = seconds[Op.ALL_GATHER] + seconds[Op.REDUCE_SCATTER]
+    net = moved["net"] / net_s if net_s else 0.0
     return Profile(
         name="this run",
         device=device,
@@ -383,38 +382,12 @@ def profile_of_step(
         compute=((1.0, rate),),
         # A run that trains only the head measures no backward of a block.
         backward=((1.0, gradients / back_s),) if gradients else (),
-        head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
+        head_flops=head_flops / seconds[HEAD] if seconds[HEAD] else 0.0,
         h2d=h2d,
         d2h=d2h,
         # 0 means that ranks communicate over the links. It is used unless the network is slower.
         net=net if net < min(h2d, d2h) else 0.0,
         host_bytes=host_bytes,
-        adam=updated / seconds["U"],
+        adam=updated / seconds[Op.UPDATE],
         drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),
     )
-
-
-def _ssd_bytes(kind: str, rest: str, work: StepWork) -> float:
-    """Return the bytes that an action of the ssd lane reads or writes."""
-    layout = work.per_parameter
-    if kind == Op.READ_WEIGHTS:
-        return work.groups[int(rest)] * layout.weight
-    if kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
-        return work.out_bytes(int(rest))
-    per_parameter = {
-        Op.READ_STATE: layout.state,
-        Op.WRITE: layout.state + layout.weight,
-        Op.SPILL_GRADIENTS: layout.gradient,
-        Op.FETCH_GRADIENTS: layout.gradient,
-    }
-    if kind not in per_parameter:
-        return 0.0
-    group, chunk = rest.split(".")
-    return work.chunk(int(group), int(chunk)) * per_parameter[Op(kind)]
-
-
-def _site(kind: str, rest: str, work: StepWork) -> str:
-    """Return the key under which a span is counted: "head" for compute of the head, or its kind."""
-    if kind in "FB" and rest.isdigit() and work.sites[int(rest)].head:
-        return "head"
-    return kind

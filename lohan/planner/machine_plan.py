@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from lohan.errors import BudgetError, ConfigError
@@ -23,20 +23,20 @@ from lohan.model.layout import (
     TensorSpec,
 )
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
+from lohan.model.plan import BatchWorkload, Footprint, Plan, PlanOptions, SiteFootprint
 from lohan.model.shapes import BlockShape, ModelShape
 from lohan.model.state import FLOAT, STATE_FORMATS, packed_numel
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast, Simulator, on_machine
 from lohan.planner.memory import card_overhead
 from lohan.planner.planner import (
-    WORTH,
-    PlanOptions,
+    PlanProblem,
+    SpaceError,
+    best_plan,
     check_fits,
-    foreseen,
-    plan_with_forecast,
+    make_plan,
 )
-from lohan.planner.wear import Alternative, adds_much, alternatives
+from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
 from lohan.schedule.steps import (
     ExecutionOrder,
@@ -45,7 +45,7 @@ from lohan.schedule.steps import (
     spec_of,
     steady_step,
 )
-from lohan.util.units import align_up, counted, format_bytes
+from lohan.util.units import align_up, format_bytes
 
 # -- Groups, sites and the footprint of a batch, derived from a model shape ------------------------
 
@@ -187,8 +187,8 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanProblem:
-    """The input of the planner: a model shape or a traced model, a machine, and the memory.
+class MachineProblem:
+    """A model shape or a traced model, a machine, and the memory of one rank.
 
     Memory, blocks and workload are those of one rank.
     """
@@ -212,44 +212,32 @@ class PlanProblem:
         return None if self.machine is None else self.machine.share(self.options.world)
 
     @cached_property
+    def rank_problem(self) -> PlanProblem:
+        """The problem that the planner solves for each rank."""
+        return PlanProblem(
+            self.blocks,
+            replace(self.options, device_overhead=self.overhead(self.host_bytes)),
+            host_bytes=self.host_bytes,
+            workload=self.workload,
+            profile=self.rank_machine,
+            device_bytes=self.device_bytes,
+            drive_bytes=self.drive_bytes,
+            drives=len(self.machine.drives) if self.machine is not None else 0,
+        )
+
+    @property
     def simulator(self) -> Simulator | None:
         """The simulator of this problem, or None if the machine is not known."""
-        if (machine := self.rank_machine) is None:
-            return None
-        return Simulator(machine, self.blocks, self.workload)
+        return self.rank_problem.simulator
 
     @property
     def traced(self) -> bool:
         """Whether the model was traced."""
         return self.site_order is not None
 
-    def sized(self, size: Callable[..., T]) -> T:
-        """Call a function of the planner with the arguments of this problem."""
-        options = replace(self.options, device_overhead=self.overhead(self.host_bytes))
-        return size(
-            self.blocks,
-            options,
-            host_bytes=self.host_bytes,
-            workload=self.workload,
-            profile=self.rank_machine,
-            device_bytes=self.device_bytes,
-        )
-
-    def best_plan(self) -> tuple[Plan, Forecast | None]:
-        return self.sized(partial(plan_with_forecast, simulator=self.simulator))
-
-    def check_drives(self, plan: Plan) -> None:
-        needed = self.options.world * plan.tier_bytes("ssd")
-        if self.drive_bytes and needed > self.drive_bytes:
-            drives = self.machine.drives if self.machine is not None else ()
-            raise SpaceError(
-                f"SSD space too small: the run needs {format_bytes(needed)}, and "
-                f"{counted(len(drives), 'drive')} can hold {format_bytes(self.drive_bytes)}"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
-class MachinePlan(PlanProblem):
+class MachinePlan(MachineProblem):
     """The solution of a problem: a plan and its forecast."""
 
     plan: Plan
@@ -266,14 +254,6 @@ class MachinePlan(PlanProblem):
     def step_s(self) -> float:
         assert self.forecast is not None
         return self.forecast.step_s
-
-    @property
-    def changes_plan(self) -> bool:
-        """Whether a run continues with another plan if every step is clipped."""
-        if self.clipped is None:
-            return False
-        parts = ("commit", "spilled_gradients", "host_cached_weights", "host_cached_state")
-        return any(getattr(self.clipped.plan, p) != getattr(self.plan, p) for p in parts)
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -303,10 +283,6 @@ class MachinePlan(PlanProblem):
         return {tier: count * self.plan.tier_bytes(tier) for tier, count in ranks.items()}
 
 
-class SpaceError(BudgetError):
-    """Raised when the drives are too small for a plan."""
-
-
 def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """Return the plan and its forecast, or raise a BudgetError that names changes that help."""
     ranks, machine = request.ranks, request.machine
@@ -326,16 +302,13 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
         raise type(refused)(f"{refused}{hint}") from None
 
 
-def solve(problem: PlanProblem) -> MachinePlan:
+def solve(problem: MachineProblem) -> MachinePlan:
     """Return the plan of a problem, for a model shape or for a traced model."""
-    plan, known, scarce = _within_drives(problem)
-    made, clipped, faster_s = None, None, 0.0
-    if problem.simulator is not None:
-        plan, made, clipped = foreseen(problem.simulator, plan, known)
+    planned = make_plan(problem.rank_problem)
+    plan, made, clipped, faster_s = planned.plan, planned.forecast, planned.clipped, 0.0
+    if made is not None:
         tokens = problem.batch * problem.workload.seq
         made = replace(made, tokens=tokens)
-        if clipped is not None and plan.world == 1:
-            clipped = _if_every_clipped(problem, clipped)
         clipped = None if clipped is None else replace(clipped, tokens=tokens)
         assert problem.machine is not None
         faster = without_lane(problem.machine, made.binding).share(plan.world)
@@ -345,31 +318,14 @@ def solve(problem: PlanProblem) -> MachinePlan:
     if calls:
         check_order(spec_of(problem.blocks, plan), order)
     return MachinePlan(
-        **{field.name: getattr(problem, field.name) for field in fields(PlanProblem)},
+        **{field.name: getattr(problem, field.name) for field in fields(MachineProblem)},
         plan=plan,
         order=order,
         forecast=made,
         clipped=clipped,
         without_binding_s=faster_s,
-        scarce=scarce,
+        scarce=planned.scarce,
     )
-
-
-def _if_every_clipped(problem: PlanProblem, made: Forecast) -> Forecast:
-    """Return the forecast of a run in which every step is clipped.
-
-    `made` is the forecast with the initial plan. If another plan is sufficiently faster, the run
-    changes to it, and its forecast is returned.
-    """
-    plan = made.plan
-    if not adds_much(plan, made):  # With little cached state, the plans hardly differ.
-        return made
-    options = replace(problem.options.fixed_by(plan), every_clipped=True)
-    other, known, _ = _within_drives(replace(problem, options=options))
-    assert problem.simulator is not None
-    if known is None or known.work.joined:
-        known = problem.simulator.forecast(other, clipped=True)
-    return known if made.step_s >= WORTH * known.step_s else made
 
 
 def with_alternatives(made: MachinePlan) -> MachinePlan:
@@ -379,46 +335,30 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
     options with which less is written.
     """
     usual, world = None, made.options.world
+    problem = MachineProblem(
+        **{field.name: getattr(made, field.name) for field in fields(MachineProblem)}
+    )
     instead: tuple[Alternative, ...] = ()
     if made.options.kind != DEFAULT_KIND:
         with suppress(BudgetError):
-            usual = solve(replace(made, options=replace(made.options, kind=DEFAULT_KIND)))
+            usual = solve(replace(problem, options=replace(made.options, kind=DEFAULT_KIND)))
     if made.forecast is not None:
 
         def planned(options: PlanOptions, host: int) -> Forecast:
-            other = replace(made, options=options, host_bytes=host // world)
-            plan, known, _ = _within_drives(other)
+            other = replace(problem, options=options, host_bytes=host // world)
+            plan, forecast, _ = best_plan(other.rank_problem)
             assert other.simulator is not None
-            return known or other.simulator.forecast(plan)
+            return forecast or other.simulator.forecast(plan)
 
         found = alternatives(made.forecast, made.options, world * made.host_bytes, planned)
         instead = tuple(found)
     return replace(made, usual=usual, instead=instead)
 
 
-def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
-    """Return the best plan for the drives, its forecast if it was simulated, and a flag.
-
-    If the drives have no room for the activations of the best plan, the best plan that recomputes
-    activations is returned, and the flag is True.
-    """
-    plan, known = problem.best_plan()
-    try:
-        problem.check_drives(plan)
-        return plan, known, False
-    except SpaceError:
-        if problem.options.activations != "holistic" or not plan.spilled_sites:
-            raise
-    least = replace(problem.options, activations="recompute")
-    plan, known = replace(problem, options=least).best_plan()
-    problem.check_drives(plan)
-    return plan, known, True
-
-
 # -- From shapes ----------------------------------------------------------------------------------
 
 
-def problem_of(request: PlanRequest) -> PlanProblem:
+def problem_of(request: PlanRequest) -> MachineProblem:
     machine = request.machine
     if not machine.drives:
         raise ConfigError(f"{machine.name} has no drive; take a machine with one")
@@ -430,7 +370,7 @@ def problem_of(request: PlanRequest) -> PlanProblem:
         memory = host_bytes if machine.unified else machine.device_bytes
         return tuple(card_overhead(memory, host_bytes).items())
 
-    return PlanProblem(
+    return MachineProblem(
         model=request.model.name,
         parameters=request.model.parameters,
         batch=request.batch,
@@ -466,8 +406,8 @@ def _load(model: ModelShape, rows: int, seq: int, dtype: str) -> BatchWorkload:
 
 def fits(request: PlanRequest) -> bool:
     try:
-        problem = problem_of(request)
-        problem.check_drives(problem.sized(check_fits))
+        problem = problem_of(request).rank_problem
+        problem.check_drives(check_fits(problem))
     except BudgetError:
         return False
     return True
@@ -500,11 +440,11 @@ def _changes(request: PlanRequest) -> Iterator[str]:
 def _enough_drives(request: PlanRequest) -> int:
     """Return the number of drives with which the run fits; 0 if more drives do not help."""
     with suppress(BudgetError):
-        plan = problem_of(request).sized(check_fits)
+        plan = check_fits(problem_of(request).rank_problem)
         for count in range(len(request.machine.drives) + 1, MOST_DRIVES + 1):
             more = replace(request, machine=request.machine.with_drives(count))
             with suppress(SpaceError):
-                problem_of(more).check_drives(plan)
+                problem_of(more).rank_problem.check_drives(plan)
                 return count
     return 0
 

@@ -30,6 +30,7 @@ from lohan.model.state import (
     state_format_of,
 )
 from lohan.optim import DEFAULT_KIND, StateKind
+from lohan.schedule.placement import Gate, gate_of
 from lohan.util.units import PAGE, MiB
 
 # -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
@@ -715,7 +716,7 @@ class MemoryModel:
             once = frozen * self.state_format.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
         # A store is made with room for all of them if they are held: a later plan may spill more.
-        room = plan.needs_all_gradients if self._held_on_ssd is None else self._held_on_ssd
+        room = gate_of(plan) is Gate.NORM if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
         if plan.spilled_sites:
@@ -766,7 +767,7 @@ class MemoryModel:
 
     def _held(self, plan: Plan) -> set[str]:
         """Return the groups whose gradients wait in memory for the next forward."""
-        if plan.needs_all_gradients:
+        if gate_of(plan) is Gate.NORM:
             return {group.key for group in self.trained} - set(plan.spilled_gradients)
         return set(plan.deferred)
 

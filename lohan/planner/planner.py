@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, partial
 
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
@@ -16,6 +16,7 @@ from lohan.model.plan import CACHED_WEIGHTS, BatchWorkload, Kept, LedgerEntry, P
 from lohan.model.state import STATE_FORMATS
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import Forecast, Simulator, most_clipped
+from lohan.planner.host_memory import FillOrder
 from lohan.planner.memory import (
     CARD_OWNERS,
     INPUTS,
@@ -24,12 +25,10 @@ from lohan.planner.memory import (
     MemoryModel,
     dequantised_ledger,
 )
-from lohan.planner.sizer import DEVICE_SLOTS, Sizer, spread
+from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
-from lohan.schedule.actions import Action, Op
-from lohan.schedule.simulate import ActionCosts
-from lohan.util.trace import busy_s
-from lohan.util.units import EVERY_STEP, Interval, format_bytes, format_bytes_up
+from lohan.schedule.placement import Update, UpdateOptions, rule_of
+from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format_bytes_up
 
 # -- The closed-form plan, or an error that says what would fit ------------------------------------
 #
@@ -41,77 +40,115 @@ from lohan.util.units import EVERY_STEP, Interval, format_bytes, format_bytes_up
 # chunk would always be the one needed next.
 
 
-__all__ = ["SPARE_SHARE", "PlanOptions", "check_fits", "closed_form_plan"]
-
 TILES = (8192, 2048, 512, 128)  # tile sizes in tokens that the planner may choose
 SPARE_SHARE = 0.03  # share of the budget that is reserved for rounding by the allocator
 
 
-def closed_form_plan(
-    blocks: Blocks,
-    options: PlanOptions,
-    *,
-    host_bytes: int,
-    workload: BatchWorkload | None = None,
-    profile: Profile | None = None,
-    device_bytes: int | None = None,
-) -> Plan:
+@dataclass(frozen=True)
+class PlanProblem:
+    """What one rank computes, and the memory that it may use.
+
+    With several ranks, blocks and workload are those of one rank.
+    """
+
+    blocks: Blocks
+    options: PlanOptions
+    _: KW_ONLY
+    host_bytes: int
+    workload: BatchWorkload | None = None  # None if the batch is not known
+    profile: Profile | None = None  # None if the machine was not measured
+    # The memory of the device. None: that of the profile, if it has one.
+    device_bytes: int | None = None
+    # True if the device has no memory of its own, but its share of `host_bytes`. This is so for
+    # several ranks that compute on the CPU.
+    in_one_memory: bool = False
+    drive_bytes: int = 0  # the room on the drives for all ranks; 0 if it is not known
+    drives: int = 0
+
+    @cached_property
+    def simulator(self) -> Simulator | None:
+        """The simulator of this problem, or None if the batch or the machine is not known."""
+        if self.workload is None or self.profile is None:
+            return None
+        return Simulator(self.profile, self.blocks, self.workload)
+
+    def check_drives(self, plan: Plan) -> None:
+        """Raise a SpaceError if the drives have no room for the files of a plan."""
+        needed = plan.world * plan.tier_bytes("ssd")
+        if self.drive_bytes and needed > self.drive_bytes:
+            raise SpaceError(
+                f"SSD space too small: the run needs {format_bytes(needed)}, and "
+                f"{counted(self.drives, 'drive')} can hold {format_bytes(self.drive_bytes)}"
+            )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The solution of a problem: the plan that a run follows, and its forecasts."""
+
+    plan: Plan
+    # The forecast of a step that is not clipped; None if the batch or the machine is not known.
+    forecast: Forecast | None
+    # The forecast of clipped steps, if updates may be speculative, so that it is different.
+    clipped: Forecast | None = None
+    scarce: bool = False  # Whether the drives have no room for activations of the best plan.
+    device_bytes: int | None = None  # as in the problem, or what was taken of its one memory
+
+
+class SpaceError(BudgetError):
+    """Raised when the drives are too small for a plan."""
+
+
+def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Plan:  # noqa: B008
     """Return the best plan according to the closed form, or raise a BudgetError.
 
     Several micro-batch sizes are tried, because a smaller one leaves the device more room for
-    activations in flight. `device_bytes` is the memory of the device; by default it is taken from
-    the profile.
+    activations in flight.
     """
+    workload, host_bytes = problem.workload, problem.host_bytes
     known = {} if workload is None else workload.known
-    key = "plan", id(blocks), options, host_bytes, profile, device_bytes
+    key = (
+        "plan",
+        id(problem.blocks),
+        problem.options,
+        host_bytes,
+        problem.profile,
+        problem.device_bytes,
+        order,
+    )
     if key in known:
         return known[key][1]  # type: ignore[no-any-return]
     limit = int(host_bytes * (1 - SPARE_SHARE))
     made: list[tuple[Sizer, Plan, Choice | None]] = []
-    for sizer, plan in _fitting(blocks, options, host_bytes, workload, profile, device_bytes):
+    for sizer, plan in _fitting(problem, order):
         made.append((sizer, *sizer.chosen(plan, limit)))
         if not sizer.device:
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
     plan = sizer.grown(plan, choice, limit)
-    known[key] = blocks, plan  # Keep `blocks` alive so that its id() is not reused.
+    known[key] = problem.blocks, plan  # Keep `blocks` alive so that its id() is not reused.
     return plan
 
 
-def check_fits(
-    blocks: Blocks,
-    options: PlanOptions,
-    *,
-    host_bytes: int,
-    workload: BatchWorkload | None = None,
-    profile: Profile | None = None,
-    device_bytes: int | None = None,
-) -> Plan:
+def check_fits(problem: PlanProblem) -> Plan:
     """Return any plan that fits, or raise a BudgetError if the run is not possible.
 
     Only the largest and the smallest micro-batch are tried. A smaller micro-batch needs less
     memory, except that the gradients of the whole batch in one slice may have fewer bits.
     """
-    fitting = _fitting(blocks, options, host_bytes, workload, profile, device_bytes, ends=True)
-    return next(fitting)[1]
+    return next(_fitting(problem, FillOrder(), ends=True))[1]
 
 
 def _fitting(
-    blocks: Blocks,
-    options: PlanOptions,
-    host_bytes: int,
-    workload: BatchWorkload | None,
-    profile: Profile | None,
-    device_bytes: int | None = None,
-    *,
-    ends: bool = False,
+    problem: PlanProblem, order: FillOrder, *, ends: bool = False
 ) -> Iterator[tuple[Sizer, Plan]]:
     """Yield the smallest plan for every micro-batch size that fits, largest micro-batch first.
 
     With `ends`, only the largest and the smallest micro-batch are tried. If nothing fits, a
     BudgetError is raised.
     """
-    device = device_bytes
+    options, workload, profile = problem.options, problem.workload, problem.profile
+    host_bytes, device = problem.host_bytes, problem.device_bytes
     if device is None:
         device = profile.device_bytes if profile is not None else 0
     candidates: Sequence[int | None] = [options.micro_batch]
@@ -131,7 +168,7 @@ def _fitting(
         for micro_batch in candidates:
             if found > 1 and not _fast(micro_batch, workload, profile):
                 continue
-            sizer = Sizer(blocks, options, tiled, micro_batch, profile, device)
+            sizer = Sizer(problem.blocks, options, tiled, micro_batch, profile, device, order)
             plan = sizer.smallest(host_bytes)
             if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
                 found += 1
@@ -237,93 +274,57 @@ CLIPPED = 0.1  # assumed share of clipped steps if it is not known
 WHOLE = 0.99
 
 
-def plan_for_budget(
-    blocks: Blocks,
-    options: PlanOptions,
-    *,
-    host_bytes: int,
-    workload: BatchWorkload | None = None,
-    profile: Profile | None = None,
-    device_bytes: int | None = None,
-) -> Plan:
-    """Return the plan that a run follows, or raise a BudgetError.
+def make_plan(problem: PlanProblem) -> Planned:
+    """Return the plan that a run follows, with its forecasts, or raise a BudgetError.
 
-    In addition to `closed_form_plan`, it chooses the commit interval if the user does not set it,
-    and the share of clipped steps up to which updates are speculative.
+    This is the one way to plan a training run. The closed form chooses activations and buffers,
+    simulation refines the choice, and the plan gets its commit interval and the share of clipped
+    steps up to which updates are speculative.
     """
-    simulator = None
-    if workload is not None and profile is not None:
-        simulator = Simulator(profile, blocks, workload)
-    plan, known = plan_with_forecast(
-        blocks,
-        options,
-        host_bytes=host_bytes,
-        workload=workload,
-        profile=profile,
-        device_bytes=device_bytes,
-        simulator=simulator,
-    )
-    if simulator is None or not plan.may_speculate:
-        return plan
-    if options.every_clipped:  # The forecast assumes clipped steps, so it cannot be used here.
-        known = None
-    return foreseen(simulator, plan, known)[0]
+    if problem.in_one_memory:
+        return _in_one_memory(problem)
+    plan, forecast, scarce = best_plan(problem)
+    simulator = problem.simulator
+    if simulator is None:
+        return Planned(plan, None, scarce=scarce, device_bytes=problem.device_bytes)
+    if forecast is None or forecast.work.joined:
+        forecast = simulator.forecast(plan)
+    speculates = UpdateOptions.of(plan).can_speculate
+    clipped = simulator.forecast(plan, clipped=True) if speculates else None
+    if clipped is not None:
+        plan = replace(plan, most_clipped=most_clipped(simulator.profile, forecast, clipped))
+    return Planned(plan, forecast, clipped, scarce, problem.device_bytes)
 
 
-def foreseen(
-    simulator: Simulator, plan: Plan, known: Forecast | None
-) -> tuple[Plan, Forecast, Forecast | None]:
-    """Complete a plan and return it with its forecasts.
+def best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
+    """Return the best plan for the drives, its forecast if it was simulated, and a flag.
 
-    The plan gets the groups that are updated twice if updates wait, and the share of clipped steps
-    up to which updates are speculative. The first forecast assumes that no step is clipped. It is
-    `known`, unless that is a rough one. The second assumes that every step is clipped, and is None
-    if updates are never speculative.
+    If the drives have no room for the activations of the best plan, the best plan that recomputes
+    activations is returned, and the flag is True. The share of clipped steps is not set, and the
+    forecast may be a rough one.
     """
-    if known is None or known.work.joined:
-        known = simulator.forecast(plan)
-    if not plan.may_speculate:
-        return plan, known, None
-    if not plan.updated_twice:
-        waits = simulator.forecast(plan, clipped=True, rough=True)
-        plan = _with_updates_twice(simulator, waits).plan
-    clipped = simulator.forecast(plan, clipped=True)
-    most = most_clipped(simulator.profile, known, clipped)
-    return replace(plan, most_clipped=most), known, clipped
+    plan, forecast = _best_plan(problem)
+    try:
+        problem.check_drives(plan)
+        return plan, forecast, False
+    except SpaceError:
+        if problem.options.activations != "holistic" or not plan.spilled_sites:
+            raise
+    least = replace(problem.options, activations="recompute")
+    plan, forecast = _best_plan(replace(problem, options=least))
+    problem.check_drives(plan)
+    return plan, forecast, True
 
 
-def plan_with_forecast(
-    blocks: Blocks,
-    options: PlanOptions,
-    *,
-    host_bytes: int,
-    workload: BatchWorkload | None,
-    profile: Profile | None,
-    device_bytes: int | None,
-    simulator: Simulator | None,
-) -> tuple[Plan, Forecast | None]:
-    """Return the plan of `plan_for_budget` and, if it was simulated last, its forecast.
-
-    `simulator` is None if the batch or the machine is not known.
-    """
-    search = _PlanSearch(
-        partial(
-            closed_form_plan,
-            blocks,
-            host_bytes=host_bytes,
-            workload=workload,
-            profile=profile,
-            device_bytes=device_bytes,
-        ),
-        simulator,
-    )
+def _best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None]:
+    search, options, simulator = _PlanSearch(problem), problem.options, problem.simulator
     made = search.best(options)
     if options.minimise != "writes" or simulator is None:
         return made
 
     def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
-        plan, found = made
-        return (found or simulator.forecast(plan)).written_bytes
+        plan, forecast = made
+        return (forecast or simulator.forecast(plan)).written_bytes
 
     # The fastest plan is chosen by simulation and may cache more, so that it may write less.
     return min(made, search.best(replace(options, minimise="time")), key=written_bytes)
@@ -336,10 +337,11 @@ class _PlanSearch:
     compared by simulation.
     """
 
-    def __init__(
-        self, closed_form: Callable[[PlanOptions], Plan], simulator: Simulator | None
-    ) -> None:
-        self._closed_form, self._simulator = closed_form, simulator
+    def __init__(self, problem: PlanProblem) -> None:
+        self._problem, self._simulator = problem, problem.simulator
+
+    def _closed_form(self, options: PlanOptions, order: FillOrder) -> Plan:
+        return closed_form_plan(replace(self._problem, options=options), order)
 
     def best(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
         options, simulator = self._with_micro_batch(options), self._simulator
@@ -350,7 +352,7 @@ class _PlanSearch:
         return choose_commit_interval(
             simulator.profile,
             lambda commit: self._with_interval(replace(options, commit=commit)),
-            partial(simulator.forecast, clipped=options.every_clipped, rough=True),
+            partial(simulator.forecast, rough=True),
         )
 
     def _with_micro_batch(self, options: PlanOptions) -> PlanOptions:
@@ -374,7 +376,7 @@ class _PlanSearch:
 
         def plan_of(asked: PlanOptions) -> Plan:
             spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
-            return self._closed_form(replace(asked, commit=commit, spill_all=spills))
+            return self._closed_form(replace(asked, commit=commit), FillOrder(spill_all=spills))
 
         def with_inputs_alone(asked: PlanOptions) -> Plan:
             kept = "recompute" if options.activations == "holistic" else options.activations
@@ -423,38 +425,37 @@ class _PlanSearch:
         steps. If all updates wait between two commits, cached state may be more valuable than
         gradients in memory.
         """
-        held, made = self._simulated_plan(options)
-        every_clipped = options.every_clipped
-        if held.commits_by_interval or every_clipped:
-            fixed = not held.always_waits(every_clipped=every_clipped)
+        held, made = self._simulated_plan(options, FillOrder())
+        updates = UpdateOptions.of(held)
+        if not held.commit.every_step:
+            fixed = rule_of(updates).update is not Update.NEXT_FORWARD
         else:
-            fixed = not (options.can_rerun and held.may_speculate)
-        if made is None or fixed or options.spill_all:
+            fixed = not (options.can_rerun and updates.can_speculate)
+        if made is None or fixed:
             return held, made
         simulator = self._simulator
         assert simulator is not None
         if len(held.spilled_gradients) <= FEW_HELD * len(simulator.blocks.trained):
-            spilling = replace(options, spill_all=True)
-            _, other = self._simulated_plan(spilling, near=[held.kept])
+            spilling = FillOrder(spill_all=True)
+            _, other = self._simulated_plan(options, spilling, near=[held.kept])
             assert other is not None
-            clipped = 0.0 if every_clipped else CLIPPED  # 0: the forecasts are of clipped steps.
-            made = min(made, other, key=partial(_expected_s, simulator, clipped=clipped))
+            made = min(made, other, key=partial(_expected_s, simulator, clipped=CLIPPED))
             held = made.plan
         return held, made
 
     def _simulated_plan(
-        self, options: PlanOptions, *, near: Sequence[Kept] = ()
+        self, options: PlanOptions, order: FillOrder, *, near: Sequence[Kept] = ()
     ) -> tuple[Plan, Forecast | None]:
         """Return the best plan for these options, with a rough forecast if it was simulated.
 
         `near` are the levels of activations of similar plans, from which the search starts.
         """
-        plan_of, simulator = self._closed_form, self._simulator
+        plan_of, simulator = partial(self._closed_form, order=order), self._simulator
         plan = plan_of(options)
         if simulator is None:
             return plan, None
         blocks, workload = simulator.blocks, simulator.workload
-        simulated = partial(simulator.forecast, clipped=options.every_clipped, rough=True)
+        simulated = partial(simulator.forecast, rough=True)
         made = simulated(plan)
         if options.minimise != "time" or not plan.overlap:
             return plan, made
@@ -474,22 +475,16 @@ class _PlanSearch:
             at_once = simulated(plan_of(replace(options, update_mode="optimized")))
             if at_once.step_s < made.step_s:
                 made, options = at_once, replace(options, update_mode="optimized")
-
-        def updated_twice(made: Forecast) -> Forecast:
-            if not made.plan.always_waits(every_clipped=options.every_clipped):
-                return made
-            return _with_updates_twice(simulator, made)
-
         best, plan = made, made.plan
         if (
             0 < len(plan.host_cached_weights) < len(memory.moving)
             or 0 < len(plan.host_cached_state) < chunks
         ):
-            whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
+            fixed = replace(options, micro_batch=plan.micro_batch)
+            whole = self._closed_form(fixed, replace(order, whole_groups=True))
             if whole.host_cached_state != plan.host_cached_state:
-                best = updated_twice(simulated(whole))
-        if best.step_s >= BETTER * made.step_s:
-            best = updated_twice(made)
+                cached_whole = simulated(whole)
+                best = cached_whole if cached_whole.step_s < BETTER * made.step_s else made
         plan = replace(best.plan, update_mode=update_mode)
         return plan, replace(best, plan=plan)
 
@@ -515,58 +510,11 @@ def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> floa
 
     `made` is the forecast of a step that is not clipped.
     """
-    speculates = made.plan.may_speculate
+    speculates = UpdateOptions.of(made.plan).can_speculate
     if not clipped or not speculates:
         return made.step_s
     other = simulator.forecast(made.plan, clipped=True, rough=True)
     return made.step_s + clipped * (other.step_s - made.step_s)
-
-
-def _with_updates_twice(simulator: Simulator, waiting: Forecast) -> Forecast:
-    """Return the forecast with some groups updated twice, if that is faster than `waiting`.
-
-    If all updates wait for forward, forward is limited by their writes, while the drives are idle
-    in backward. Some groups are then updated twice: in forward to compute their weights, and again
-    in backward, from the old state, to write the result. As many groups are chosen as the drives
-    have time for in backward. Gradients are needed for longer, but no more of them at a time.
-    `waiting` is a rough forecast in which no group is updated twice.
-    """
-    plan, blocks = waiting.plan, simulator.blocks
-    groups = _passing(blocks, plan) if simulator.profile.has_link else []
-    if not groups:
-        return waiting
-    costs, work = ActionCosts(simulator.profile, waiting.work), waiting.work
-    numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled_gradients else [])]
-
-    def second_update_s(key: str) -> float:
-        number = numbers[key]
-        parts = [Action(op, number, chunk) for op in ops for chunk in range(work.chunks(number))]
-        return costs.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(costs.seconds, parts))
-
-    each_s = sum(map(second_update_s, groups)) / len(groups)
-    count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
-    if not count:
-        return waiting
-    twice = replace(plan, updated_twice=spread(groups, count))
-    other = simulator.forecast(twice, clipped=True, rough=True)
-    return other if other.step_s < BETTER * waiting.step_s else waiting
-
-
-def _passing(blocks: Blocks, plan: Plan) -> list[str]:
-    """Return the trained groups that belong to one site and of which nothing is cached."""
-    uses = Counter(key for site in blocks.sites for key in site.groups)
-    stay = {*plan.host_cached_weights, *(key for key, _ in plan.host_cached_state)}
-    trained = (group.key for group in blocks.trained if not group.resident)
-    return [key for key in trained if uses[key] == 1 and key not in stay]
-
-
-def _resting_s(made: Forecast) -> float:
-    """Return the seconds for which the drives are idle in backward."""
-    timeline = made.timeline
-    stop = timeline.step_ends[-1]
-    start = stop - timeline.step_s + timeline.forward_s
-    return stop - start - busy_s(timeline.spans, start, stop)["ssd"]
 
 
 def _best_level(
@@ -610,33 +558,27 @@ SHARES = (0.5, 0.65, 0.35, 0.75, 0.25, 0.85, 0.15)  # shares of the budget for c
 DOUBLED, HALVED = 20, 4  # numbers of doublings and bisections to find a sufficient budget
 
 
-def plan_in_one_memory(
-    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None
-) -> tuple[Plan, int]:
-    """Return the plan and the bytes of the budget that are reserved for compute."""
+def _in_one_memory(problem: PlanProblem) -> Planned:
+    """Return the plan for the first share of the budget that is enough for compute."""
 
-    def planned(size: int) -> tuple[Plan, int] | None:
+    def planned(size: int) -> Planned | None:
         for share in SHARES:
             room = int(share * size)
-            try:
-                plan = plan_for_budget(
-                    blocks, options, host_bytes=size - room, workload=workload, device_bytes=room
-                )
-            except BudgetError:
-                continue
-            return plan, room
+            apart = replace(problem, host_bytes=size - room, device_bytes=room, in_one_memory=False)
+            with suppress(BudgetError):
+                return make_plan(apart)
         return None
 
-    found = planned(host_bytes)
+    found = planned(problem.host_bytes)
     if found is not None:
         return found
-    enough = _enough(lambda size: planned(size) is not None, host_bytes)
-    world, each = options.world, format_bytes_up(enough)
+    enough = _enough(lambda size: planned(size) is not None, problem.host_bytes)
+    world, each = problem.options.world, format_bytes_up(enough)
     raise BudgetError(
         f"host budget too small: each of {world} ranks needs {each} for its share of the state and "
-        f"for compute, its share of --host is {format_bytes(host_bytes)}; raise --host to "
+        f"for compute, its share of --host is {format_bytes(problem.host_bytes)}; raise --host to "
         f"{format_bytes_up(world * enough)} for {world} ranks on a machine"
-        f"{lower_hint(workload, options)}, or start fewer ranks"
+        f"{lower_hint(problem.workload, problem.options)}, or start fewer ranks"
     )
 
 

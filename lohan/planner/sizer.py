@@ -10,7 +10,9 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan, PlanOptions
 from lohan.model.state import FLOAT, chunks
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
+from lohan.planner.host_memory import FillOrder, Use
 from lohan.planner.memory import LOGIT_COPIES, MemoryModel
+from lohan.schedule.placement import Gate, gate_of
 from lohan.util.units import EVERY_STEP, MiB, align_up
 
 # -- Uses of the remaining memory, each as far as the budgets allow --------------------------------
@@ -21,6 +23,25 @@ class GreedyFill:
 
     def __init__(self, memory: MemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
         self._memory, self._limit, self._fits = memory, limit, fits
+
+    def use_host_memory(self, plan: Plan, deferred: float, order: FillOrder) -> Plan:
+        """Use the free host memory in the order of `Use`.
+
+        If updates do not need all gradients, the share `deferred` of them runs in the next forward,
+        and their gradients wait.
+        """
+        for use in Use:
+            match use:
+                case Use.GRADIENTS if gate_of(plan) is Gate.NORM:
+                    plan = plan if order.spill_all else self.unspill(plan)
+                case Use.GRADIENTS:
+                    plan = self.defer(plan, deferred)
+                case Use.WEIGHTS:
+                    plan = self.cache_groups(plan) if order.whole_groups else plan
+                    plan = self.cache_weights(plan)
+                case Use.STATE:
+                    plan = self.cache_state(plan)
+        return plan
 
     def if_fits(self, plan: Plan, **change: object) -> Plan:
         grown = self._memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
@@ -157,7 +178,7 @@ def _spreads(plan: Plan) -> bool:
     They should if all updates of every step wait for the next forward: forward then never waits for
     many uncached chunks in a row.
     """
-    return plan.commits_by_interval and plan.needs_all_gradients
+    return not plan.commit.every_step and gate_of(plan) is Gate.NORM
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -184,9 +205,10 @@ class Sizer:
         micro_batch: int | None,
         profile: Profile | None,
         device: int,
+        order: FillOrder,
     ) -> None:
         self.blocks, self.options, self.workload, self.profile = blocks, options, workload, profile
-        self.micro_batch, self.device = micro_batch, device
+        self.micro_batch, self.device, self.order = micro_batch, device, order
         self.memory = MemoryModel(
             blocks,
             options.dtype,
@@ -211,14 +233,9 @@ class Sizer:
         small = self._small_groups()
         slots = self._widest_without(small)
         plan = Plan(
-            dtype=options.dtype,
+            **options.taken_over(),
             micro_batch=self.micro_batch,
             tiles=self._tiles,
-            overlap=options.overlap,
-            update_mode=options.update_mode,
-            clip=options.clip,
-            kind=options.kind,
-            can_rerun=options.can_rerun,
             commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
@@ -229,9 +246,8 @@ class Sizer:
             grad_groups=1,
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying,
-            world=options.world,
         )
-        if plan.needs_all_gradients:
+        if gate_of(plan) is Gate.NORM:
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
             )
@@ -350,14 +366,11 @@ class Sizer:
         if kept is None:
             kept = choice.kept if choice else ()
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
-        if plan.needs_all_gradients:
-            plan = plan if self.options.spill_all else fill.unspill(plan)
-        elif plan.update_mode == "balanced" and plan.overlap:
-            plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
-        plan = fill.cache_on_device(plan)
-        if self.options.cache_groups:
-            plan = fill.cache_groups(plan)
-        return fill.cache_state(fill.cache_weights(plan))
+        deferred = 0.0
+        if plan.update_mode == "balanced" and plan.overlap:
+            deferred = MOST_DEFERRED if choice is None else choice.deferred
+        plan = fill.use_host_memory(plan, deferred, self.order)
+        return fill.cache_on_device(plan)
 
     def _fill(self, limit: int) -> GreedyFill:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))
@@ -400,7 +413,7 @@ class Sizer:
             limit=limit,
             minimise=self.options.minimise,
             kept=kept,
-            spill_all=self.options.spill_all,
+            spill_all=self.order.spill_all,
         )
 
     def _smallest_chunk(self) -> int:

@@ -21,7 +21,9 @@ from lohan.planner.activations import (
     choose_by_policy,
     input_bytes,
 )
-from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
+from lohan.schedule.actions import Action, Schedule, ScheduleSpec
+from lohan.schedule.ops import Op, Subject, parse_name
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.simulate import (
     TOUCHED,
     ActionCosts,
@@ -601,7 +603,6 @@ def spec_of(
         grads=1 if policy.update_mode == "naive" else GRADS,
         host_cached_weights=() if policy.weights == "ssd" else tuple(groups),
         host_cached_state=() if policy.state == "ssd" else state,
-        write_through=policy.state == "ssd",
         spilled_gradients=frozenset(groups if spill_gradients else ()),
         spilled_sites=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
         act_buffers=ACT_BUFFERS,
@@ -611,11 +612,10 @@ def spec_of(
 
 
 def order_of(spec: ScheduleSpec, update_mode: str) -> ExecutionOrder:
-    deferred = tuple(range(len(spec.chunks))) if update_mode == "serial" else ()
+    """Return the order of all sites. State in host memory is never written to SSD."""
     sites = tuple(range(len(spec.sites)))
-    return ExecutionOrder(
-        forward=sites, backward=sites[::-1], update_mode=update_mode, deferred=deferred
-    )
+    updates = UpdateOptions(mode=update_mode, every_step_commits=not spec.host_cached_state)
+    return ExecutionOrder(forward=sites, backward=sites[::-1], updates=updates)
 
 
 # -- Transformations of the updates after backward ------------------------------------------------
@@ -627,9 +627,14 @@ def on_device(phase: Schedule) -> Schedule:
     Each U is replaced by a copy of the state to the device (L with a chunk) and back (D with a
     chunk).
     """
+
+    def moved(name: str) -> str:
+        kind, *what = parse_name(name) or (None,)
+        return Op.OFFLOAD_GRADIENTS.of(*what) if kind == Op.UPDATE else name
+
     made: list[Action] = []
     for action in phase:
-        waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
+        waits = tuple(map(moved, action.waits))
         if action.kind == Op.UPDATE:
             what = (action.index, action.chunk, action.at)
             load = Action(Op.LOAD_WEIGHTS, *what, waits)
@@ -641,8 +646,6 @@ def on_device(phase: Schedule) -> Schedule:
 
 # Actions that cost nothing if weights stay on the device.
 ON_DEVICE = (Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.UPDATE)
-# Actions that move one tensor to or from SSD.
-ONE_TENSOR = (Op.READ_STATE, Op.WRITE, Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS)
 
 
 class PolicyCosts(ActionCosts):
@@ -664,7 +667,8 @@ class PolicyCosts(ActionCosts):
         if kind in (Op.FORWARD, Op.BACKWARD):
             compute_s = super().seconds(action) / policy.compute_share + self._stalled_s(action)
             return compute_s + (self._held_up_s(action.index) if kind == Op.BACKWARD else 0.0)
-        tensors = int(kind in ONE_TENSOR)
+        # Chunks are single tensors.
+        tensors = int(kind.lane == "ssd" and kind.subject is Subject.CHUNK)
         if kind == Op.READ_WEIGHTS:
             tensors = len(self._work.chunk_sizes[action.index])
         return super().seconds(action) + tensors * policy.op_s

@@ -178,7 +178,7 @@ def written_per_step(
     order = planned_order(blocks, plan)
     *_, last = steps(spec, order, 2)
     written = sum(work.written(action) for phase in last.values() for action in phase)
-    if not order.commits and plan.commit.steps:
+    if not plan.commit.every_step and plan.commit.steps:
         written += commit_bytes(work, spec) / plan.commit.steps
     return plan.world * written
 
@@ -232,7 +232,7 @@ def _candidates(
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
     much_in_memory = sum(weights_too(plan)) > (1 - LESS) * chunks
-    if not plan.commits_by_interval and much_in_memory:
+    if plan.commit.every_step and much_in_memory:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.spilled_sites and options.activations == "holistic":

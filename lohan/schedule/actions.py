@@ -1,37 +1,10 @@
 """The actions of a schedule and their text form.
 
 A schedule is a sequence of tokens, one per action. A token has the form
-`KIND INDEX [.CHUNK] [@BUFFER,...] [(WAIT,...)]`, written without blanks. Actions on compute and on
-memory that the CPU can access:
-
-    F3@0        compute    run forward of site 3, with its weights in slot 0
-    B3@1        compute    run backward of site 3
-    E           compute    end backward (BACKWARD_DONE); actions that need all gradients wait for E
-    R5@2        ssd        read the weights of group 5 into slot 2
-    S5.1@0      ssd        read state chunk 1 of group 5 into ring buffer 0
-    U5.1@0,2    optimizer  update that chunk in ring buffer 0, and its weights in slot 2
-    W5.1@0,2    ssd        write the state and the weights of that chunk
-    H5          optimizer  sum the squares of the gradients of group 5, for the gradient norm
-    P5.1@0      ssd        spill chunk 1 of the held gradients of group 5 through staging buffer 0
-    G5.1@1      ssd        fetch it into staging buffer 1; the update is then U5.1@0,2,1
-    O3@1        ssd        spill the kept activations of site 3 from activation buffer 1
-    I3@0        ssd        fetch them into activation buffer 0
-    C           ssd        end the step (END_STEP): commit it or, between two commits, only count it
-
-If the device has its own memory, F and B name device slots, and there are four more actions:
-
-    L5@2,0      h2d        load the weights of group 5 from slot 2 into device slot 0
-    V3@1        h2d        restore the offloaded activations of site 3 to device buffer 1
-    K3@1        d2h        offload the activations of site 3 from device buffer 1 to host memory
-    D5          d2h        copy the gradients of group 5 to host memory
-
-If several ranks share the state, host memory and SSD hold only the shards of the local rank, while
-the device holds whole groups. There are two more actions:
-
-    A5@0        net        all-gather the weights of group 5 in device slot 0, after L5; F and B
-                           wait for it
-    X5          net        reduce-scatter the gradients of group 5: each rank gets the sum of its
-                           shard
+`KIND INDEX [.CHUNK] [@BUFFER,...] [(WAIT,...)]`, written without blanks. KIND is the letter of an
+operation (ops.py), INDEX a site or a group, CHUNK a state chunk of the group, BUFFER a slot or
+buffer, and WAIT the name of an action that must finish before this one starts. The name of an
+action is the beginning of its token, up to the @.
 
 Executing the actions one after the other, in the order of the schedule, is always valid. Lanes
 execute it concurrently: each lane keeps the order of its own actions, and an action waits for the
@@ -45,50 +18,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple, Self
 
 from lohan.errors import LohanError
+from lohan.schedule.ops import OPERATIONS, Operation
 
-
-class Op(StrEnum):
-    """The operation of an action. The value is its letter in the text form."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_DONE = "E"
-    READ_WEIGHTS = "R"
-    READ_STATE = "S"
-    WRITE = "W"
-    SPILL_GRADIENTS = "P"
-    FETCH_GRADIENTS = "G"
-    SPILL_ACTIVATIONS = "O"
-    FETCH_ACTIVATIONS = "I"
-    END_STEP = "C"
-    UPDATE = "U"
-    SUM_SQUARES = "H"
-    LOAD_WEIGHTS = "L"
-    RESTORE_ACTIVATIONS = "V"
-    OFFLOAD_ACTIVATIONS = "K"
-    OFFLOAD_GRADIENTS = "D"
-    ALL_GATHER = "A"
-    REDUCE_SCATTER = "X"
-
-
-OPS_OF_LANE = {
-    "compute": "FBE",
-    "ssd": "RSWPGOIC",
-    "optimizer": "UH",
-    "h2d": "LV",
-    "d2h": "KD",
-    "net": "AX",
-}
-LANE_OF = {Op(letter): lane for lane, letters in OPS_OF_LANE.items() for letter in letters}
 _TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
 
 
 class _Fields(NamedTuple):
-    kind: Op
+    kind: Operation
     # The site or group, or -1. The field hides tuple.index(), which is not needed here.
     index: int  # type: ignore[assignment]
     chunk: int  # -1 if the operation does not act on a single chunk
@@ -104,18 +43,13 @@ class Action(_Fields):
 
     def __new__(
         cls,
-        kind: Op,
+        kind: Operation,
         index: int = -1,
         chunk: int = -1,
         at: tuple[int, ...] = (),
         waits: tuple[str, ...] = (),
     ) -> Self:
-        name: str = kind
-        if chunk >= 0:
-            name = kind + f"{index}.{chunk}"
-        elif index >= 0:
-            name = kind + str(index)
-        return tuple.__new__(cls, (kind, index, chunk, at, waits, name))
+        return tuple.__new__(cls, (kind, index, chunk, at, waits, kind.of(index, chunk)))
 
     def waiting_for(self, waits: tuple[str, ...]) -> Action:
         """Return the same action with the given waits."""
@@ -124,7 +58,7 @@ class Action(_Fields):
 
     @property
     def lane(self) -> str:
-        return LANE_OF[self.kind]
+        return self.kind.lane
 
     def token(self) -> str:
         at = "@" + ",".join(map(str, self.at)) if self.at else ""
@@ -133,11 +67,11 @@ class Action(_Fields):
 
 def parse_token(token: str) -> Action:
     match = _TOKEN.fullmatch(token)
-    if match is None or match[1] not in LANE_OF:
+    if match is None or match[1] not in OPERATIONS:
         raise LohanError(f"{token!r} is not a schedule token; they look like S5.1@0(W4.0)")
     kind, index, chunk, at, waits = match.groups()
     return Action(
-        Op(kind),
+        OPERATIONS[kind],
         int(index) if index else -1,
         int(chunk) if chunk else -1,
         tuple(map(int, at.split(","))) if at else (),
@@ -178,7 +112,6 @@ class ScheduleSpec:
     grads: int  # number of groups whose gradients may wait in host memory for their update
     host_cached_weights: tuple[int, ...] = ()  # group of each cache slot
     host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each cache buffer
-    write_through: bool = True  # whether cached weights and state are written in every step
     # Groups whose held gradients are spilled to SSD.
     spilled_gradients: frozenset[int] = frozenset()
     # Sites whose kept activations are spilled to SSD.
@@ -190,6 +123,3 @@ class ScheduleSpec:
     head_alone: bool = False
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded to the host
     net: bool = False  # whether ranks gather weights and reduce gradients on the device
-    # Groups that are updated twice if all updates wait for forward: in forward to obtain the new
-    # weights, and in the backward after it, from the same state, to write the result.
-    updated_twice: frozenset[int] = frozenset()

@@ -22,9 +22,6 @@ class BufferState:
     device_acts: int = 0  # activations in flight from or to the device
     # Writes that a forward leaves to the backward after it, followed by the end of the step.
     behind: tuple[Action, ...] = ()
-    # (group, chunk) whose first update computed the new weights. The second update, which is
-    # written, is still to be made.
-    second_updates: tuple[tuple[int, int], ...] = ()
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:

@@ -10,21 +10,31 @@ Two properties are checked for every action, in the order of the schedule:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     DEVICE_BUFFERS,
-    LANE_OF,
     Action,
-    Op,
     Schedule,
     ScheduleSpec,
 )
 from lohan.schedule.buffers import BufferState
-from lohan.schedule.effects import WRITE, Use, effects_of
+from lohan.schedule.effects import Use, effects_of
+from lohan.schedule.ops import (
+    DEVICE_ACTIVATIONS,
+    DEVICE_SLOT,
+    HOST_ACTIVATIONS,
+    SLOT,
+    STAGING,
+    STATE,
+    WRITE,
+    Op,
+    Operation,
+    Subject,
+    parse_name,
+)
 from lohan.util.trace import LANES
 
 # -- Vector clocks ---------------------------------------------------------------------------------
@@ -36,7 +46,6 @@ from lohan.util.trace import LANES
 
 COMPUTE = LANES.index("compute")
 Clock = tuple[int, ...]
-NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 def join(first: Clock, second: Clock) -> Clock:
@@ -59,24 +68,6 @@ def split_buffers(
 # -- Check ----------------------------------------------------------------------------------------
 
 
-SITE_OPS = (
-    Op.FORWARD,
-    Op.BACKWARD,
-    Op.OFFLOAD_ACTIVATIONS,
-    Op.RESTORE_ACTIVATIONS,
-    Op.SPILL_ACTIVATIONS,
-    Op.FETCH_ACTIVATIONS,
-)
-GROUP_OPS = (
-    Op.READ_WEIGHTS,
-    Op.SUM_SQUARES,
-    Op.LOAD_WEIGHTS,
-    Op.OFFLOAD_GRADIENTS,
-    Op.ALL_GATHER,
-    Op.REDUCE_SCATTER,
-)
-
-
 def validate(
     schedule: Schedule,
     spec: ScheduleSpec,
@@ -92,44 +83,63 @@ def validate(
     this holds in any case. With `by_interval`, some steps end without a commit. Such a step writes
     either all or none of the chunks whose weights and state are cached.
     """
-    check = _Check(spec, buffers, whole=whole, by_interval=by_interval)
+    clocks = _Clocks(spec, buffers)
+    contents = _Contents(spec, buffers, clocks, whole=whole, by_interval=by_interval)
     for action in schedule:
-        check.form(action)
-        check.clock(action)
-        check.content(action)
-        check.races(action)
+        _check_form(action, spec)
+        clocks.start(action)
+        contents.check(action)
+        clocks.check_races(action)
 
 
-class _Check:
-    """The contents of slots, buffers and SSD, and the clocks of lanes, during validation."""
+def _fail(action: Action, problem: str) -> NoReturn:
+    raise LohanError(f"schedule: {action.token()}: {problem}")
 
-    def __init__(
-        self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool, by_interval: bool
-    ) -> None:
-        self.spec, self.by_interval = spec, by_interval
-        self.from_start = whole  # whether the schedule relies on no earlier schedule
-        self.whole_step = whole  # whether the actions since the last C are those of a whole step
-        # The contents of each slot and buffer: a group, a (group, chunk), or None.
-        self.slots = [*buffers.slots, *spec.host_cached_weights]
-        self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.host_cached_state]
-        self.stage: list[tuple[int, int] | None] = [None] * spec.ring
-        self.device: list[int | None] = list(buffers.device)
-        there = {i for i, held in enumerate(buffers.device) if held is not None}
-        self.whole_there = there  # device slots that hold all shards of their group, after A
-        self.acts: list[int | None] = [None] * spec.act_buffers  # site in each host buffer
-        self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS  # site in each device buffer
-        self.out: set[int] = set()  # sites whose kept activations are on SSD
-        # Chunks that were updated in memory and are outdated on SSD.
-        self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
-        # Chunks whose first update is not written. Only forward may use their weights.
-        self.second_updates = set(buffers.second_updates)
-        # Chunks that await their second update: their weights are those of the previous step.
-        self.old: set[tuple[int, int]] = set()
-        self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C
-        self.held: set[int] = set()  # groups with complete gradients that are still to be updated
-        self.put_away: set[tuple[int, int]] = set()  # chunks of held gradients that are on SSD
-        self.since_forward: set[int] = set()  # groups updated since the last F
-        self.uses = buffers.uses.copy()
+
+def _check_form(action: Action, spec: ScheduleSpec) -> None:
+    """Check that everything that the action names exists."""
+    if not _exists(spec, action.kind, action.index, action.chunk):
+        _fail(action, "there is no such site, group or chunk")
+    for wait in action.waits:
+        named = parse_name(wait)
+        if named is None or not _exists(spec, *named):
+            _fail(action, f"waits for {wait}, which no schedule of this spec has")
+    kinds = action.kind.at(spec, action.index)
+    least = sum(kind not in action.kind.optional for kind in kinds)
+    if len(action.at) not in (least, len(kinds)):
+        _fail(action, f"has {len(action.at)} slots and buffers, wants {len(kinds)}")
+    for number, kind in zip(action.at, kinds, strict=False):
+        if number >= _size(spec, kind):
+            _fail(action, "names a slot or buffer that does not exist")
+
+
+def _exists(spec: ScheduleSpec, kind: Operation, index: int, chunk: int) -> bool:
+    if kind.subject is Subject.STEP:
+        return index == chunk == -1
+    if kind.subject is Subject.SITE:
+        return 0 <= index < len(spec.sites) and chunk == -1
+    if not 0 <= index < len(spec.chunks):
+        return False
+    return chunk == -1 if kind.subject is Subject.GROUP else 0 <= chunk < spec.chunks[index]
+
+
+def _size(spec: ScheduleSpec, kind: str) -> int:
+    """Return how many slots or buffers of a kind exist."""
+    return {
+        SLOT: spec.slots + len(spec.host_cached_weights),
+        STATE: spec.ring + len(spec.host_cached_state),
+        STAGING: spec.ring,
+        DEVICE_SLOT: spec.device_slots,
+        HOST_ACTIVATIONS: spec.act_buffers,
+        DEVICE_ACTIVATIONS: DEVICE_BUFFERS,
+    }[kind]
+
+
+class _Clocks:
+    """The vector clocks of the lanes, and the last uses of every resource."""
+
+    def __init__(self, spec: ScheduleSpec, buffers: BufferState) -> None:
+        self.spec, self.uses = spec, buffers.uses.copy()
         counts, known = self.uses.counts, self.uses.known
         # The compute lane is the calling thread, so its earlier actions have finished when the
         # schedule is enqueued. On a device with its own memory, they may still be running.
@@ -140,114 +150,87 @@ class _Check:
         ]
         # The clock at the finish of the latest action of each name.
         self.done = {name: tuple(use[3]) for name, use in self.uses.recorded().items()}
-        self.start: Clock = (0,) * len(LANES)  # the clock at the start of the current action
-        # The latest action (B, X or D) that wrote the gradients of each group in this backward.
-        self.last_gradient: dict[int, Use] = {}
-        self.backward_end: Use | None = None  # the latest E
-        self.step_end: Use | None = None  # the latest C
-        self.last_update: Use | None = None  # the latest U of this step
+        self.now: Clock = (0,) * len(LANES)  # the clock at the start of the current action
 
-    def fail(self, action: Action, problem: str) -> None:
-        raise LohanError(f"schedule: {action.token()}: {problem}")
-
-    # -- form -------------------------------------------------------------------------------------
-
-    def form(self, action: Action) -> None:
-        """Check that everything that the action names exists."""
-        if not self._exists(action.kind, action.index, action.chunk):
-            self.fail(action, "there is no such site, group or chunk")
-        for wait in action.waits:
-            match = NAME.fullmatch(wait)
-            if (
-                match is None
-                or match[1] not in LANE_OF
-                or not self._exists(match[1], int(match[2] or -1), int(match[3] or -1))
-            ):
-                self.fail(action, f"waits for {wait}, which no schedule of this spec has")
-        sizes = self._sizes(action)
-        least = len(sizes)
-        if action.kind == Op.FORWARD:  # Without training, no activations are kept.
-            least = len(self.spec.sites[action.index])
-        elif action.kind == Op.UPDATE:
-            least = 2
-        if len(action.at) not in (least, len(sizes)):
-            self.fail(action, f"has {len(action.at)} slots and buffers, wants {len(sizes)}")
-        if any(number >= size for number, size in zip(action.at, sizes, strict=False)):
-            self.fail(action, "names a slot or buffer that does not exist")
-
-    def _sizes(self, action: Action) -> tuple[int, ...]:
-        """Return, for each slot or buffer in `at`, how many of its kind exist."""
-        slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
-        act = (self.spec.act_buffers,)
-        moved = act if action.index in self.spec.spilled_sites else ()
-        on_device = (DEVICE_BUFFERS,) if action.index in self.spec.offloaded else ()
-        if action.kind in (Op.FORWARD, Op.BACKWARD):
-            weights = (len(self.device) if self.spec.device_slots else slots,)
-            return weights * len(self.spec.sites[action.index]) + moved + on_device
-        if action.kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
-            return moved + on_device
-        return {
-            "R": (slots,),
-            "S": (ring,),
-            "U": (ring, slots, stage),
-            "W": (ring, slots),
-            "P": (stage,),
-            "G": (stage,),
-            "L": (slots, len(self.device)),
-            "O": act,
-            "I": act,
-            "A": (len(self.device),),
-        }.get(action.kind, ())
-
-    def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in (Op.BACKWARD_DONE, Op.END_STEP):
-            return index == chunk == -1
-        if kind in SITE_OPS:
-            return 0 <= index < len(self.spec.sites) and chunk == -1
-        if not 0 <= index < len(self.spec.chunks):
-            return False
-        return chunk == -1 if kind in GROUP_OPS else 0 <= chunk < self.spec.chunks[index]
-
-    # -- clocks and races -------------------------------------------------------------------------
-
-    def clock(self, action: Action) -> None:
+    def start(self, action: Action) -> None:
         """Set the clocks at the start and at the finish of the action."""
         lane = LANES.index(action.lane)
         start = (self.last_start if action.lane == "ssd" else self.last_done)[lane]
         for wait in action.waits:
             if wait in self.done:  # Other names from earlier schedules have no recorded use.
                 start = join(start, self.done[wait])
-        self.start = self.last_start[lane] = start
+        self.now = self.last_start[lane] = start
         done = join(start, join(self.last_done[lane], at_least(lane, self.uses.counts[lane] + 1)))
         self.last_done[lane] = self.done[action.name] = done
 
     def known(self, use: Use) -> bool:
         """Return whether another action has certainly finished when the current one starts."""
-        return self.start[use[0]] >= use[1]
+        return self.now[use[0]] >= use[1]
 
     def finished(self, action: Action) -> Use:
         lane = LANES.index(action.lane)
         return lane, self.uses.counts[lane] + 1, action.name, []
 
-    def races(self, action: Action) -> None:
+    def check_races(self, action: Action) -> None:
         """Check that every earlier conflicting action has certainly finished."""
-        missing = self.uses.missing(action, effects_of(action, self.spec), list(self.start))
+        missing = self.uses.missing(action, effects_of(action, self.spec), list(self.now))
         for (_, _, name, _), (resource, access, _) in missing.values():
             verb = "overwrites" if access is WRITE else "uses"
-            self.fail(
-                action, f"{verb} {' '.join(map(str, resource))} while {name} may be in flight"
-            )
+            _fail(action, f"{verb} {' '.join(map(str, resource))} while {name} may be in flight")
+
+
+class _Contents:
+    """The contents of slots, buffers and SSD if actions run one after the other."""
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        buffers: BufferState,
+        clocks: _Clocks,
+        *,
+        whole: bool,
+        by_interval: bool,
+    ) -> None:
+        self.spec, self.clocks, self.by_interval = spec, clocks, by_interval
+        self.from_start = whole  # whether the schedule relies on no earlier schedule
+        self.whole_step = whole  # whether the actions since the last C are those of a whole step
+        # What each slot and buffer holds: a group, a (group, chunk), a site, or None.
+        self.held_in: dict[str, list[Any]] = {
+            SLOT: [*buffers.slots, *spec.host_cached_weights],
+            STATE: [*[None] * spec.ring, *spec.host_cached_state],
+            STAGING: [None] * spec.ring,
+            DEVICE_SLOT: list(buffers.device),
+            HOST_ACTIVATIONS: [None] * spec.act_buffers,
+            DEVICE_ACTIVATIONS: [None] * DEVICE_BUFFERS,
+        }
+        # Device slots that hold all shards of their group, after A.
+        self.whole_there = {i for i, held in enumerate(buffers.device) if held is not None}
+        self.out: set[int] = set()  # sites whose kept activations are on SSD
+        # Chunks that were updated in memory and are outdated on SSD.
+        self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
+        self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C
+        self.held: set[int] = set()  # groups with complete gradients that are still to be updated
+        self.put_away: set[tuple[int, int]] = set()  # chunks of held gradients that are on SSD
+        self.since_forward: set[int] = set()  # groups updated since the last F
+        # The latest action (B, X or D) that wrote the gradients of each group in this backward.
+        self.last_gradient: dict[int, Use] = {}
+        self.backward_end: Use | None = None  # the latest E
+        self.step_end: Use | None = None  # the latest C
+        self.last_update: Use | None = None  # the latest U of this step
 
     # -- the serial order -------------------------------------------------------------------------
 
-    def content(self, action: Action) -> None:
-        self._CONTENT[action.kind](self, action)
+    def check(self, action: Action) -> None:
+        """Check that an action finds what it needs, and record what it leaves behind."""
+        check = self._CONTENT.get(action.kind)
+        if check is not None:
+            check(self, action)
 
     def _forward(self, action: Action) -> None:
         self._weights(action)
         for group in self.spec.sites[action.index]:
             if group in self.held:
-                self.fail(action, f"the weights of group {group} are not updated yet")
+                _fail(action, f"the weights of group {group} are not updated yet")
         self._put_activations(action, action.at[len(self.spec.sites[action.index]) :])
         self.since_forward.clear()
 
@@ -255,112 +238,86 @@ class _Check:
         self._weights(action)
         for group in self.spec.sites[action.index]:
             if group in self.since_forward or group in self.held:
-                self.fail(action, f"group {group} was handed over before its last use")
-            self.last_gradient[group] = self.finished(action)
+                _fail(action, f"group {group} was handed over before its last use")
+            self.last_gradient[group] = self.clocks.finished(action)
         self._activations(action, action.at[len(self.spec.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
-        held = self.device if self.spec.device_slots else self.slots
+        held = self.held_in[DEVICE_SLOT] if self.spec.device_slots else self.held_in[SLOT]
         for group, slot in zip(self.spec.sites[action.index], action.at, strict=False):
             if held[slot] != group:
-                self.fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
-            self._new(action, group)
+                _fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
             if self.spec.net and slot not in self.whole_there:
-                self.fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
-
-    def _new(self, action: Action, group: int) -> None:
-        if any(key[0] == group for key in self.old):
-            self.fail(action, f"the weights of group {group} are those of the step before")
+                _fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
 
     def _load(self, action: Action) -> None:
         slot, device_slot = action.at
-        if self.slots[slot] != action.index:
-            self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
-        self._new(action, action.index)
-        self.device[device_slot] = action.index
+        if self.held_in[SLOT][slot] != action.index:
+            _fail(action, f"slot {slot} holds group {self.held_in[SLOT][slot]}")
+        self.held_in[DEVICE_SLOT][device_slot] = action.index
         self.whole_there.discard(device_slot)
 
     def _all_gather(self, action: Action) -> None:
         slot = action.at[0]
-        if self.device[slot] != action.index:
-            self.fail(action, f"slot {slot} holds group {self.device[slot]}")
+        if self.held_in[DEVICE_SLOT][slot] != action.index:
+            _fail(action, f"slot {slot} holds group {self.held_in[DEVICE_SLOT][slot]}")
         self.whole_there.add(slot)
 
     def _move_gradients(self, action: Action) -> None:
         self._gradient(action)
-        self.last_gradient[action.index] = self.finished(action)
-
-    def _offload_activations(self, action: Action) -> None:
-        self._activations(action, action.at)
+        self.last_gradient[action.index] = self.clocks.finished(action)
 
     def _restore(self, action: Action) -> None:
         for buffer in action.at[:-1]:
-            self._holds(action, "buffer", self.acts[buffer])
-        self.device_acts[action.at[-1]] = action.index
+            self._holds(action, "buffer", self.held_in[HOST_ACTIVATIONS][buffer])
+        self.held_in[DEVICE_ACTIVATIONS][action.at[-1]] = action.index
 
     def _spill_activations(self, action: Action) -> None:
-        self._holds(action, "buffer", self.acts[action.at[0]])
+        self._holds(action, "buffer", self.held_in[HOST_ACTIVATIONS][action.at[0]])
         self.out.add(action.index)
 
     def _fetch_activations(self, action: Action) -> None:
         if self.from_start and action.index not in self.out:
-            self.fail(action, "these activations were not moved out")
-        self.acts[action.at[0]] = action.index
+            _fail(action, "these activations were not moved out")
+        self.held_in[HOST_ACTIVATIONS][action.at[0]] = action.index
 
     def _put_activations(self, action: Action, at: tuple[int, ...]) -> None:
         buffers, by = split_buffers(action, self.spec, at)
         for buffer in buffers:
-            self.acts[buffer] = action.index
+            self.held_in[HOST_ACTIVATIONS][buffer] = action.index
         for buffer in by:
-            self.device_acts[buffer] = action.index
+            self.held_in[DEVICE_ACTIVATIONS][buffer] = action.index
 
     def _activations(self, action: Action, at: tuple[int, ...]) -> None:
         buffers, by = split_buffers(action, self.spec, at)
         for buffer in buffers:
-            self._holds(action, "buffer", self.acts[buffer])
+            self._holds(action, "buffer", self.held_in[HOST_ACTIVATIONS][buffer])
         for buffer in by:
-            self._holds(action, "the device", self.device_acts[buffer])
+            self._holds(action, "the device", self.held_in[DEVICE_ACTIVATIONS][buffer])
 
     def _holds(self, action: Action, buffer: str, site: int | None) -> None:
         if site != action.index:
-            self.fail(action, f"{buffer} holds activations of {site}")
+            _fail(action, f"{buffer} holds activations of {site}")
 
     def _end_backward(self, action: Action) -> None:
-        self.backward_end = self.finished(action)
+        self.backward_end = self.clocks.finished(action)
         self.last_gradient.clear()
         self.since_forward.clear()
 
     def _read_weights(self, action: Action) -> None:
         if action.at[0] >= self.spec.slots:
-            self.fail(action, f"slot {action.at[0]} belongs to the host cache")
+            _fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
-        if group in self.spec.updated_twice:
-            self._drop(group)
         if any(number == group for number, _ in self.unwritten):
-            self.fail(action, "the newest weights are not written yet")
-        self.slots[action.at[0]] = group
-
-    def _drop(self, group: int) -> None:
-        """Discard the unwritten updates of a group, which are to be made a second time."""
-        once = {key for key in self.unwritten | self.second_updates if key[0] == group}
-        if not once:
-            return
-        self.unwritten -= once
-        self.updated -= once
-        self.second_updates -= once
-        self.old |= once
-        slots = [slot for slot, held in enumerate(self.slots) if held == group]
-        for slot in slots:
-            self.slots[slot] = None
-        self.device = [None if held == group else held for held in self.device]
+            _fail(action, "the newest weights are not written yet")
+        self.held_in[SLOT][action.at[0]] = group
 
     def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
-            self.fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
-        unwritten = (action.index, action.chunk) in self.unwritten
-        if unwritten and action.index not in self.spec.updated_twice:
-            self.fail(action, "the newest state is not written yet")
-        self.ring[action.at[0]] = (action.index, action.chunk)
+            _fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
+        if (action.index, action.chunk) in self.unwritten:
+            _fail(action, "the newest state is not written yet")
+        self.held_in[STATE][action.at[0]] = (action.index, action.chunk)
 
     def _hold(self, action: Action) -> None:
         self._gradient(action)
@@ -369,87 +326,86 @@ class _Check:
     def _gradient(self, action: Action) -> None:
         """Check that the gradients are complete: after the last B of the group, or after E."""
         source = self.last_gradient.get(action.index, self.backward_end)
-        if source is not None and not self.known(source):
-            self.fail(action, f"the gradients of {source[2]} may not be there yet")
+        if source is not None and not self.clocks.known(source):
+            _fail(action, f"the gradients of {source[2]} may not be there yet")
 
     def _update(self, action: Action) -> None:
         key = (action.index, action.chunk)
         self._gradient(action)
         self._chunk_at(action)
         if key in self.updated:
-            self.fail(action, "is updated a second time in this step")
-        if key in self.put_away and (len(action.at) < 3 or self.stage[action.at[2]] != key):
-            self.fail(action, "its held gradients are on SSD and in no staging buffer")
+            _fail(action, "is updated a second time in this step")
+        if key in self.put_away and (
+            len(action.at) < 3 or self.held_in[STAGING][action.at[2]] != key
+        ):
+            _fail(action, "its held gradients are on SSD and in no staging buffer")
         self.updated.add(key)
         self.unwritten.add(key)
-        self.last_update = self.finished(action)
-        if action.index not in self.spec.updated_twice:
-            self.put_away.discard(key)
-        if key in self.old:  # This second update belongs to the previous step.
-            self.old.discard(key)
-        else:
-            self.since_forward.add(action.index)
-        self.device = [None if held == action.index else held for held in self.device]
+        self.last_update = self.clocks.finished(action)
+        self.put_away.discard(key)
+        self.since_forward.add(action.index)
+        self.held_in[DEVICE_SLOT] = [
+            None if held == action.index else held for held in self.held_in[DEVICE_SLOT]
+        ]
         if action.chunk == self.spec.chunks[action.index] - 1:
             self.held.discard(action.index)
 
     def _write(self, action: Action) -> None:
         self._chunk_at(action)
         if (action.index, action.chunk) not in self.unwritten:
-            self.fail(action, "there is nothing new to write")
+            _fail(action, "there is nothing new to write")
         self.unwritten.discard((action.index, action.chunk))
-        if action.index in self.spec.updated_twice:
-            self.put_away.discard((action.index, action.chunk))
-        if self.step_end is not None and not self.known(self.step_end):
-            self.fail(action, "would write into the generation that C is committing")
+        if self.step_end is not None and not self.clocks.known(self.step_end):
+            _fail(action, "would write into the generation that C is committing")
 
     def _chunk_at(self, action: Action) -> None:
         """Check that the state and the weights of the chunk are in the named buffer and slot."""
         buffer, slot = action.at[:2]
-        if self.ring[buffer] != (action.index, action.chunk):
-            self.fail(action, f"ring buffer {buffer} holds {self.ring[buffer]}")
-        if self.slots[slot] != action.index:
-            self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
+        if self.held_in[STATE][buffer] != (action.index, action.chunk):
+            _fail(action, f"ring buffer {buffer} holds {self.held_in[STATE][buffer]}")
+        if self.held_in[SLOT][slot] != action.index:
+            _fail(action, f"slot {slot} holds group {self.held_in[SLOT][slot]}")
 
     def _spill_gradients(self, action: Action) -> None:
         if action.index not in self.held:
-            self.fail(action, "these gradients are not held")
+            _fail(action, "these gradients are not held")
         self.put_away.add((action.index, action.chunk))
-        self.stage[action.at[0]] = None
+        self.held_in[STAGING][action.at[0]] = None
 
     def _fetch_gradients(self, action: Action) -> None:
         if self.from_start and (action.index, action.chunk) not in self.put_away:
-            self.fail(action, "these gradients were not put away")
-        self.stage[action.at[0]] = (action.index, action.chunk)
+            _fail(action, "these gradients were not put away")
+        self.held_in[STAGING][action.at[0]] = (action.index, action.chunk)
 
     def _end_step(self, action: Action) -> None:
         stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
-        lost = self.unwritten - stays
-        if self.spec.write_through and (not self.by_interval or not stays <= self.unwritten):
-            lost = self.unwritten
+        lost = self.unwritten
+        # The updates of a step that began in an earlier schedule are not all known.
+        if self.by_interval and (stays <= self.unwritten or not self.whole_step):
+            lost = self.unwritten - stays
         if lost:
             group, chunk = min(lost)
-            self.fail(action, f"U{group}.{chunk} is not written yet")
+            _fail(action, f"{Op.UPDATE.of(group, chunk)} is not written yet")
         everything = {(g, c) for g, n in enumerate(self.spec.chunks) for c in range(n)}
         if self.whole_step and self.updated != everything:
             group, chunk = min(everything - self.updated)
-            self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
-        if self.last_update is not None and not self.known(self.last_update):
-            self.fail(action, f"{self.last_update[2]} may still be in flight")
+            _fail(action, f"group {group} chunk {chunk} was not updated in this step")
+        if self.last_update is not None and not self.clocks.known(self.last_update):
+            _fail(action, f"{self.last_update[2]} may still be in flight")
         self.last_update = None
         self.unwritten.clear()
         self.updated.clear()
         self.whole_step = True
-        self.step_end = self.finished(action)
+        self.step_end = self.clocks.finished(action)
 
-    _CONTENT: ClassVar[dict[str, Callable[[_Check, Action], None]]] = {
+    _CONTENT: ClassVar[dict[str, Callable[[_Contents, Action], None]]] = {
         Op.FORWARD: _forward,
         Op.BACKWARD: _backward,
         Op.LOAD_WEIGHTS: _load,
         Op.ALL_GATHER: _all_gather,
         Op.REDUCE_SCATTER: _move_gradients,
         Op.OFFLOAD_GRADIENTS: _move_gradients,
-        Op.OFFLOAD_ACTIVATIONS: _offload_activations,
+        Op.OFFLOAD_ACTIVATIONS: lambda contents, a: contents._activations(a, a.at),
         Op.RESTORE_ACTIVATIONS: _restore,
         Op.SPILL_ACTIVATIONS: _spill_activations,
         Op.FETCH_ACTIVATIONS: _fetch_activations,

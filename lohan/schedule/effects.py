@@ -1,138 +1,27 @@
-"""What each operation reads and writes, and the waits that follow from it.
+"""The waits that follow from what operations read and write.
 
 A phase emits operations in program order. An operation that reads what an earlier one writes, or
 writes what an earlier one reads or writes, has to wait for it. `Uses` keeps the last uses of every
-resource and derives these waits, so that no wait is written down by hand.
-
-A resource is a slot, a buffer, a region on SSD, the gradients of a group, or a fact such as the end
-of backward. Its name is a tuple. Some resources have parts, the chunks of a group: two operations
-on different chunks of a slot do not conflict, but each of them conflicts with an operation on the
-whole slot.
+resource and derives these waits, so that no wait is written down by hand. The effects of an
+operation are in its row of the table (ops.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
-from lohan.schedule.actions import LANE_OF, Action, Op, ScheduleSpec
+from lohan.schedule.actions import Action, ScheduleSpec
+from lohan.schedule.ops import READ, WHOLE, WRITE, Effect, Op, Resource
 from lohan.util.trace import LANES
 
 
-class Access(Enum):
-    """How an operation uses a resource."""
-
-    READ = "read"
-    WRITE = "write"
-    # Ordered after all earlier writes, but later writes do not wait for it. It is used for facts
-    # that every step establishes again, such as the end of backward.
-    AFTER = "after"
-
-
-Resource = tuple[str | int, ...]
-
-
-# One use of a resource: the resource, the access, and the number of the chunk, or WHOLE.
-Effect = tuple[Resource, Access, int]
-WHOLE = -1
-
-READ, WRITE, AFTER = Access.READ, Access.WRITE, Access.AFTER
-BACKWARD_END: Resource = ("end of backward",)
-GENERATION: Resource = ("open generation",)
-UPDATES: Resource = ("updates",)
-SQUARES: Resource = ("squares",)
-
-
 def effects_of(action: Action, spec: ScheduleSpec) -> list[Effect]:
-    """Return the resources that an operation reads and writes."""
+    """Return the resources that an action reads and writes."""
     kind, index, chunk, at, _, _ = action
-    found: list[Effect] = []
-    if kind is Op.FORWARD or kind is Op.BACKWARD:
-        groups = spec.sites[index]
-        weights = "device slot" if spec.device_slots else "slot"
-        for slot in at[: len(groups)]:
-            found.append(((weights, slot), READ, WHOLE))
-        access = WRITE if kind is Op.FORWARD else READ
-        buffers = at[len(groups) :]
-        if index in spec.offloaded and buffers:
-            found.append((("device activations", buffers[-1]), access, WHOLE))
-            # The activations of a site that is offloaded and spilled also use a host buffer. It is
-            # written by OFFLOAD_ACTIVATIONS, not by FORWARD.
-            if kind is Op.BACKWARD and len(buffers) > 1:
-                found.append((("activation buffer", buffers[0]), READ, WHOLE))
-        elif buffers:
-            found.append((("activation buffer", buffers[0]), access, WHOLE))
-        if kind is Op.BACKWARD:
-            made = "device gradients" if spec.device_slots else "gradients"
-            for group in groups:
-                if spec.chunks[group]:
-                    found.append(((made, group), WRITE, WHOLE))
-    elif kind is Op.READ_WEIGHTS:
-        found.append((("slot", at[0]), WRITE, WHOLE))
-        found.append((("group on SSD", index), READ, WHOLE))
-    elif kind is Op.READ_STATE:
-        found.append((("state buffer", at[0]), WRITE, WHOLE))
-        found.append((("group on SSD", index), READ, chunk))
-    elif kind is Op.UPDATE:
-        found.append((BACKWARD_END, AFTER, WHOLE))
-        found.append((("gradients", index), WRITE, chunk))  # The last chunk frees them.
-        found.append((("state buffer", at[0]), WRITE, WHOLE))
-        found.append((("slot", at[1]), WRITE, chunk))
-        if len(at) > 2:
-            found.append((("staging buffer", at[2]), READ, WHOLE))
-        found.append((UPDATES, WRITE, WHOLE))
-    elif kind is Op.WRITE:
-        found.append((("state buffer", at[0]), READ, WHOLE))
-        found.append((("slot", at[1]), READ, chunk))
-        found.append((("group on SSD", index), WRITE, chunk))
-        found.append((GENERATION, AFTER, WHOLE))
-    elif kind is Op.SUM_SQUARES:
-        found.append((BACKWARD_END, AFTER, WHOLE))
-        found.append((("gradients", index), READ, WHOLE))
-        found.append((SQUARES, WRITE, WHOLE))
-    elif kind is Op.SPILL_GRADIENTS:
-        found.append((("gradients", index), WRITE, chunk))  # The last chunk frees them.
-        found.append((("staging buffer", at[0]), WRITE, WHOLE))
-        found.append((("gradients on SSD", index, chunk), WRITE, WHOLE))
-    elif kind is Op.FETCH_GRADIENTS:
-        found.append((("staging buffer", at[0]), WRITE, WHOLE))
-        found.append((("gradients on SSD", index, chunk), READ, WHOLE))
-    elif kind is Op.LOAD_WEIGHTS:
-        found.append((("slot", at[0]), READ, WHOLE))
-        found.append((("device slot", at[1]), WRITE, WHOLE))
-    elif kind is Op.ALL_GATHER:
-        found.append((("device slot", at[0]), WRITE, WHOLE))
-    elif kind is Op.REDUCE_SCATTER:
-        found.append((("device gradients", index), WRITE, WHOLE))
-    elif kind is Op.OFFLOAD_GRADIENTS:
-        found.append((("device gradients", index), READ, WHOLE))
-        found.append((("gradients", index), WRITE, WHOLE))
-    elif kind is Op.OFFLOAD_ACTIVATIONS:
-        found.append((("device activations", at[-1]), READ, WHOLE))
-        host = ("activation buffer", at[0]) if len(at) > 1 else ("activations", index)
-        found.append((host, WRITE, WHOLE))
-    elif kind is Op.RESTORE_ACTIVATIONS:
-        host = ("activation buffer", at[0]) if len(at) > 1 else ("activations", index)
-        found.append((host, READ, WHOLE))
-        found.append((("device activations", at[-1]), WRITE, WHOLE))
-    elif kind is Op.SPILL_ACTIVATIONS:
-        found.append((("activation buffer", at[0]), READ, WHOLE))
-        found.append((("activations on SSD", index), WRITE, WHOLE))
-    elif kind is Op.FETCH_ACTIVATIONS:
-        found.append((("activations on SSD", index), READ, WHOLE))
-        found.append((("activation buffer", at[0]), WRITE, WHOLE))
-    elif kind is Op.BACKWARD_DONE:
-        found.append((BACKWARD_END, WRITE, WHOLE))
-    elif kind is Op.END_STEP:
-        found.append((BACKWARD_END, AFTER, WHOLE))
-        found.append((UPDATES, AFTER, WHOLE))
-        found.append((GENERATION, WRITE, WHOLE))
-    return found
+    return kind.effects(index, chunk, at, spec)
 
 
-# -- The uses of every resource, and the waits ----------------------------------------------------
-
-_LANE_NUMBER = {op: LANES.index(lane) for op, lane in LANE_OF.items()}
+_LANE_NUMBER = {lane: number for number, lane in enumerate(LANES)}
 _SSD = LANES.index("ssd")
 
 
@@ -169,7 +58,7 @@ class Uses:
 
     def waits_of(self, action: Action, effects: Sequence[Effect]) -> tuple[str, ...]:
         """Record the effects of the next action and return the names it has to wait for."""
-        lane = _LANE_NUMBER[action.kind]
+        lane = _LANE_NUMBER[action.kind.lane]
         missing = self.missing(action, effects, self.known[lane])
         return tuple([use[2] for use, _ in missing.values()]) if missing else ()
 
@@ -183,7 +72,7 @@ class Uses:
         include the uses that are returned.
         """
         kind, name = action[0], action[5]
-        lane = _LANE_NUMBER[kind]
+        lane = _LANE_NUMBER[kind.lane]
         self.counts[lane] += 1
         number = self.counts[lane]
         clock: list[int] = []

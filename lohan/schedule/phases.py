@@ -8,12 +8,14 @@ starts as soon as the actions that it waits for have finished.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, Schedule, ScheduleSpec
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, Schedule, ScheduleSpec
 from lohan.schedule.buffers import BufferState
-from lohan.schedule.effects import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, effects_of
+from lohan.schedule.effects import effects_of
+from lohan.schedule.ops import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, Op, Operation
+from lohan.schedule.placement import Gradient, Persist, Placement, StepPlacement, Update
 
 # Resources of a phase, in addition to those of its actions (effects.py).
 # In mode `naive`, a chunk is read only after the previous chunk was written.
@@ -67,21 +69,21 @@ class Upcoming:
 class Builder:
     """Emits the actions of a phase in program order, and keeps track of slots and buffers.
 
-    The waits of an action are derived from its effects (effects.py). With `held_before`, updates
-    use gradients that an earlier phase held. The writes that the previous phase left behind are
-    emitted first. With `defer_writes`, the caller places them between the actions of this phase.
+    The waits of an action are derived from its effects (effects.py). `placed` says when and where
+    the groups are updated whose updates the phase contains. The writes that the previous phase left
+    behind are emitted first. With `defer_writes`, the caller places them between the actions of
+    this phase.
     """
 
     def __init__(
         self,
         spec: ScheduleSpec,
         buffers: BufferState,
-        update_mode: str = "optimized",
+        placed: StepPlacement | None = None,
         *,
-        held_before: bool = False,
         defer_writes: bool = False,
     ) -> None:
-        self.spec, self.update_mode, self.held_before = spec, update_mode, held_before
+        self.spec, self._placed = spec, placed
         self.out: list[Action] = []
         self.uses = buffers.uses.copy()
         # The group in each weight slot in host memory and on the device, or None.
@@ -89,24 +91,31 @@ class Builder:
         self.ring, self.staging = Ring(spec.ring, buffers.ring), Ring(spec.ring, buffers.stage)
         self.acts = Ring(spec.act_buffers, buffers.acts)
         self.device_acts = Ring(DEVICE_BUFFERS, buffers.device_acts)
-        self.cached_slot = {g: spec.slots + i for i, g in enumerate(spec.host_cached_weights)}
-        self.cached_buffer = {key: spec.ring + i for i, key in enumerate(spec.host_cached_state)}
+        # The slot of each cached group, and the state buffer of each cached (group, chunk).
+        self.cached: dict[int | tuple[int, int], int] = {
+            **{group: spec.slots + i for i, group in enumerate(spec.host_cached_weights)},
+            **{key: spec.ring + i for i, key in enumerate(spec.host_cached_state)},
+        }
         self.needed: list[int] = []  # groups that were prefetched and are still to be used
         self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> host activation buffer
         self.queue: list[tuple[int, int]] = []  # (group, chunk) to update, in this order
         self.fetched = self.done = 0  # how many chunks of the queue were read, and updated
         self.read: dict[tuple[int, int], int] = {}  # (group, chunk) -> its state buffer
         self.staged: dict[tuple[int, int], int] = {}  # (group, chunk) -> its staging buffer
-        # The keys are the (group, chunk) whose second update is still to be made, in order.
-        self.second_updates = dict.fromkeys(buffers.second_updates)
-        # With `write_behind`, writes of cached chunks are collected in `unwritten`, for the next
-        # phase. `behind` are the writes that the previous phase left to this one.
-        self.write_behind = False
-        self.unwritten: list[Action] = []
-        self.behind = deque(buffers.behind)
+        self.unwritten: list[Action] = []  # writes that this phase leaves to the next one
+        self.behind = deque(buffers.behind)  # writes that the previous phase left to this one
         if not defer_writes:
-            assert not self.second_updates
             self.emit_left_writes(len(self.behind))
+
+    @property
+    def placed(self) -> StepPlacement:
+        assert self._placed is not None
+        return self._placed
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether chunks are updated one after the other, as in mode `naive`."""
+        return self._placed is not None and self._placed.mode == "naive"
 
     def result(self) -> tuple[Schedule, BufferState]:
         """Return the schedule and the state of slots and buffers after it."""
@@ -119,12 +128,11 @@ class Builder:
             self.acts.taken,
             self.device_acts.taken,
             tuple(self.behind),
-            tuple(self.second_updates),
         )
 
     def emit(
         self,
-        kind: Op,
+        kind: Operation,
         index: int = -1,
         chunk: int = -1,
         at: tuple[int, ...] = (),
@@ -146,8 +154,8 @@ class Builder:
     # -- weights ----------------------------------------------------------------------------------
 
     def slot_of(self, group: int) -> int | None:
-        if group in self.cached_slot:
-            return self.cached_slot[group]
+        if group in self.cached:
+            return self.cached[group]
         return self.slots.index(group) if group in self.slots else None
 
     def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
@@ -265,29 +273,26 @@ class Builder:
 
         All ring buffers but one are used to read ahead. The last one is being written, so that
         reads and writes alternate and the drive always has a queued request. With a ring of one
-        buffer, one chunk is read ahead, except during second updates: gradients that are spilled in
-        the same backward then need the only staging buffer.
+        buffer, one chunk is read ahead.
         """
-        ahead = self.spec.ring - 1 if self.second_updates else max(1, self.spec.ring - 1)
+        ahead = max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
             self.fetched += 1
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.spec.spilled_gradients and (
-            self.held_before or key in self.second_updates
-        ):
+        if self.placed.of(group).gradient is Gradient.SSD:
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk)
-        if key in self.cached_buffer:
-            self.read[key] = self.cached_buffer[key]
+        if key in self.cached:
+            self.read[key] = self.cached[key]
             return
         buffer = self.ring.take()
-        one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.update_mode == "naive" else []
+        one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.one_by_one else []
         self.emit(Op.READ_STATE, group, chunk, (buffer,), *one_by_one)
         self.read[key] = buffer
 
-    def stage(self, kind: Op, group: int, chunk: int, *more: Effect) -> int:
+    def stage(self, kind: Operation, group: int, chunk: int, *more: Effect) -> int:
         """Spill or fetch a chunk of held gradients through a staging buffer; return the buffer."""
         buffer = self.staging.take()
         while buffer in self.staged.values():
@@ -295,24 +300,13 @@ class Builder:
         self.emit(kind, group, chunk, (buffer,), *more)
         return buffer
 
-    def update(
-        self,
-        group: int,
-        only: Sequence[int] | None = None,
-        *,
-        write: bool = True,
-        frees: Sequence[Effect] = (),
-        second: bool = False,
-    ) -> None:
-        """Read, update and write all chunks of a group, or `only` some of them.
+    def update(self, group: int, *, frees: Sequence[Effect] = ()) -> None:
+        """Read, update and write all chunks of a group.
 
-        Without `write`, the chunks are written by a second update. `frees` are the effects on the
-        rooms that the update of the last chunk frees. If this is the `second` update, the write of
-        a chunk frees its gradients.
+        `frees` are the effects on the rooms that the update of the last chunk frees.
         """
-        slot = self.held_slot(group)
-        chunks = range(self.spec.chunks[group]) if only is None else only
-        for chunk in chunks:
+        slot, placement = self.held_slot(group), self.placed.of(group)
+        for chunk in range(self.spec.chunks[group]):
             key = (group, chunk)
             if key not in self.read and key not in self.queue:
                 self.queue.append(key)
@@ -320,37 +314,24 @@ class Builder:
                 self._fetch(self.queue[self.fetched])
                 self.fetched += 1
             buffer = self.read.pop(key)
-            cached = buffer >= self.spec.ring
             at: tuple[int, ...] = (buffer, slot)
             if key in self.staged:
                 at = (buffer, slot, self.staged.pop(key))
-            self.emit(Op.UPDATE, group, chunk, at, *(frees if chunk == chunks[-1] else ()))
+            last = chunk == self.spec.chunks[group] - 1
+            self.emit(Op.UPDATE, group, chunk, at, *(frees if last else ()))
             self.done += 1
-            if not write:
-                self.second_updates[key] = None
-            elif not cached or self.spec.write_through or slot < self.spec.slots:
-                action = Action(Op.WRITE, group, chunk, (buffer, slot))
-                if self.write_behind and cached and slot >= self.spec.slots:
-                    self.unwritten.append(action)
-                else:
-                    more: list[Effect] = [(("gradients", group), WRITE, chunk)] if second else []
-                    if self.update_mode == "naive":
-                        more.append((CHUNK_TURN, READ, WHOLE))
-                    self.emit_action(action, *more)
-            if self.update_mode != "naive":
+            self._write(Action(Op.WRITE, group, chunk, (buffer, slot)), placement)
+            if not self.one_by_one:
                 self.read_ahead()
         self.device = [None if held == group else held for held in self.device]
 
-    def second_update(self, group: int) -> None:
-        """Repeat the update of a group that was not written, from the old state and weights."""
-        chunks = [chunk for number, chunk in self.second_updates if number == group]
-        self.update(group, chunks, second=True)
-        self.second_updates = {key: None for key in self.second_updates if key[0] != group}
-
-    def forget(self, groups: Collection[int]) -> None:
-        """Mark the weights of these groups as missing, so that their next use reads them again."""
-        self.slots = [None if held in groups else held for held in self.slots]
-        self.device = [None if held in groups else held for held in self.device]
+    def _write(self, action: Action, placement: Placement) -> None:
+        """Emit the write of an updated chunk, leave it to the next phase, or leave it out."""
+        persist = placement.persist_of(action.chunk)
+        if persist is Persist.NOW:
+            self.emit_action(action, *([(CHUNK_TURN, READ, WHOLE)] if self.one_by_one else []))
+        elif persist is Persist.BEHIND:
+            self.unwritten.append(action)
 
 
 # -- Phases ---------------------------------------------------------------------------------------
@@ -360,50 +341,41 @@ def forward(
     spec: ScheduleSpec,
     buffers: BufferState,
     order: Sequence[int],
+    left: StepPlacement | None = None,
     *,
-    deferred: Sequence[int] = (),
-    end_step: bool = False,
     training: bool = True,
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of forward over the sites in `order`.
 
-    The updates of `deferred` groups belong to the previous step. Each of them runs before its group
-    is used. With `end_step`, the previous step ends after the last of them.
-
-    If all groups are deferred, the drives are the bottleneck of forward and mostly idle in
-    backward. The writes of cached chunks are then left to the backward that follows, and the
-    previous step ends there. The updates of `updated_twice` groups only compute weights here; they
-    are repeated and written in that backward.
+    `left` is the placement of the previous step, if this forward completes it. Its held groups are
+    updated here, each before it is used, and the step ends after the last of them. Chunks that are
+    persisted BEHIND are written in the backward that follows, and the previous step ends there.
 
     Without `training`, no backward follows and no activations are kept.
     """
-    b = Builder(spec, buffers, held_before=True)
-    left = dict.fromkeys(deferred)
-    b.write_behind = bool(left) and _all_wait(spec, left)
+    b = Builder(spec, buffers, left)
+    held = dict.fromkeys(() if left is None else left.held)
+    ends = left is not None and not left.ends_in_backward
     used = [group for site in order for group in spec.sites[site]]
     back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
     upcoming = Upcoming(used, back)
-    first_use = dict.fromkeys(g for g in used if g in left)
+    first_use = dict.fromkeys(g for g in used if g in held)
     # Groups that this forward does not use, which include resident groups, are updated first.
-    unused = [g for g in left if g not in first_use]
+    unused = [g for g in held if g not in first_use]
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
-
-    twice = spec.updated_twice if b.write_behind and training else frozenset()
+    if ends and not held:
+        b.emit(Op.END_STEP)
 
     def update_first(group: int) -> None:
-        if group in left:
-            del left[group]
-            # A group that is used again might be evicted and read from SSD before it is written.
-            unwritten = group in twice and used.count(group) == 1
-            b.update(group, write=not unwritten)
-            if not left and end_step and not b.unwritten and not b.second_updates:
+        if group in held:
+            del held[group]
+            b.update(group)
+            if not held and not b.unwritten:
                 b.emit(Op.END_STEP)
 
     for group in unused:
         b.bring(group, upcoming)
         update_first(group)
-    if end_step and not deferred:
-        b.emit(Op.END_STEP)
     reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
         reached.bring(position, then=update_first)
@@ -415,10 +387,8 @@ def forward(
         reached.passed(groups)
         b.offload_activations(site, into, by)
     b.behind.extend(b.unwritten)
-    if end_step and (b.unwritten or b.second_updates):
+    if b.unwritten:
         b.behind.append(Action(Op.END_STEP))
-    # The second updates start from the old weights, which have to be read from SSD again.
-    b.forget({group for group, _ in b.second_updates})
     if not (order and training):
         b.emit_left_writes(len(b.behind))
     return b.result()
@@ -428,35 +398,33 @@ def backward(
     spec: ScheduleSpec,
     buffers: BufferState,
     order: Sequence[int],
+    placed: StepPlacement,
     *,
-    update_mode: str,
-    deferred: Collection[int] = (),
     unreached: Sequence[int] = (),
-    speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of backward over the sites in `order`.
 
-    A group is updated after its last use. The gradients of `deferred` groups are held instead.
-    `unreached` groups are updated after the end of backward. If nothing is deferred, the step ends.
+    A group is updated after its last use, or its gradients are held, as `placed` says. `unreached`
+    groups are updated after the end of backward. If nothing is held, the step ends.
 
-    With `speculate`, updates do not wait for the norm of all gradients. The norm is known at E, and
-    the step ends in the next forward. If the plan spills no gradients, they stay in memory until
-    then, so that a clipped step can be corrected.
+    If the step speculates, the norm is known at E, and the step ends in the next forward. If the
+    plan spills no gradients, they stay in memory until then, so that a clipped step can be
+    corrected.
     """
-    last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
-    b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
+    last_use_groups, held = last_uses(spec, order), frozenset(placed.held)
+    b = Builder(spec, buffers, placed, defer_writes=bool(order) and placed.all_held)
     used = [group for site in order for group in spec.sites[site]]
-    second, upcoming = _SecondUpdates(b, used), Upcoming(used)
+    upcoming = Upcoming(used)
     share = -(-len(b.behind) // max(1, len(order)))
-    now = [g for groups in last_use_groups for g in groups if g not in deferred]
-    if update_mode != "naive":
+    if not b.one_by_one:
+        now = [g for groups in last_use_groups for g in groups if g not in held]
         b.queue += [(g, c) for g in now for c in range(spec.chunks[g])]
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     rooms = _GradientRooms(spec)
     for position, site in enumerate(order):
-        reached.bring(position, then=second.update)
+        reached.bring(position)
         restoring.fetch(position)
-        if update_mode != "naive":
+        if not b.one_by_one:
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
@@ -465,61 +433,24 @@ def backward(
         reached.passed(groups)
         for group in last_use_groups[position]:
             b.offload_gradients(group, *rooms.taken_by_offload())
-            _update_or_hold(b, group, rooms, deferred=deferred, speculate=speculate)
+            _update_or_hold(b, group, rooms)
         b.emit_left_writes(share)
-    second.finish()
-    b.emit(Op.BACKWARD_DONE, -1, -1, (), *([(SQUARES, AFTER, WHOLE)] if speculate else []))
+    summed = [(SQUARES, AFTER, WHOLE)] if placed.speculates else []
+    b.emit(Op.BACKWARD_DONE, -1, -1, (), *summed)
     for group in _trained(spec, unreached):
-        if group in deferred:
+        if group in held:
             _hold(b, group)
         else:
             b.bring(group, Upcoming(()))
             b.update(group)
-    if not deferred and not speculate:
+    if placed.ends_in_backward:
         b.emit(Op.END_STEP)
     return b.result()
 
 
 def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
-    """Return a schedule of everything that forward left to the following backward.
-
-    It is used if no backward follows, or one that cannot take this work.
-    """
-    b = Builder(spec, buffers, held_before=True, defer_writes=True)
-    groups = {group for group, _ in b.second_updates}
-    second = _SecondUpdates(b, ())
-    b.emit_left_writes(len(b.behind))
-    second.finish()
-    b.forget(groups)  # The next use waits for a read of the weights, not for these updates.
-    return b.result()
-
-
-class _SecondUpdates:
-    """The second updates of the previous step, which are made and written during backward.
-
-    Each runs when backward reads the weights of its group. The previous step ends after all of
-    them.
-    """
-
-    def __init__(self, builder: Builder, used: Sequence[int]) -> None:
-        self._b, b = builder, builder
-        self._groups = {group for group, _ in b.second_updates}
-        self._step_end = [b.behind.pop()] if b.second_updates and b.behind else []
-        first_use = {group: at for at, group in reversed(list(enumerate(used)))}
-        b.queue = sorted(b.second_updates, key=lambda key: (first_use.get(key[0], len(used)), key))
-
-    def update(self, group: int) -> None:
-        if group in self._groups and any(number == group for number, _ in self._b.second_updates):
-            self._b.second_update(group)
-
-    def finish(self) -> None:
-        """Update the groups that backward has not used, and end the previous step."""
-        for group in dict.fromkeys(group for group, _ in self._b.queue):
-            if any(number == group for number, _ in self._b.second_updates):
-                self._b.bring(group, Upcoming(()))
-                self._b.second_update(group)
-        for action in self._step_end:
-            self._b.emit_action(action)
+    """Return the writes that forward left to the following backward, if no backward follows."""
+    return Builder(spec, buffers).result()
 
 
 class _Reach:
@@ -646,14 +577,6 @@ def last_uses(spec: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]
     ]
 
 
-def _all_wait(spec: ScheduleSpec, deferred: Collection[int]) -> bool:
-    """Return whether all updates wait for the next forward.
-
-    The drives have little to do in backward then.
-    """
-    return set(deferred) >= set(_trained(spec, range(len(spec.chunks))))
-
-
 def _trained(spec: ScheduleSpec, groups: Sequence[int]) -> list[int]:
     return [group for group in groups if spec.chunks[group]]
 
@@ -681,51 +604,48 @@ def updates(
     spec: ScheduleSpec,
     buffers: BufferState,
     groups: Sequence[int],
+    placed: StepPlacement,
     *,
-    deferred: Sequence[int] = (),
     end: bool = False,
-    speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of updates of groups whose gradients are complete.
 
-    The gradients of `deferred` groups are held instead. With `end`, backward ends first, and the
-    step ends afterwards if nothing is deferred. `speculate` is the same as in `backward`.
+    The gradients of held groups are held instead. With `end`, backward ends first, and the step
+    ends afterwards if nothing is held.
     """
-    b = Builder(spec, buffers)
+    b, held = Builder(spec, buffers, placed), frozenset(placed.held)
     if end:
         b.emit(Op.BACKWARD_DONE)
     for group in _trained(spec, groups):
         if not end:
             b.offload_gradients(group)
-        if group in deferred:
+        if group in held:
             _hold(b, group)
             continue
-        if speculate and not end:
+        if placed.speculates and not end:
             b.emit(Op.SUM_SQUARES, group)
         b.bring(group, Upcoming(()))
         b.update(group)
-    if end and not deferred and not speculate:
+    if end and placed.ends_in_backward:
         b.emit(Op.END_STEP)
     return b.result()
 
 
-def _update_or_hold(
-    b: Builder, group: int, rooms: _GradientRooms, *, deferred: Collection[int], speculate: bool
-) -> None:
-    """Update a group whose gradients are in host memory, or hold them until the norm is known."""
-    if group in deferred:
+def _update_or_hold(b: Builder, group: int, rooms: _GradientRooms) -> None:
+    """Update a group whose gradients are in host memory, or hold them until its update."""
+    if b.placed.of(group).update is not Update.BACKWARD:
         _hold(b, group, rooms)
         return
-    if speculate:
+    if b.placed.speculates:
         b.emit(Op.SUM_SQUARES, group)
-    stays = speculate and not b.spec.spilled_gradients
+    stays = b.placed.speculates and not b.spec.spilled_gradients
     b.update(group, frees=[] if stays else rooms.freed())
 
 
 def _hold(b: Builder, group: int, rooms: _GradientRooms | None = None) -> None:
     """Hold the gradients of a group, in memory or on SSD, until its update."""
     b.emit(Op.SUM_SQUARES, group)
-    if group in b.spec.spilled_gradients:
+    if b.placed.of(group).gradient is Gradient.SSD:
         frees = [] if rooms is None else rooms.freed()
         last = b.spec.chunks[group] - 1
         for chunk in range(last + 1):

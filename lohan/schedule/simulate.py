@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from lohan.errors import LohanError
 from lohan.model.machine import Profile
-from lohan.schedule.actions import LANE_OF, Action, Op, Schedule
+from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.ops import OPERATIONS, Op, Operation, Subject
 from lohan.util.trace import LANES, Span, busy_s, chrome_trace
 
 
@@ -85,7 +85,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
     known: dict[str, float] = {}  # seconds of an action by name, the same in every step
-    lane_of, spans, end = LANE_OF, list[Span](), Op.BACKWARD_DONE
+    spans, end = list[Span](), Op.BACKWARD_DONE
     ends: list[float] = []
     # The loop below runs once per action, so attribute lookups are moved out of it.
     when, took, span_of = finished.get, known.get, tuple.__new__
@@ -95,7 +95,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
         computes = False
         for action in phase:
             kind, _, _, _, waits, name = action
-            lane = lane_of[kind]
+            lane = kind.lane
             start_s = free[lane]
             if floor_s > start_s:
                 start_s = floor_s
@@ -180,7 +180,7 @@ class _Shared:
                     best = (start, rank, lane)
         if best is None:
             stuck = [queue[0].action.token() for queue in self._queues.values() if queue]
-            raise LohanError(f"the schedule locks up at {' '.join(stuck)}")
+            raise LohanError(f"the schedule deadlocks at {' '.join(stuck)}")
         self._start(best[2], best[0])
 
     def _start(self, lane: str, start_s: float) -> None:
@@ -305,24 +305,13 @@ class BytesPerParameter:
     rounding_s: float = 0.0  # seconds of one core per parameter, a lower bound of an update
 
 
-@lru_cache
-def bus_bytes(layout: BytesPerParameter) -> dict[Op, float]:
-    """Return the bytes per parameter that each action moves through main memory.
+def bus_bytes(layout: BytesPerParameter) -> dict[Operation, float]:
+    """Return the bytes per parameter that each operation moves through main memory.
 
     Checksums are computed while the data of an update is in the CPU cache, and squares are summed
     on the device, so neither adds any.
     """
-    stored = layout.weight + layout.state
-    return {
-        Op.READ_WEIGHTS: layout.weight,
-        Op.READ_STATE: layout.state,
-        Op.LOAD_WEIGHTS: layout.weight,
-        Op.OFFLOAD_GRADIENTS: layout.gradient,
-        Op.UPDATE: 2 * stored + layout.gradient,
-        Op.WRITE: stored,
-        Op.SPILL_GRADIENTS: 3 * layout.gradient,  # packed into a staging buffer, then written
-        Op.FETCH_GRADIENTS: layout.gradient,
-    }
+    return {kind: kind.bus(layout) for kind in OPERATIONS.values() if kind.bus is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +332,10 @@ class StepWork:
         if self.chunk_sizes:
             return self.chunk_sizes[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
+
+    def parameters(self, group: int, chunk: int) -> int:
+        """Return the number of parameters in a chunk or, if `chunk` is -1, in the whole group."""
+        return self.groups[group] if chunk < 0 else self.chunk(group, chunk)
 
     def chunks(self, group: int) -> int:
         if self.chunk_sizes:
@@ -377,26 +370,17 @@ class StepWork:
         for phase in phases:
             for kind, index, chunk, _, _, _ in phase:
                 if kind in parameters:
-                    size = self.groups[index] if chunk < 0 else self.chunk(index, chunk)
-                    parameters[kind] += size
-                elif kind is Op.OFFLOAD_ACTIVATIONS or kind is Op.RESTORE_ACTIVATIONS:
-                    moved += self.over_link(index)
-                elif kind is Op.SPILL_ACTIVATIONS or kind is Op.FETCH_ACTIVATIONS:
-                    moved += self.sites[index].out_bytes
+                    parameters[kind] += self.parameters(index, chunk)
+                elif kind.subject is Subject.SITE and kind.moves is not None:
+                    moved += kind.moves(self, index, chunk)
         return moved + sum(each[kind] * count for kind, count in parameters.items())
 
     def written(self, action: Action) -> float:
         """Return the bytes that an action writes to SSD."""
-        if action.kind == Op.WRITE:
-            layout = self.per_parameter
-            return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
-        if action.kind == Op.SPILL_GRADIENTS:
-            return self.chunk(action.index, action.chunk) * self.per_parameter.gradient
-        return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
-
-
-# The actions that write to SSD.
-WRITES = frozenset({Op.WRITE, Op.SPILL_GRADIENTS, Op.SPILL_ACTIVATIONS})
+        kind = action.kind
+        if not kind.writes or kind.moves is None:
+            return 0.0
+        return kind.moves(self, action.index, action.chunk)
 
 
 class ActionCosts:
@@ -412,34 +396,7 @@ class ActionCosts:
         self._profile, self._work, self._lost = profile, work, lost or {}
         self.known: dict[str, float] = {}  # seconds by name, the same in every step
         # Seconds by kind and chunk size. All chunks of a size take equally long.
-        self._alike: dict[tuple[Op, int], float] = {}
-        layout, others = work.per_parameter, work.world - 1
-        read, write = profile.ssd_read, profile.ssd_write
-        mixed = profile.ssd_mixed
-        mixed_read, mixed_write = mixed or read, mixed or write
-        update_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
-        self._activations: dict[Op, tuple[Callable[[int], float], float]] = {
-            Op.SPILL_ACTIVATIONS: (work.out_bytes, mixed_write),
-            Op.FETCH_ACTIVATIONS: (work.out_bytes, mixed_read),
-            Op.OFFLOAD_ACTIVATIONS: (work.over_link, profile.d2h),
-            Op.RESTORE_ACTIVATIONS: (work.over_link, profile.h2d),
-        }
-        # Bytes per parameter, and bytes per second. For updates: seconds per parameter, and 1.
-        self._parameters = {
-            Op.READ_WEIGHTS: (layout.weight, read),
-            Op.READ_STATE: (layout.state, mixed_read),
-            Op.WRITE: (layout.state + layout.weight, mixed_write),
-            Op.SPILL_GRADIENTS: (layout.gradient, mixed_write),
-            Op.FETCH_GRADIENTS: (layout.gradient, mixed_read),
-            Op.UPDATE: (update_s, 1.0),
-            # On a device, the time of backward includes it. On a CPU, it directly follows backward.
-            Op.SUM_SQUARES: (0.0, 1.0),
-            Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),
-            Op.OFFLOAD_GRADIENTS: (layout.gradient, profile.d2h),
-            # The rank receives the shards of all others, or sends its part of their gradients.
-            Op.ALL_GATHER: (others * layout.weight, profile.net_rate),
-            Op.REDUCE_SCATTER: (others * layout.gradient, profile.net_rate),
-        }
+        self._alike: dict[tuple[Operation, int], float] = {}
 
     def seconds(self, action: Action) -> float:
         known = self.known.get(action.name)
@@ -451,33 +408,22 @@ class ActionCosts:
         return known
 
     def _seconds(self, action: Action) -> float:
-        kind = action.kind
-        if kind == Op.FORWARD:
-            return self._work.sites[action.index].forward_s(self._profile)
-        if kind == Op.BACKWARD:
-            return self._work.sites[action.index].backward_s(self._profile)
-        if kind == Op.BACKWARD_DONE:
-            return 0.0
-        if kind == Op.END_STEP:
-            return self._profile.commit_s
-        if action.chunk < 0:
+        kind, chunk = action.kind, action.chunk
+        if not kind.starts:
+            return self._moving_s(action)
+        if chunk < 0:
             return self._profile.action_s + self._moving_s(action)
-        alike = kind, self._work.chunk(action.index, action.chunk)
+        alike = kind, self._work.chunk(action.index, chunk)
         known = self._alike.get(alike)
         if known is None:
-            count = self._work.actions(action.index, action.chunk)
+            count = self._work.actions(action.index, chunk)
             known = count * self._profile.action_s + self._moving_s(action)
             self._alike[alike] = known
         return known
 
     def _moving_s(self, action: Action) -> float:
         """Return the seconds of the data that an action moves, or of its arithmetic."""
-        kind, index, chunk, work = action.kind, action.index, action.chunk, self._work
-        moved = self._parameters.get(kind)
-        if moved is None:
-            size, rate = self._activations[kind]
-            return size(index) / rate
-        return (work.groups[index] if chunk < 0 else work.chunk(index, chunk)) * moved[0] / moved[1]
+        return action.kind.seconds(self._profile, self._work, action.index, action.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from lohan.schedule.actions import (
     ScheduleSpec,
 )
 from lohan.schedule.buffers import BufferState, empty_buffers
+from lohan.schedule.placement import StepPlacement, UpdateOptions, place
 
 STEADY_AFTER = 3  # number of steps after which the use of slots and rings is periodic
 
@@ -49,36 +50,16 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
             if plan.device_slots and s.name not in plan.staying
         ),
         net=plan.world > 1,
-        updated_twice=frozenset(numbers[key] for key in plan.updated_twice),
-    )
-
-
-def deferred_groups(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
-    """Return the numbers of the groups whose updates wait until backward has ended."""
-    return tuple(
-        number
-        for number, group in enumerate(blocks.groups)
-        if not group.frozen and (plan.needs_all_gradients or group.key in plan.deferred)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOrder:
-    """The order of sites in forward and in backward, and when updates run."""
+    """The order of sites in forward and in backward, and what decides when updates run."""
 
     forward: tuple[int, ...]  # sites
     backward: tuple[int, ...]  # sites
-    update_mode: str  # serial | naive | optimized | balanced
-    deferred: tuple[int, ...] = ()  # groups that are updated after backward
-    overlap: bool = True
-    speculates: bool = False  # whether updates run before the gradient norm is known
-    # Whether every step commits. If not, only the steps that commit write cached chunks.
-    commits: bool = True
-
-    @property
-    def deferred_to_forward(self) -> tuple[int, ...]:
-        """The groups that are updated during the next forward."""
-        return self.deferred if self.overlap and self.update_mode != "serial" else ()
+    updates: UpdateOptions
 
 
 def planned_order(
@@ -97,15 +78,10 @@ def planned_order(
     sites = tuple(sites) or tuple(range(len(blocks.sites)))
     learning = [n for n, site in enumerate(sites) if _learns(blocks, site)]
     reached = sites[learning[0] :] if learning else sites
-    return ExecutionOrder(
-        forward=sites,
-        backward=reached[::-1],
-        update_mode=plan.update_mode,
-        overlap=plan.overlap,
-        deferred=deferred_groups(blocks, plan),
-        speculates=plan.may_speculate and not clipped,
-        commits=not plan.commits_by_interval,
-    )
+    updates = UpdateOptions.of(plan, blocks)
+    if clipped:
+        updates = replace(updates, can_speculate=False)
+    return ExecutionOrder(forward=sites, backward=reached[::-1], updates=updates)
 
 
 def _learns(blocks: Blocks, site: int) -> bool:
@@ -122,8 +98,8 @@ Phases = dict[str, Schedule]
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
     """Return the non-empty phases of a step in the steady state.
 
-    If the order speculates, the step is one that is not clipped. If not every step commits, it is
-    one between two commits.
+    If steps speculate, the step is one that is not clipped. If not every step commits, it is one
+    between two commits.
     """
     *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
@@ -141,16 +117,17 @@ def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
     from lohan.schedule.check import validate
 
     buffers, chain = empty_buffers(spec), []
-    ways = (False, True, True, False) if order.speculates else (False, False)
-    commits = (True,) * len(ways) if order.commits else (False, True, True, False)
+    speculates, every = order.updates.can_speculate, order.updates.every_step_commits
+    ways = (False, True, True, False) if speculates else (False, False)
+    commits = (True,) * len(ways) if every else (False, True, True, False)
     for phases in chain_of(spec, order, commits, ways):
         chain += [action for phase in phases.values() for action in phase]
-    validate(tuple(chain), spec, buffers, whole=True, by_interval=not order.commits)
+    validate(tuple(chain), spec, buffers, whole=True, by_interval=not every)
 
 
 def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
     """Yield the phases of the first `count` steps, all of them in the same order."""
-    return chain_of(spec, order, (order.commits,) * count)
+    return chain_of(spec, order, (order.updates.every_step_commits,) * count)
 
 
 def chain_of(
@@ -162,73 +139,63 @@ def chain_of(
     """Yield the phases of consecutive steps.
 
     `commits` says for each step whether it commits, `speculates` whether it runs updates before the
-    norm is known. Steps beyond the end of `speculates` follow the order.
+    norm is known. Steps beyond the end of `speculates` do so if they can.
     """
     buffers, before = empty_buffers(spec), None
+    compiled: dict[tuple[bool, bool], StepPlacement] = {}
     for number, commit in enumerate(commits):
-        bold = speculates[number] if number < len(speculates) else order.speculates
-        deferred = () if bold else order.deferred
-        now = replace(order, speculates=bold, deferred=deferred, commits=commit)
-        if order.overlap:
-            phases, buffers = _overlapped(spec, buffers, now, before)
-        else:
-            phases, buffers = _plain(spec_for_step(spec, now.commits), buffers, now)
-        before = now
+        can = order.updates.can_speculate
+        way = (speculates[number] if number < len(speculates) else can), commit
+        if way not in compiled:
+            compiled[way] = place(spec, order.updates, speculates=way[0], commits=commit)
+        placed = compiled[way]
+        build = _overlapped if order.updates.overlap else _plain
+        phases, buffers = build(spec, buffers, order, placed, before)
+        before = placed
         yield phases
 
 
-def spec_for_step(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
-    """Return the spec of a step: cached chunks are not written by a step without a commit."""
-    return spec if commits else replace(spec, write_through=False)
-
-
 def _overlapped(
-    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, before: ExecutionOrder | None
+    spec: ScheduleSpec,
+    buffers: BufferState,
+    order: ExecutionOrder,
+    placed: StepPlacement,
+    before: StepPlacement | None,
 ) -> tuple[Phases, BufferState]:
-    """Return the phases of a step, including the updates that the step `before` it deferred."""
-    left = before.deferred_to_forward if before is not None else ()
-    ends = bool(left) or (before is not None and before.speculates)
-    earlier = spec_for_step(spec, before is None or before.commits)
-    forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, end_step=ends)
-    spec = spec_for_step(spec, order.commits)
-    late: Schedule = ()
-    if buffers.second_updates and order.speculates:
-        # Backward runs updates of this step, so those of the step before have to come first.
-        late, buffers = sched.write_behind(spec, buffers)
-    backward, buffers = sched.backward(
-        spec,
-        buffers,
-        order.backward,
-        update_mode=order.update_mode,
-        deferred=order.deferred,
-        unreached=_unreached(spec, order),
-        speculate=order.speculates,
-    )
+    """Return the phases of a step, including what the step `before` it left to forward."""
+    left = before if before is not None and before.in_next_forward else None
+    forward, buffers = sched.forward(spec, buffers, order.forward, left)
+    unreached = _unreached(spec, order)
+    backward, buffers = sched.backward(spec, buffers, order.backward, placed, unreached=unreached)
     after: Schedule = ()
-    if order.deferred and not order.deferred_to_forward:
-        after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, end_step=True)
-    return {"forward": forward + late, "backward": backward, "after backward": after}, buffers
+    if not placed.ends_in_backward and not placed.in_next_forward:
+        after, buffers = sched.forward(spec, buffers, (), placed)
+    return {"forward": forward, "backward": backward, "after backward": after}, buffers
 
 
 def _plain(
-    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder
+    spec: ScheduleSpec,
+    buffers: BufferState,
+    order: ExecutionOrder,
+    placed: StepPlacement,
+    before: StepPlacement | None,
 ) -> tuple[Phases, BufferState]:
     """Return the phases of a step without overlap, in which each site is scheduled on demand."""
     forward: list[Action] = []
     backward: list[Action] = []
-    deferred = order.deferred
     for site in order.forward:
         made, buffers = sched.forward(spec, buffers, [site])
         forward += made
     for site, finished in zip(order.backward, sched.last_uses(spec, order.backward), strict=True):
         made, buffers = sched.one_backward(spec, buffers, site)
         backward += made
-        made, buffers = sched.updates(spec, buffers, finished, deferred=deferred)
+        made, buffers = sched.updates(spec, buffers, finished, placed)
         backward += made
-    last = _unreached(spec, order)
-    made, buffers = sched.updates(spec, buffers, last, deferred=deferred, end=True)
+    made, buffers = sched.updates(spec, buffers, _unreached(spec, order), placed, end=True)
     backward += made
-    after, buffers = sched.forward(spec, buffers, (), deferred=deferred, end_step=bool(deferred))
+    after: Schedule = ()
+    if not placed.ends_in_backward:
+        after, buffers = sched.forward(spec, buffers, (), placed)
     return {
         "forward": tuple(forward),
         "backward": tuple(backward),

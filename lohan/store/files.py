@@ -142,7 +142,7 @@ def check_vacant(directory: Path) -> None:
     names = sorted(p.name for p in directory.iterdir() if p.name not in _LEFTOVERS)
     if IDENTITY in names:
         raise StoreError(
-            f"{directory} already holds a store; go on with it (`lohan resume`, or "
+            f"{directory} already holds a store; continue it (`lohan resume`, or "
             f"attach(..., resume=True)), or remove it with `lohan store rm {directory}`"
         )
     if names:
@@ -385,7 +385,7 @@ def _check_lock_file(path: Path, fd: int) -> None:
             " the command"
         ) from error
     if text and not text.isdigit():
-        raise StoreError(f"{path}: is not a lock file, it is left as it is; move it away")
+        raise StoreError(f"{path}: is not a lock file and was left unchanged; move it away")
 
 
 def _flock(path: Path, fd: int) -> None:

@@ -369,7 +369,7 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
             f"{paths[0]}: the process died in the middle of a step: the store was written in place"
             f" after generation {manifest.generation}"
             + (f" (step {step})" if step is not None else "")
-            + " and is not whole; resume from the last snapshot"
+            + " and is incomplete; resume from the last snapshot"
         )
     disk_slot = manifest.generation % disk_slot_count(manifest.durability)
     checksums = read_checksums(

@@ -635,7 +635,7 @@ class Store:
             raise ChecksumError(
                 f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
                 f" of {self._volume.path(disk_slot, extent)} is {actual:#010x}, {expected:#010x}"
-                " expected: the drive gave back other bytes than were written; check the drive,"
+                " expected: the drive returned other bytes than were written; check the drive,"
                 " then restore a snapshot or start the run again"
             )
 

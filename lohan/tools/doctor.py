@@ -163,16 +163,16 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
         return Finding(
             "device",
             WARNING,
-            f"the NVIDIA driver is there, but torch {torch.__version__} does not use it; "
+            f"the NVIDIA driver is installed, but torch {torch.__version__} does not use it; "
             f"compute runs on {cpu}",
-            "install a CUDA build of torch whose version the driver knows (nvidia-smi)",
+            "install a CUDA build of torch whose version the driver supports (nvidia-smi)",
         )
     return Finding(
         "device",
         WARNING,
         f"no accelerator found; compute runs on {cpu}",
-        "right but slow: good for small models and tests; `lohan plan --machine` tells what a GPU "
-        "would do",
+        "correct but slow: suitable for small models and tests; `lohan plan --machine` forecasts "
+        "a GPU",
     )
 
 
@@ -181,7 +181,7 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
 
 def check_memory() -> Iterator[Finding]:
     total, free = total_memory_bytes(), host_memory_bytes()
-    text = f"{format_bytes(free)} of {format_bytes(total)} can be had"
+    text = f"{format_bytes(free)} of {format_bytes(total)} is available"
     if free < LITTLE_MEMORY:
         yield Finding("memory", WARNING, text, "close other programs, or set --host below that")
     else:
@@ -338,17 +338,17 @@ def drive_finding(subject: str, drive: DriveFacts) -> Finding:
             f"{format_bytes(health.written_bytes)} written so far"
         )
         if health.used_percent >= WORN_PERCENT:
-            return Finding(subject, PROBLEM, text, "the drive is worn out by its maker's measure")
+            return Finding(subject, PROBLEM, text, "the drive has reached its rated life")
         if health.used_percent >= NEARLY_WORN_PERCENT:
-            return Finding(subject, WARNING, text, "`lohan plan` tells how much a run will write")
+            return Finding(subject, WARNING, text, "`lohan plan` forecasts how much a run writes")
     elif drive.name.startswith("nvme"):
         text += "; wear not readable without root"
     if drive.rotating:
         return Finding(
             subject,
             WARNING,
-            f"{text}; says that it rotates",
-            "a hard disk is far too slow; virtual disks say so too, `lohan profile` measures them",
+            f"{text}; reports a rotating disk",
+            "a hard disk is far too slow; virtual disks report this too: see `lohan profile`",
         )
     return Finding(subject, OK, text)
 
@@ -372,7 +372,7 @@ def _tried(subject: str, folder: Path) -> Iterator[Finding]:
             yield Finding(subject, OK, "io_uring works")
         else:
             yield Finding(
-                subject, WARNING, f"no io_uring ({uring}); threads take its place", _why()
+                subject, WARNING, f"no io_uring ({uring}); threads are used instead", _why()
             )
         if engine.direct:
             yield Finding(subject, OK, "O_DIRECT works")
@@ -416,5 +416,5 @@ def check_shared(ssd: Sequence[Path]) -> Iterator[Finding]:
                     str(path),
                     WARNING,
                     f"on the same file system as {other}",
-                    "one --ssd per drive; two on one drive only take turns",
+                    "use one --ssd per drive; two on one drive are no faster",
                 )

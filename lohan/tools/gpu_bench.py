@@ -9,6 +9,7 @@ from typing import Any
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Device
 from lohan.device.choose import open_device
+from lohan.device.integrated import IntegratedDevice
 from lohan.errors import LohanError
 from lohan.tools.late_device import LateDevice
 
@@ -30,10 +31,18 @@ class Bench:
     real: bool
 
     def open(self, memory: int | None = None) -> Device:
+        """Open the device as one with its own memory, so that copies are checked too."""
         device = open_device(self.device_name, memory=memory)
         if not isinstance(device, AcceleratorDevice):
             raise LohanError(f"--device {self.device_name}: this is no accelerator")
+        if isinstance(device, IntegratedDevice):
+            return AcceleratorDevice(number=device.torch_device.index)
         return device
+
+    def open_integrated(self) -> Device | None:
+        """Open a GPU that computes in host memory; None for one with its own memory."""
+        device = open_device(self.device_name)
+        return device if isinstance(device, IntegratedDevice) else None
 
     def open_late(self) -> LateDevice:
         """Return the device with random pauses on its lanes.

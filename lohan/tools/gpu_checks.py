@@ -35,7 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lohan.device import accelerator
 from lohan.device.base import Device, pages
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, attach
+from lohan.engine.attach import attach
+from lohan.engine.policies import Budget
 from lohan.engine.probes import (
     BlockProbe,
     Effort,
@@ -51,7 +52,7 @@ from lohan.optim import AdamW
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.tools.gpu_bench import Bench, CheckResult, Wrong
 from lohan.tools.gpu_host_checks import pinnable, queue
-from lohan.tools.gpu_norm_checks import liger, ranks
+from lohan.tools.gpu_norm_checks import liger, ranks, shared_memory
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import GiB, KiB, MiB, format_bytes
 
@@ -674,6 +675,7 @@ CHECKS: dict[str, Check] = {
         (large_buffer, 300),
         (liger, 300),
         (ranks, 600),
+        (shared_memory, 300),
         (memory, 600),
         (training, 1800),
     )

@@ -1,4 +1,6 @@
-"""The checks of `lohan doctor --gpu` that compare gradient norms: two cards, and Liger's kernels.
+"""The checks of `lohan doctor --gpu` that compare gradient norms.
+
+They are for two cards, for Liger's kernels, and for a GPU that computes in host memory.
 
 Rounding changes a gradient norm far less than a missing or wrong gradient does. The loss of a model
 with random weights shows neither.
@@ -70,6 +72,17 @@ def liger(bench: Bench) -> CheckResult:
     return CheckResult(facts={"gradient norms": norms})
 
 
+def shared_memory(bench: Bench) -> CheckResult:
+    """Check that a GPU without its own memory trains in host memory as with copies."""
+    device = bench.open_integrated()
+    if device is None:
+        return CheckResult(facts={"skipped": "the device has its own memory"})
+    expected, _ = train(bench, "copies")
+    norms, _ = train(bench, "shared", device=device)
+    check_norms(norms, expected, "in host memory, and with copies")
+    return CheckResult(facts={"gradient norms": norms})
+
+
 def check_norms(norms: Sequence[float], expected: Sequence[float], what: str) -> None:
     """Raise Wrong if two runs have different gradient norms."""
     pairs = zip(norms, expected, strict=True)
@@ -82,6 +95,7 @@ def train(
     name: str,
     *,
     group: ProcessGroup = ALONE,
+    device: Device | None = None,
     patch: Callable[[torch.nn.Module], None] = lambda model: None,
     then: Callable[[Session], dict[str, str]] = lambda session: {},
 ) -> tuple[list[float], dict[str, str]]:
@@ -90,7 +104,8 @@ def train(
     Returns the gradient norms, and the result of `then`, which is called with the session at the
     end. `patch` is applied to the model first.
     """
-    from lohan.engine.attach import Budget, attach
+    from lohan.engine.attach import attach
+    from lohan.engine.policies import Budget
     from lohan.optim import AdamW
     from lohan.tools.gpu_checks import llama, step, tokens
 
@@ -107,7 +122,7 @@ def train(
         model,
         optimizer=AdamW(lr=1e-3),
         clip=CLIP,
-        device=bench.device_name if group.several else bench.open(),
+        device=device or (bench.device_name if group.several else bench.open()),
         batch=batches[0],
         budget=Budget(host="1GiB", ssd=[folder]),
         process_group=group,

@@ -18,21 +18,23 @@ from torch import nn
 
 from lohan.config import BASE, Config
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, blocks_of, device_overhead, machine_with, workload_of
+from lohan.engine.attach import device_overhead, machine_with
+from lohan.engine.policies import Budget
+from lohan.engine.workload import blocks_of, workload_of
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks, RankInfo
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan, options_of
+from lohan.model.plan import BatchWorkload, Plan, PlanOptions, options_of
 from lohan.planner.forecast import Forecast, Simulator, on_machine
 from lohan.planner.machine_plan import (
     MachinePlan,
-    PlanProblem,
+    MachineProblem,
     faster_drives,
     solve,
     with_alternatives,
     without_lane,
 )
-from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
+from lohan.planner.planner import PlanProblem, make_plan
 from lohan.train.inputs import (
     Inputs,
     check_machine,
@@ -65,7 +67,7 @@ def plan_traced(
 
 def traced_problem(
     config: Config, profile: Profile | None, minimise: str, inputs: Inputs | None
-) -> PlanProblem:
+) -> MachineProblem:
     """Return the planning problem of a run.
 
     The model is built on the meta device, and its footprint is measured with fake tensors. Batches
@@ -90,11 +92,13 @@ def traced_problem(
     overhead = device_overhead(device, model, host_bytes)
     device.close()
     if world > 1 and device_bytes is None:  # Ranks on the CPU compute in their own host memory.
-        _, device_bytes = plan_in_one_memory(
-            blocks, options, host_bytes=host_bytes, workload=workload
+        shared = PlanProblem(
+            blocks, options, host_bytes=host_bytes, workload=workload, in_one_memory=True
         )
+        device_bytes = make_plan(shared).device_bytes
+        assert device_bytes is not None
         host_bytes -= device_bytes
-    return PlanProblem(
+    return MachineProblem(
         model=str(config.model),
         parameters=whole.parameters,
         batch=whole_batch,
@@ -186,13 +190,14 @@ class Case:
         return simulator.forecast(plan)
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
-        return plan_for_budget(
+        problem = PlanProblem(
             self.blocks,
             self.options.fixed_by(self.plan),
             host_bytes=host_bytes,
             workload=self.workload,
             profile=machine,
         )
+        return make_plan(problem).plan
 
 
 def case_of(

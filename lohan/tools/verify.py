@@ -22,8 +22,10 @@ from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import UPDATE_MODES, Config, SampleConfig
 from lohan.device.ranks import ALONE, ProcessGroup, in_turn, run_ranks
-from lohan.engine.attach import load, workload_of
-from lohan.engine.session import Replanner, Session
+from lohan.engine.attach import load
+from lohan.engine.replanning import Replanner
+from lohan.engine.session import Session
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import FlatGroup
 from lohan.model.plan import Plan
@@ -228,7 +230,7 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
     if layers is not None and layers != whole:
         if not 1 <= layers < whole:
             raise ModelError(
-                f"{model}: has {counted(whole, 'layer')}, {layers} were asked for; give fewer"
+                f"{model}: has {counted(whole, 'layer')}, {layers} were requested; give fewer"
             )
         reduced = _cut(reduced, whole, layers)
     (into / "config.json").write_text(json.dumps(reduced, indent=1), encoding="utf-8")
@@ -707,13 +709,13 @@ def _layers(config: Config, notes: list[str]) -> int | None:
         if needed(count) <= free:
             notes.append(
                 f"an in-memory run of all {whole} layers needs {format_bytes(needed(whole))}, "
-                f"{format_bytes(free)} can be had: this is a copy with the first {count} layers, "
+                f"{format_bytes(free)} is available: this is a copy with the first {count} layers, "
                 "same shapes"
             )
             return count
     raise BudgetError(
-        f"an in-memory run of one layer needs {format_bytes(needed(1))}, {format_bytes(free)} can "
-        "be had; lower --batch or --seq"
+        f"an in-memory run of one layer needs {format_bytes(needed(1))}, {format_bytes(free)} is "
+        "available; lower --batch or --seq"
     )
 
 

@@ -138,7 +138,7 @@ class Noising:
         if self.classes is not None and not 0 <= int(arrays[CLASS]) < self.classes:
             raise DataError(
                 f"{place}: is of class {int(arrays[CLASS])}, {self.of} has {self.classes} of them, "
-                "from 0; mend or leave it out"
+                "from 0; correct it or leave it out"
             )
         for name, setting in self.interface.sizes.items():
             if arrays[name].ndim != (2 if name == TEXT else 1):

@@ -35,16 +35,19 @@ from lohan.checkpoint.store_io import (
 from lohan.checkpoint.store_io import source_of as source_of_model
 from lohan.data import IGNORE, Encoder
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, blocks_of, device_overhead, load, make_executor
-from lohan.engine.session import PlanContext, Session
+from lohan.engine.attach import device_overhead, load, make_executor
+from lohan.engine.context import PlanContext
+from lohan.engine.policies import Budget
+from lohan.engine.session import Session
+from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError, first_line
 from lohan.model.layout import Blocks
-from lohan.model.plan import Plan
+from lohan.model.plan import Plan, PlanOptions
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.optim import AdamW, Lora
 from lohan.param_groups import ParamGroups
 from lohan.planner.memory import WORK
-from lohan.planner.planner import PlanOptions, forward_plan
+from lohan.planner.planner import forward_plan
 from lohan.store.admin import remove
 from lohan.store.files import StoreLock, is_locked
 from lohan.store.store import Store

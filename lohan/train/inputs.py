@@ -18,16 +18,11 @@ from lohan.data.text import load_tokenizer, tokenizer_files
 from lohan.device.choose import default_dtype, known_name, open_device
 from lohan.device.determinism import fix_cublas_workspace
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.attach import (
-    Budget,
-    OffloadPolicy,
-    StorePolicy,
-    attach,
-    blocks_of,
-    load,
-)
+from lohan.engine.attach import attach, load
+from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
+from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.machine import Profile
 from lohan.model.plan import Plan, activation_policy_of

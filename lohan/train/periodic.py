@@ -18,6 +18,7 @@ from lohan.errors import TrainingError
 from lohan.train.forward_only import History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
+from lohan.train.model_card import model_card
 from lohan.train.run_folder import (
     RunFolder,
     append_row,
@@ -134,6 +135,7 @@ class PeriodicTasks:
                 dtype=self._config.output.export_dtype,
                 overwrite=True,
                 chat_template=chosen_template(self._config.train.chat_template),
+                card=model_card(self._folder, self._config, step=self._session.step),
                 progress=lambda done, total: self._display.advance("exporting", done, total),
             )
 

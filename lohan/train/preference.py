@@ -377,7 +377,7 @@ class Reward(Preference):
     def check(self, config: Config) -> None:
         super().check(config)
         if config.sample.prompts:
-            raise ConfigError("--sample-prompts: a reward model writes nothing; leave it out")
+            raise ConfigError("--sample-prompts: a reward model generates no text; leave it out")
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         loaded = reward_config(config.model)

@@ -735,5 +735,5 @@ def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -
     if not lost_with_snapshot(folder, config):
         return
     dirs, snapshots = folder.store_dirs(config), folder.snapshots(config)
-    display.note(f"the store in {dirs[0]} is not there; going back to the snapshot in {snapshots}")
+    display.note(f"the store in {dirs[0]} is missing; restoring the snapshot in {snapshots}")
     restore(snapshots, dirs, durability="step").close()

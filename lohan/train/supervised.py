@@ -364,8 +364,8 @@ def _folder_rows(folder: Path, pictures: Pictures, data: DataRequest) -> Iterato
             raise DataError(f"{sample.path}: not an image; give {data.option} a folder of images")
         if not sample.group:
             raise DataError(
-                f"{sample.path}: lies in no folder of a class; put every image into a folder below "
-                f"{folder}, one for each class"
+                f"{sample.path}: is not in the folder of a class; put every image into a folder "
+                f"below {folder}, one for each class"
             )
         yield pictures.row(sample.path, {"label": sample.group}, str(sample.path))
         data.progress("reading images", number, len(samples))

@@ -284,7 +284,7 @@ class Share:
         return (
             not self.session.process_group.several
             and executor.device.torch_device.type != "cpu"
-            and not executor.plan.commits_by_interval
+            and executor.plan.commit.every_step
         )
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:

@@ -20,11 +20,13 @@ from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
-from lohan.engine.session import OomGuard, Replanner, Session
+from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import Replanner
+from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import PlanOptions
 from lohan.planner.forecast import Forecast
-from lohan.planner.planner import plan_for_budget
+from lohan.planner.planner import make_plan
 from lohan.planner.wear import (
     ASSUMED_WEAR,
     Alternative,
@@ -45,6 +47,7 @@ from lohan.train.inputs import (
     open_session,
 )
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
+from lohan.train.model_card import model_card
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
 from lohan.train.run_folder import (
     Mark,
@@ -231,8 +234,8 @@ def resume_session(
             claim_new_names(folder, config)
             if not (folder.data / CACHE_FILES[-1]).is_file():
                 display.note(
-                    f"warning: {folder.data} does not hold the run's data any more; it is made "
-                    "again from --data, and is the same only if nothing has changed there since"
+                    f"warning: {folder.data} no longer holds the run's data; it is prepared "
+                    "again from --data, and is the same only if the files there are unchanged"
                 )
             reshard_stores(folder, config, group.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
@@ -282,8 +285,8 @@ def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Di
     again = repair_logs(folder, step=session.step, last=last)
     if again and session.step < total:
         display.note(
-            f"{counted(again, 'step')} after step {session.step} had ended and were not committed: "
-            "done again"
+            f"{counted(again, 'step')} after step {session.step} were not committed and are "
+            "repeated"
         )
 
 
@@ -480,7 +483,7 @@ def show_rate(config: Config, display: Display) -> None:
 def show_commits(session: Session, display: Display) -> None:
     """Report how many steps a crash can lose, if commits are by interval."""
     plan = session.plan
-    if plan.commits_by_interval:
+    if not plan.commit.every_step:
         display.note(
             f"commits every {plan.commit}, and before evaluations, snapshots and the end: a crash "
             "costs the steps since the last one, Ctrl-C none; --commit-every step commits each"
@@ -508,7 +511,7 @@ def show_wear(
     for line in lines:
         display.note(line)
     if len(lines) > 1:
-        display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
+        display.note(f"wear is {ASSUMED_WEAR}, unless the drive's log has it")
 
 
 def sparing_options(session: Session) -> list[Alternative]:
@@ -524,15 +527,10 @@ def sparing_options(session: Session) -> list[Alternative]:
 
     def planned(options: PlanOptions, host: int) -> Forecast:
         options = replace(options, head_tokens=session.plan.head_tokens)
-        plan = plan_for_budget(
-            context.blocks,
-            options,
-            host_bytes=host,
-            workload=workload,
-            profile=profile,
-            device_bytes=context.device_bytes,
-        )
-        return context.forecast(profile, plan)
+        problem = replace(context.problem(options, profile=profile), host_bytes=host)
+        made = make_plan(problem).forecast
+        assert made is not None
+        return made
 
     now = context.forecast(profile, session.plan)
     return list(alternatives(now, context.options, context.host_bytes, planned))
@@ -596,8 +594,8 @@ def write_trace(session: Session, file: Path, display: Display) -> None:
         session.executor.trace.write(file)
     except OSError as error:
         display.note(
-            f"{file}: the trace cannot be written: {error.strerror}; the run itself is whole, "
-            "`lohan resume` with more --steps makes another"
+            f"{file}: the trace cannot be written: {error.strerror}; the run is complete, "
+            "and `lohan resume` with more --steps writes another trace"
         )
         return
     display.note(f"trace of all lanes: {file}")
@@ -617,6 +615,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
                 overwrite=True,
                 ema=out == folder.ema,
                 chat_template=chosen_template(config.train.chat_template),
+                card=model_card(folder, config, step=session.step, averaged=out == folder.ema),
                 progress=lambda done, all_: display.advance("exporting", done, all_),
             )
         display.note(f"{what}: {out}")

@@ -182,8 +182,8 @@ def quick(question: Question) -> dict[str, Any]:
         "largest_batch": largest_batch(request),
     }
     try:
-        problem = problem_of(request)
-        plan = problem.sized(check_fits)
+        problem = problem_of(request).rank_problem
+        plan = check_fits(problem)
         problem.check_drives(plan)
     except BudgetError as refused:
         return {**facts, "fits": False, "reason": str(refused)}

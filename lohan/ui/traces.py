@@ -11,7 +11,7 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.model.layout import RankInfo
-from lohan.schedule.actions import Op
+from lohan.schedule.ops import Op
 from lohan.train.run_folder import RunFolder
 from lohan.util.files import checked, load_json
 from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output

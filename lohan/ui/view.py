@@ -327,7 +327,7 @@ def _advice(advice: Advice | None, measured: Mapping[str, float], step_s: float)
             "Planned and simulated for the rates that this run measured, each change alone."
         )
     elif advice.reason:
-        shown["advice_note"] = f"What would help is not known: {advice.reason}."
+        shown["advice_note"] = f"No advice is available: {advice.reason}."
     if not advice.reason and not shown["changes"]:
         shown["no_change"] = "Neither another drive nor more host memory would make it faster."
     return shown
@@ -416,7 +416,7 @@ def wear(run: RunRecord) -> dict[str, Any]:
             used = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
             life = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
             rows.append([f"{drive.name} {drive.model or ''}", used, life])
-    return {"rows": rows, "note": f"Wear is {ASSUMED_WEAR}, unless a log tells."}
+    return {"rows": rows, "note": f"Wear is {ASSUMED_WEAR}, unless the drive's log has it."}
 
 
 # -- Texts -----------------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ class LineDisplay(Display):
         )
 
     def first_step(self, number: int, total: int) -> None:
-        self.note(f"step {number:,}/{total:,}: running; it learns the order of the blocks first")
+        self.note(
+            f"step {number:,}/{total:,}: running; the first step determines the order of the blocks"
+        )
 
     def step(self, row: dict[str, Any], total: int) -> None:
         self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")

@@ -362,7 +362,7 @@ def sync_in_time(call: Callable[[], None], path: str | Path) -> None:
     threading.Thread(target=run, name="lohan-sync", daemon=True).start()
     if not done.wait(limit_s):
         raise StorageIOError(
-            f"{path}: a sync has not come back after {limit_s:g} s, so nothing is known of what the"
+            f"{path}: a sync has not returned after {limit_s:g} s, so it is unknown what the"
             f" drive has; check it (dmesg, iostat), or give it longer with {VARIABLE} (seconds)"
         )
     if raised:
@@ -422,8 +422,8 @@ class OutputFile:
             raise self._unwritable(error) from None
         if foreign:
             raise ConfigError(
-                f"{self.path}: is there and is not {self.what} that lohan has written, it is left "
-                f"as it is; {self.remedy}"
+                f"{self.path}: exists and is not {self.what} that lohan has written, so it "
+                f"was left unchanged; {self.remedy}"
             )
         return target
 

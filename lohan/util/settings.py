@@ -92,8 +92,8 @@ def choice(options: tuple[str, ...]) -> Kind:
     return parse
 
 
-DEVICES = ("auto", "cpu", "cuda", "cuda:N", "accelerator", "emulated")
-_DEVICE = re.compile(r"auto|cpu|emulated|(accelerator|gpu|cuda|xpu|mps|npu)(:\d+)?")
+DEVICES = ("auto", "cpu", "cuda", "cuda:N", "accelerator", "emulated", "emulated-unified")
+_DEVICE = re.compile(r"auto|cpu|emulated(-unified)?|(accelerator|gpu|cuda|xpu|mps|npu)(:\d+)?")
 
 
 @kind("|".join(DEVICES), str, type="string", pattern=f"^({_DEVICE.pattern})$")
@@ -335,6 +335,16 @@ class FieldInfo:
     def dotted(self) -> str:
         """The name that overrides use, such as train.lr."""
         return f"{self.section}.{self.key}" if self.section else self.key
+
+    @property
+    def help_with_default(self) -> str:
+        """The help text for the command line, which ends with the default if there is one."""
+        if self.default is None or self.default is False or self.default == ():
+            return self.help
+        if self.default is True:
+            return f"{self.help} On by default."
+        shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
+        return f"{self.help} Default: {shown}."
 
     @property
     def option(self) -> str:

@@ -368,8 +368,8 @@ def fetch(name: str) -> Path | None:
     except Exception as error:  # No network, no such model, or no permission.
         reason = str(error).strip().split("\n")[0] or "no reason given"
         raise ModelError(
-            f"--model {name}: no such folder here, and it cannot be had from the Hugging Face hub "
-            f"({type(error).__name__}: {reason}); check the name, the network and "
+            f"--model {name}: no such folder here, and it cannot be downloaded from the Hugging "
+            f"Face hub ({type(error).__name__}: {reason}); check the name, the network and "
             "`hf auth login`, or give a local folder"
         ) from None
     finally:

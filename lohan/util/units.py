@@ -96,6 +96,10 @@ class Interval:
     steps: int = 1
     seconds: float = 0.0
 
+    @property
+    def every_step(self) -> bool:
+        return self == EVERY_STEP
+
     def __str__(self) -> str:
         parts = [counted(self.steps, "step")] if self.steps else []
         parts += [format_seconds(self.seconds)] if self.seconds else []

@@ -18,16 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.session import OomGuard
+from lohan.engine.oom_guard import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register
+from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
 from tests.support.delayed_runs import Result, Tuning, train
 from tests.support.missing_waits import CARELESS, shows
-from tests.support.small_models import attached, batches, small_model
-from tests.test_cli import arguments, data, lohan, model  # noqa: F401 - fixtures
-from tests.test_devices import deep_model
-from tests.test_overlap import CLIP, Case, check_norm_of_device, plain
+from tests.support.overlap_cases import CLIP, Case, check_norm_of_device, plain
+from tests.support.small_models import attached, batches, deep_model, small_model
 
 pytestmark = pytest.mark.gpu
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
@@ -141,7 +140,7 @@ def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
         assert all(classes <= known.keys.keys() for classes in save_plans._saved_classes.values())
 
 
-def test_the_command_line(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
+def test_the_command_line(lohan, model, data, tmp_path):
     losses = {}
     for device in ("cpu", "accelerator"):
         more = ["--device", device, "--dtype", "fp32", "--micro-batch", 1]

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.capture.blocks import cut
-from lohan.capture.footprint import EFFICIENT, FLASH, attention_workspace, measure
+from lohan.capture.footprint import CUDNN, EFFICIENT, FLASH, attention_workspace, measure
 
 BATCH, SEQ = 4, 128
 CONFIGS = {
@@ -141,5 +141,6 @@ def test_attention_takes_a_workspace_on_an_accelerator(keys):
     shared = 0 if keys == 8 else 2 * (8 // keys) * 2 * elements
     assert attention_workspace(FLASH, heads(8, keys, "meta")) == sums + shared
     assert attention_workspace(EFFICIENT, heads(8, keys, "meta")) == 4 * 2 * elements
+    assert attention_workspace(CUDNN, heads(8, keys, "meta")) == sums + shared
     assert attention_workspace(FLASH, heads(8, keys, "cpu")) == 0
     assert attention_workspace(torch.ops.aten.mul.Tensor, heads(8, keys, "meta")) == 0

@@ -55,6 +55,16 @@ class Gained(Idioms):
         return self.blocks[0](self.gain[:WIDTH]).sum() * self.entry(x).square().mean()
 
 
+class Measured(Gained):
+    """Asks a parameter that stays in memory, and a view of it, for their sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for tensor in (self.gain, self.gain[1:], self.gain.data):
+            assert type(tensor.shape) is torch.Size and type(tensor.size()) is torch.Size
+            assert tensor.shape.numel() == tensor.numel()
+        return super().forward(x)
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(3)
@@ -69,6 +79,14 @@ def test_questions_are_answered_as_in_memory(planned, model, tmp_path):
     losses, weights = lohan_run(model, data, tmp_path, **options)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)
+
+
+def test_sizes_of_a_parameter_in_memory_are_sizes(tmp_path):
+    torch.manual_seed(3)
+    model, data = Measured(), Idioms.data(2)
+    expected, _ = plain_run(model, data)
+    losses, _ = lohan_run(model, data, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_placeholder_is_like_its_parameter(model, tmp_path):

@@ -412,7 +412,7 @@ def test_recomputation_ends_where_backward_begins(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
-def test_what_python_reads_of_a_tensor_is_recomputed(dtype):
+def test_recomputes_tensors_whose_values_python_reads(dtype):
     """`tolist` and `numpy` are no operations, and split sizes of a stand-in would be any bytes."""
     ends, stop, found = torch.tensor([0, 1, 3, 7], dtype=dtype), SkipUnneededOps(), []
 
@@ -538,7 +538,7 @@ class Scaled(nn.Module):
         return torch.sigmoid(made) if self.more else made
 
 
-def test_what_is_known_of_a_call_is_used_by_the_next_only_where_it_holds():
+def test_reuses_analysis_of_a_call_only_while_its_attributes_are_unchanged():
     block, x = Scaled(), torch.randn(4, 8)
     save_plan = SavePlan(frozenset({("aten.tanh.default", 0), ("aten.mul.Tensor", 0)}))
 

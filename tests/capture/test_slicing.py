@@ -45,7 +45,7 @@ def found(function, *more: torch.Tensor) -> Cut:
         (lambda x: x + (torch.rand(len(x)) < 0.3)[:, None, None], (), Cut((True,), (1,))),
     ],
 )
-def test_what_has_samples(function, more, cut):
+def test_finds_the_dimension_of_samples(function, more, cut):
     assert found(function, *more) == cut
 
 
@@ -59,6 +59,6 @@ def test_what_has_samples(function, more, cut):
         (lambda x: x.transpose(0, 1).softmax(1).transpose(0, 1), "mixes|other results"),
     ],
 )
-def test_what_must_run_as_a_whole(function, reason):
+def test_refuses_to_slice_functions_that_mix_samples(function, reason):
     cut = found(function)
     assert any(part in cut.whole for part in reason.split("|")), cut

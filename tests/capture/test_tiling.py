@@ -111,7 +111,7 @@ def test_a_block_in_tiles_has_the_gradients_of_the_whole(dtype):
     ],
     ids=["plain", "channels", "result of all tokens", "two inputs"],
 )
-def test_what_treats_every_token_alike_runs_in_tiles(function, more):
+def test_tiles_functions_that_treat_tokens_alike(function, more):
     block = Block(function, *more)
     x = torch.randn(2, TOKENS, WIDTH)
     forward = Tiling(20).forward(block, block.forward)
@@ -158,7 +158,7 @@ class Counts(nn.Module):
         "counter",
     ],
 )
-def test_what_mixes_tokens_runs_as_a_whole(function):
+def test_does_not_tile_functions_that_mix_tokens(function):
     block = Block(function)
     x = torch.randn(2, TOKENS, WIDTH)
     forward = Tiling(20).forward(block, block.forward)
@@ -167,7 +167,7 @@ def test_what_mixes_tokens_runs_as_a_whole(function):
     assert all(map(torch.equal, whole, tiled))
 
 
-def test_what_mixes_only_tokens_far_apart_is_found_with_the_real_tiles():
+def test_detects_mixing_of_distant_tokens_with_the_real_tile_size():
     """Each token meets the one sixteen behind it: two tiles of eight do not show that."""
     block = Block(lambda x: x + nn.functional.pad(x, (0, 0, 16, 0))[:, : x.shape[1]])
     x = torch.randn(2, TOKENS, WIDTH)

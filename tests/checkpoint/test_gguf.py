@@ -85,7 +85,7 @@ def test_values_are_those_of_transformers_in_any_ranges(kind, tmp_path, monkeypa
             assert torch.equal(tensors.read_flat(name, start, stop), flat[start:stop]), name
 
 
-def test_it_trains(tmp_path):
+def test_model_from_gguf_trains_as_in_transformers(tmp_path):
     write_gguf(tmp_path, "llama")
     (batch,) = batches(1, batch=2, seq=8, vocab=90)
     plain = AutoModelForCausalLM.from_pretrained(
@@ -98,7 +98,7 @@ def test_it_trains(tmp_path):
         assert loss.item() == pytest.approx(loss_of(plain.train(), batch).item(), rel=1e-5)
 
 
-def test_what_cannot_be_taken_is_refused(tmp_path):
+def test_rejects_damaged_and_unsupported_files(tmp_path):
     file = write_gguf(tmp_path, "llama")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])

@@ -122,7 +122,7 @@ def test_the_seed_decides_and_the_order_of_reading_does_not():
         assert torch.equal(source.read_flat(key, 5, 9), first[key].reshape(-1)[5:9])
 
 
-def test_one_block_is_in_memory_at_a_time():
+def test_holds_initial_values_of_one_block_at_a_time():
     model = build_from_config(CONFIGS["llama"], dtype=torch.float32)
     source = InitialValues(model, 1)
     for name, _ in model.named_parameters():
@@ -132,8 +132,8 @@ def test_one_block_is_in_memory_at_a_time():
         assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_a_class_does_not_say_is_refused(monkeypatch):
+def test_rejects_class_that_does_not_initialise_a_parameter(monkeypatch):
     model = build_from_config(CONFIGS["llama"], dtype=torch.float32)
     monkeypatch.setattr(type(model), "initialize_weights", lambda self: None)
-    with pytest.raises(LohanError, match="does not say what parameter model"):
+    with pytest.raises(LohanError, match="does not initialise parameter model"):
         InitialValues(model, 1).read_flat("model.embed_tokens.weight", 0, 1)

@@ -16,11 +16,16 @@ from transformers import BertConfig, ViTConfig
 import lohan
 from lohan.checkpoint.hf_folder import KINDS, kind_of
 from lohan.errors import ModelError
-from tests.support.architectures import data_of, model_of
+from tests.support.architectures import data_of, model_of, without_noise
+from tests.support.command_line import data_fixture, model_fixture  # noqa: F401 - fixtures
 from tests.support.small_models import assert_close, attached, loss_of, master_weights, plain_run
-from tests.test_architectures import without_noise
-from tests.test_cli import data, model  # noqa: F401 - fixtures
-from tests.test_cli import lohan as cli  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def cli(lohan):
+    """Return the command line under a name that the package does not have."""
+    return lohan
+
 
 LOADED = {
     "bert": "AutoModelForSequenceClassification",
@@ -63,7 +68,7 @@ def test_a_model_without_a_loss_is_refused_with_what_there_is(tmp_path):
         assert all(text in str(refused.value) for text in KINDS.values())
 
 
-def test_the_command_line_names_what_it_trains(cli, data, tmp_path):  # noqa: F811
+def test_the_command_line_names_what_it_trains(cli, data, tmp_path):
     config = {**BertConfig().to_dict(), "architectures": ["BertForMaskedLM"]}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))

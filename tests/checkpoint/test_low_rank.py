@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from lohan.checkpoint.low_rank import best_factors
-from tests.test_evaluation import inputs, run  # noqa: F401 - a fixture
+from tests.support.evaluated_run import (
+    inputs_fixture,  # noqa: F401 - fixtures
+    run,
+)
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (7, 7)])
@@ -31,7 +34,7 @@ def test_factors_of_a_larger_rank_than_the_matrix_reproduce_it():
     assert held == pytest.approx(float(matrix.square().sum()), rel=1e-5)
 
 
-def test_exported_adapter_holds_the_stated_share_and_loads_in_peft(inputs, tmp_path):  # noqa: F811
+def test_exported_adapter_holds_the_stated_share_and_loads_in_peft(inputs, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import AutoModelForCausalLM
 

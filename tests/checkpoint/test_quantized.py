@@ -532,7 +532,7 @@ def test_gguf_without_config_is_refused(tmp_path):
             load_config(given)
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_rejects_scales_and_settings_that_do_not_match(tmp_path):
     packed, scales = fp8(torch.randn(32, 24))
 
     def fails(message: str, tensors: dict[str, torch.Tensor], **said: object) -> None:

@@ -218,7 +218,7 @@ def _die(patched, after: str) -> None:
         patched.setattr(resharding.StoreSet, "remove", removing)
 
 
-def test_of_two_whole_sets_the_one_that_has_come_further_counts(places, tmp_path):
+def test_prefers_the_complete_set_with_more_steps(places, tmp_path):
     make_run(places, step=4)
     reshard(set_of(places, "run", 1), set_of(places, "run", 2))
     sets = find_sets(places, "run")

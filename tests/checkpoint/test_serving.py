@@ -11,8 +11,7 @@ import transformers as hf
 from safetensors import safe_open
 
 from tests.support.task_runs import train, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import CHATML, save_tokenizer
+from tests.support.tokenizer_folders import CHATML, save_tokenizer
 
 LAYERS = 2
 
@@ -42,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_transformers_says_what_lohan_says(run, lohan):  # noqa: F811
+def test_transformers_says_what_lohan_says(run, lohan):
     model = hf.AutoModelForCausalLM.from_pretrained(run / "model", local_files_only=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(run / "model", local_files_only=True)
     asked = tokenizer.apply_chat_template(
@@ -59,7 +58,7 @@ def test_transformers_says_what_lohan_says(run, lohan):  # noqa: F811
     assert json.loads(ended.out)[0]["text"] == text and len(text) > 2
 
 
-def test_what_a_server_reads_is_there(run):
+def test_export_has_the_files_and_keys_that_servers_read(run):
     """vLLM, TGI and others go by these files and keys."""
     config = json.loads((run / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import transformers as hf
 
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
+from tests.support.command_line import refused
+from tests.support.tokenizer_folders import save_tokenizer
 
 TASKS = {
     "colour_choice": """
@@ -82,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_as_the_harness_itself(lohan, place, monkeypatch):  # noqa: F811
+def test_as_the_harness_itself(lohan, place, monkeypatch):
     """Every metric of tasks of all three kinds, to rounding."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
@@ -128,7 +128,7 @@ def without_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
 
 
-def test_what_cannot_be(lohan, place, without_harness):  # noqa: F811
+def test_rejects_combinations_of_options_without_a_meaning(lohan, place, without_harness):
     said = ("eval", place / "model", "--host", "64MiB")
     refused(lohan(*said), "--data or --tasks")
     refused(lohan(*said, "--tasks", "a", "--data", place / "data.jsonl"), "give one of them")

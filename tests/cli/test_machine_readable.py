@@ -13,7 +13,10 @@ from typer.utils import get_params_from_function
 from lohan.cli.main import app, store_app
 from lohan.cli.schema import settings_schema
 from lohan.config import fields_of, load_config
-from tests.test_evaluation import given, inputs  # noqa: F401 - a fixture
+from tests.support.evaluated_run import (
+    given,
+    inputs_fixture,  # noqa: F401 - fixtures
+)
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
@@ -41,7 +44,7 @@ def test_schema_describes_every_setting():
         assert {"description"} < set(table[info.key]), f"{info.dotted} has no type"
 
 
-def test_schema_accepts_settings_that_a_run_writes(inputs, tmp_path):  # noqa: F811
+def test_schema_accepts_settings_that_a_run_writes(inputs, tmp_path):
     config = load_config(None, overrides=given(inputs, tmp_path / "run", output__log=["mlflow"]))
     assert errors(config.to_toml()) == []
 
@@ -71,7 +74,7 @@ def test_every_command_that_prints_a_result_has_json():
     assert without == {"schema"}  # which prints JSON in any case
 
 
-def test_train_and_store_commands_print_one_json_document(inputs, tmp_path):  # noqa: F811
+def test_train_and_store_commands_print_one_json_document(inputs, tmp_path):
     out = tmp_path / "run"
     file = tmp_path / "run.toml"
     overrides = given(inputs, out, train__steps=2)

@@ -13,8 +13,8 @@ from lohan.cli.recipes import USUAL_BATCH, init
 from lohan.config import load_config
 from lohan.planner import presets
 from lohan.ui.view import _ratio
+from tests.support.command_line import refused
 from tests.support.tiny_run import arguments, write_inputs
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 
 SHAPE = {
     "model_type": "llama",
@@ -38,7 +38,7 @@ def planned(shape: Path, *more: object, machine: object = "rtx4090") -> list[obj
     return ["plan", "--model", shape, "--machine", machine, "--batch", 8, *more]
 
 
-def test_resume_takes_settings_that_may_change(tmp_path: Path, lohan) -> None:  # noqa: F811
+def test_resume_takes_settings_that_may_change(tmp_path: Path, lohan) -> None:
     inputs, out = write_inputs(tmp_path), tmp_path / "run"
     assert lohan("train", *arguments(inputs, out, "--ssd", tmp_path / "a")).code == 0
     run = ("resume", out, "--steps", 8)
@@ -57,7 +57,7 @@ def test_resume_takes_settings_that_may_change(tmp_path: Path, lohan) -> None:  
     assert rows[-1]["lr"] < 5e-4
 
 
-def test_plan_counts_steps_of_epochs(tmp_path: Path, lohan, shape: Path) -> None:  # noqa: F811
+def test_plan_counts_steps_of_epochs(tmp_path: Path, lohan, shape: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a"}\n' * 100)
     for more in (("--examples", 100), ("--data", data)):
@@ -70,7 +70,7 @@ def test_plan_counts_steps_of_epochs(tmp_path: Path, lohan, shape: Path) -> None
 
 def test_plan_warns_of_missing_room_for_export(
     tmp_path: Path,
-    lohan,  # noqa: F811
+    lohan,
     shape: Path,
 ) -> None:
     whole = json.loads(lohan(*planned(shape, "--json")).out)
@@ -86,14 +86,14 @@ def test_plan_warns_of_missing_room_for_export(
     assert json.loads(small)["fits_export"] is False
 
 
-def test_too_many_layers_are_refused(lohan, tmp_path: Path) -> None:  # noqa: F811
+def test_too_many_layers_are_refused(lohan, tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 100_000}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ("plan", "--model", tmp_path / "config.json", "--machine", "rtx4090")
     refused(lohan(*words), r"num_hidden_layers is 1e\+05, more than 1,000; correct config.json")
 
 
-def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:  # noqa: F811
+def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:
     words = ("compare", "--model", shape, "--machine", "rtx4090", "--policy", "lohan")
     lines = lohan(*words, "--batch", "8,16", "--ssds", "1,2").out.splitlines()
     assert lines[2].split() == ["lohan", "USD"]
@@ -116,11 +116,11 @@ def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:  
         (("train", "--output-dir", "x"), r"--output-dir: no such option; .* --out here"),
     ],
 )
-def test_usual_mistakes_have_a_suggestion(words, message, lohan) -> None:  # noqa: F811
+def test_usual_mistakes_have_a_suggestion(words, message, lohan) -> None:
     refused(lohan(*words), message)
 
 
-def test_mistyped_model_folder_has_a_suggestion(tmp_path: Path, lohan) -> None:  # noqa: F811
+def test_mistyped_model_folder_has_a_suggestion(tmp_path: Path, lohan) -> None:
     inputs = write_inputs(tmp_path)
     words = [
         inputs / "modle" if word == inputs / "model" else word

@@ -14,7 +14,7 @@ import lohan
 from lohan.cli import main
 from lohan.config import UPDATE_MODES, load_config
 from lohan.engine.lanes import Lanes
-from lohan.engine.session import Replanner
+from lohan.engine.replanning import Replanner
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
 from lohan.planner.machine_plan import MachinePlan
@@ -73,7 +73,7 @@ def test_ledger_and_choices(models: Path, run: Any) -> None:
     assert "forward" not in {line.split(",")[0] for line in lines}
 
 
-def test_what_another_optimizer_saves(models: Path, run: Any) -> None:
+def test_compares_bytes_with_those_of_the_default_optimizer(models: Path, run: Any) -> None:
     given = ("--model", models / "llama", "--host", ROOMY, "--batch", 2, "--seq", 16)
     ended = run(*given, "--optimizer", "lion", "--moments", "int8")
     lines = {line[:16].strip(): line[17:] for line in ended.out.splitlines()}
@@ -166,7 +166,7 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
     ("family", "mode", "clip", "host"),
     pairwise(["llama", "gpt2"], UPDATE_MODES, [0.0, 1e9], [TIGHT, ROOMY]),  # no step is clipped
 )
-def test_it_is_what_a_run_does(
+def test_plan_equals_the_schedule_of_a_run(
     models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str
 ) -> None:
     settings: dict[str, Any] = {"clip": clip, "update_mode": mode, "host": host}

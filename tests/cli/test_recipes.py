@@ -12,9 +12,9 @@ from lohan.config import load_config
 from lohan.errors import ConfigError
 from lohan.train.trainer import train
 from lohan.util.display import Display
-from tests.engine.test_probes import TINY
+from tests.support.quick_profile import TINY
 from tests.support.tiny_run import write_inputs
-from tests.test_data import save_tokenizer
+from tests.support.tokenizer_folders import save_tokenizer
 
 
 def rows(folder: Path, count: int) -> Path:

@@ -9,8 +9,8 @@ import pytest
 
 from lohan.config import fields_of
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows
-from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
-from tests.test_generation import expected, write_model
+from tests.support.command_line import refused, snapshot
+from tests.support.tokenizer_folders import expected, write_model
 
 PROMPTS = ["w1 w2 w3", "w9"]
 
@@ -30,7 +30,7 @@ def arguments(folder: Path, out: Path, *more: object) -> list[object]:
     return [*given, "--host", "16MiB", "--steps", 4, "--batch", 2, "--seq", 16, *more]
 
 
-def test_set_overrides_file_and_options(lohan, folder, tmp_path):  # noqa: F811
+def test_set_overrides_file_and_options(lohan, folder, tmp_path):
     (tmp_path / "run.toml").write_text("[train]\nlr = 1e-3\nbeta1 = 0.8\nbeta2 = 0.9\n")
     out = tmp_path / "run"
     ended = lohan(
@@ -48,7 +48,7 @@ def test_set_overrides_file_and_options(lohan, folder, tmp_path):  # noqa: F811
     assert not (out / "model").exists()
 
 
-def test_another_optimizer_in_a_run(lohan, folder, tmp_path):  # noqa: F811
+def test_another_optimizer_in_a_run(lohan, folder, tmp_path):
     """It trains, goes on, evaluates; and a run keeps the one it was begun with."""
     out = tmp_path / "run"
     ended = lohan(*arguments(folder, out, "--optimizer", "lion", "--moments", "int8"))
@@ -87,7 +87,7 @@ def test_another_optimizer_in_a_run(lohan, folder, tmp_path):  # noqa: F811
         ("train=3", r"train: a section; name one of its keys, such as train\.steps"),
     ],
 )
-def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):  # noqa: F811
+def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):
     refused(lohan(*arguments(folder, tmp_path / "run"), "--set", text), pattern)
     assert list(tmp_path.iterdir()) == []
 
@@ -110,13 +110,13 @@ def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):  # noqa: F81
         ),
     ],
 )
-def test_wrong_wishes(lohan, folder, tmp_path, options, pattern):  # noqa: F811
+def test_wrong_wishes(lohan, folder, tmp_path, options, pattern):
     """Refused before anything is written."""
     refused(lohan(*arguments(folder, tmp_path / "run"), *options), pattern)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):  # noqa: F811
+def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     before = snapshot(tmp_path)
@@ -138,7 +138,7 @@ def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):  # noqa: 
     refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run"), "is a file")
 
 
-def test_one_example_is_not_several(lohan, folder, tmp_path):  # noqa: F811
+def test_counts_one_example_in_the_singular(lohan, folder, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": "w1 w2 w3"}')
     given = ["--model", folder / "model", "--data", tmp_path / "one.jsonl", "--host", "16MiB"]
     ended = lohan("train", *given, "--out", tmp_path / "run", "--batch", 1, "--dry-run")
@@ -147,14 +147,14 @@ def test_one_example_is_not_several(lohan, folder, tmp_path):  # noqa: F811
         assert text in ended.out
 
 
-def test_dry_run_plans_as_the_run_does(lohan, folder, tmp_path):  # noqa: F811
+def test_dry_run_plans_as_the_run_does(lohan, folder, tmp_path):
     given = [*arguments(folder, tmp_path / "run"), "--pack", "--no-export"]
     planned = [x for x in lohan(*given, "--dry-run").out.splitlines() if x.startswith("host")]
     ran = [x for x in lohan(*given).out.splitlines() if x.startswith("host")]
     assert planned == ran and len(ran) > 4
 
 
-def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):  # noqa: F811
+def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):
     """At intervals and in the end; those of the last step equal the exported model's answers."""
     out = tmp_path / "run"
     (tmp_path / "more.txt").write_text(PROMPTS[1] + "\n")
@@ -182,7 +182,7 @@ def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):  # noqa:
     assert (plain / weights).read_bytes() == (out / weights).read_bytes()
 
 
-def test_every_option_is_a_setting(lohan, folder, tmp_path):  # noqa: F811
+def test_every_option_is_a_setting(lohan, folder, tmp_path):
     """All of it from a file."""
     (tmp_path / "run.toml").write_text(
         f'model = "{folder}/model"\ndata = "{folder}/data.jsonl"\nout = "run"\nseed = 3\n'

@@ -18,7 +18,11 @@ from lohan.errors import ConfigError, DataError
 from lohan.train.language import CausalLM
 from lohan.train.preference import Preference
 from lohan.util.settings import Source
-from tests.test_data import encode, model_dir, write  # noqa: F401
+from tests.support.tokenizer_folders import (
+    encode,
+    model_dir_fixture,  # noqa: F401 - fixtures
+    write,
+)
 
 CHATML = (
     "{% for t in tools or [] %}{{ t['name'] }};{% endfor %}"
@@ -33,12 +37,12 @@ Models = Callable[..., Path]
 
 
 @pytest.mark.parametrize("turns", [TURNS, MESSAGES, json.dumps(TURNS)])
-def test_share_gpt_is_the_same_chat(model_dir: Models, turns: Any) -> None:  # noqa: F811
+def test_share_gpt_is_the_same_chat(model_dir: Models, turns: Any) -> None:
     folder = model_dir(template=CHATML)
     assert encode(folder, {"conversations": turns}) == encode(folder, {"messages": MESSAGES})
 
 
-def test_unknown_speakers_are_named(model_dir: Models) -> None:  # noqa: F811
+def test_unknown_speakers_are_named(model_dir: Models) -> None:
     with pytest.raises(DataError, match=r"turn 2 is from 'robot'; known are human, user, system"):
         encode(
             model_dir(template=CHATML),
@@ -48,7 +52,7 @@ def test_unknown_speakers_are_named(model_dir: Models) -> None:  # noqa: F811
         )
 
 
-def test_a_system_column_comes_first(model_dir: Models) -> None:  # noqa: F811
+def test_a_system_column_comes_first(model_dir: Models) -> None:
     folder = model_dir(template=CHATML)
     first = {"role": "system", "content": "be kind"}
     wanted = encode(folder, {"messages": [first, *MESSAGES]})
@@ -72,12 +76,12 @@ ONE, TWO = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a
         {"messages": [ONE, {"role": "assistant", "content": "a", "weight": 1}]},
     ],
 )
-def test_other_names_and_forms_of_the_same(row: Any, model_dir: Models) -> None:  # noqa: F811
+def test_other_names_and_forms_of_the_same(row: Any, model_dir: Models) -> None:
     folder = model_dir(template=CHATML)
     assert encode(folder, row) == encode(folder, {"messages": [ONE, TWO]})
 
 
-def test_what_comes_before_the_question(model_dir: Models) -> None:  # noqa: F811
+def test_includes_context_history_and_system_prompt_without_loss(model_dir: Models) -> None:
     """A context, earlier turns, a system prompt: none is left out. Loss is on the answer alone."""
     row = {
         "instruction": "i",
@@ -93,7 +97,7 @@ def test_what_comes_before_the_question(model_dir: Models) -> None:  # noqa: F81
     assert shown.replace("~", "") == "a<|im_end|>"
 
 
-def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:  # noqa: F811
+def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:
     messages = [ONE, {**TWO, "content": "z", "weight": 0}, ONE, {**TWO, "weight": 1}]
     text, shown = encode(model_dir(template=CHATML), {"messages": messages})
     assert "z" in text and shown.replace("~", "") == "a<|im_end|>"
@@ -111,13 +115,13 @@ def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:  # noqa: F
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "for pairs of answers add --task pref"),
     ],
 )
-def test_parts_that_cannot_be_read(row: Any, message: str, model_dir: Models) -> None:  # noqa: F811
+def test_parts_that_cannot_be_read(row: Any, message: str, model_dir: Models) -> None:
     with pytest.raises(DataError, match=message):
         encode(model_dir(template=CHATML), row)
 
 
 @pytest.mark.parametrize("tools", [[{"name": "clock"}], '[{"name": "clock"}]'])
-def test_templates_see_tools(model_dir: Models, tools: Any) -> None:  # noqa: F811
+def test_templates_see_tools(model_dir: Models, tools: Any) -> None:
     folder = model_dir(template=CHATML)
     text, shown = encode(folder, {"messages": MESSAGES, "tools": tools})
     assert text.startswith("clock;<|im_start|>user")
@@ -125,7 +129,7 @@ def test_templates_see_tools(model_dir: Models, tools: Any) -> None:  # noqa: F8
     assert not encode(folder, {"messages": MESSAGES})[0].startswith("clock")
 
 
-def test_templates_by_name_and_file(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_templates_by_name_and_file(model_dir: Models, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}")
     for name, begins in (("alpaca", "### Instruction:\nhi"), (str(own), "hi|yo|")):
@@ -140,7 +144,7 @@ def tokens(made: Dataset) -> list[list[int]]:
     return [made.example(index)[0].tolist() for index in range(made.summary.examples)]
 
 
-def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": 'with, "marks"\nand lines', "completion": "a\tb"}]
     lines = [
         "prompt,completion",
@@ -239,7 +243,7 @@ def test_rows_of_csv_with_another_number_of_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_several_processes_make_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
-    model_dir: Models,  # noqa: F811
+    model_dir: Models,
     tmp_path: Path,
     start: str,
 ) -> None:
@@ -288,13 +292,13 @@ def mixed(folder: Path, tmp_path: Path, *weights: float | None, seq: int = 64) -
     return prepare(sources, model_dir=folder, cache_dir=cache, seq=seq, seed=3)
 
 
-def test_without_weights_every_example_comes_once(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_without_weights_every_example_comes_once(model_dir: Models, tmp_path: Path) -> None:
     made = mixed(model_dir(), tmp_path, None, None)
     assert len(made) == 20
     assert sorted(int(i) for s in range(5) for i in made.indices(s, 4)) == list(range(20))
 
 
-def test_shares_hold_whatever_the_sizes(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_shares_hold_whatever_the_sizes(model_dir: Models, tmp_path: Path) -> None:
     made = mixed(model_dir(), tmp_path, 3.0, 1.0)
     rows = np.concatenate([made.indices(step, 10) for step in range(BLOCK // 10)])
     assert np.count_nonzero(rows < 5) == 750
@@ -307,7 +311,7 @@ def test_shares_hold_whatever_the_sizes(model_dir: Models, tmp_path: Path) -> No
     assert np.concatenate([made.indices(s, 4) for s in range(20)]).tolist() == rows[:80].tolist()
 
 
-def test_shares_hold_after_a_split_and_packing(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_shares_hold_after_a_split_and_packing(model_dir: Models, tmp_path: Path) -> None:
     train, held = mixed(model_dir(), tmp_path, 1.0, 1.0).split(0.2)
     packed = train.pack()
     assert packed.packed
@@ -332,14 +336,14 @@ def test_some_files_with_weights_are_refused() -> None:
         configured("/a.jsonl:0")
 
 
-def test_weights_are_part_of_the_cache(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_weights_are_part_of_the_cache(model_dir: Models, tmp_path: Path) -> None:
     made = mixed(model_dir(), tmp_path, 1.0, 2.0)
     sources = [Source(tmp_path / "0.jsonl", 1.0), Source(tmp_path / "1.jsonl", 5.0)]
     other = prepare(sources, model_dir=model_dir(), cache_dir=made.folder, seq=64, seed=3)
     assert other.weights == (1.0, 5.0)
 
 
-def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None:
     source = write(tmp_path / "d.jsonl", *ROWS)
     made = prepare(
         source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=64, template="alpaca"
@@ -352,7 +356,7 @@ def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None: 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
     pairs: bool,
-    model_dir: Models,  # noqa: F811
+    model_dir: Models,
     tmp_path: Path,
 ) -> None:
     row: dict[str, Any] = {"prompt": "hi", "chosen": "yo", "rejected": "no"}
@@ -389,7 +393,7 @@ def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
         assert f"warning: 4 {'pairs' if pairs else 'examples'} and a batch of 5" in text
 
 
-def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None:
     rows = [*ROWS[:2], {"messages": [{"role": "user", "content": "x" * 90}, *MESSAGES[1:]]}]
     source = write(tmp_path / "d.jsonl", *rows)
     made = prepare(source, model_dir=model_dir(template=CHATML), cache_dir=tmp_path / "c", seq=64)

@@ -9,7 +9,10 @@ import pytest
 from lohan.data import Encoder
 from lohan.data.supervised import encode_preference
 from lohan.errors import DataError
-from tests.test_data import model_dir, spelled  # noqa: F401
+from tests.support.tokenizer_folders import (
+    model_dir_fixture,  # noqa: F401 - fixtures
+    spelled,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -44,7 +47,7 @@ ASKED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
         },
     ],
 )
-def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) -> None:  # noqa: F811
+def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) -> None:
     encoder = Encoder(model_dir(template=CHATML))
     examples, rating = encode_preference(row, encoder=encoder, place="x")
     assert rating is None
@@ -54,7 +57,7 @@ def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) ->
         assert shown.strip("~") == f"{answer}<|im_end|>"
 
 
-def test_system_prompt_and_tools_of_a_row(model_dir: Callable[..., Path]) -> None:  # noqa: F811
+def test_system_prompt_and_tools_of_a_row(model_dir: Callable[..., Path]) -> None:
     encoder = Encoder(model_dir(template="{{ tools[0].name }}" + CHATML))
     row = {"system": "s", "question": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "t"}]}
     (example, _), _ = encode_preference(row, encoder=encoder, place="x")
@@ -63,12 +66,12 @@ def test_system_prompt_and_tools_of_a_row(model_dir: Callable[..., Path]) -> Non
 
 
 @pytest.mark.parametrize(("label", "rating"), [(True, True), (0, False), ("True", True), ("0", 0)])
-def test_ratings_of_a_table(label: Any, rating: bool, model_dir: Callable[..., Path]) -> None:  # noqa: F811
+def test_ratings_of_a_table(label: Any, rating: bool, model_dir: Callable[..., Path]) -> None:
     row = {"prompt": "q", "completion": "a", "label": label}
     assert encode_preference(row, encoder=Encoder(model_dir()), place="x")[1] == rating
 
 
-def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path]) -> None:  # noqa: F811
+def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path]) -> None:
     encoder = Encoder(model_dir(template=CHATML))
     row = {"prompt": [USER, said("z"), USER], "completion": [said("a")], "label": False}
     (example,), rating = encode_preference(row, encoder=encoder, place="x")
@@ -76,7 +79,7 @@ def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path])
     assert spelled(encoder, *example)[1].strip("~") == "a<|im_end|>"
 
 
-def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:  # noqa: F811
+def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:
     encoder = Encoder(model_dir())
     row = {"chosen": "is it so? yes", "rejected": "is it so? yesterday"}
     examples, _ = encode_preference(row, encoder=encoder, place="x")
@@ -97,7 +100,7 @@ def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:  # noq
     ],
 )
 def test_bad_rows_are_named(
-    model_dir: Callable[..., Path],  # noqa: F811
+    model_dir: Callable[..., Path],
     row: dict[str, Any],
     message: str,
 ) -> None:

@@ -19,7 +19,7 @@ def test_ranks_that_all_stopped_and_go_on_miss_nothing():
     assert watch.count([6, 6]) == []
 
 
-def test_one_beat_is_enough():
+def test_beat_resets_the_count_of_missed_beats():
     watch = MissedBeats(2)
     for _ in range(SILENT):
         watch.count([0, 0])

@@ -14,9 +14,10 @@ import pytest
 
 from lohan.device.launch import environment, is_rank, launch, says_first
 from lohan.model.layout import RankInfo
+from tests.support import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 20
+WAIT_S = HANG_S
 
 
 def program(tmp_path: Path, body: str) -> list[str]:
@@ -66,7 +67,7 @@ def test_the_worst_end_of_a_rank_is_that_of_all(tmp_path, codes, whole):
     assert launch(2, program(tmp_path, f"sys.exit({codes}[rank])"), note=print) == whole
 
 
-def test_what_all_ranks_have_to_say_is_said_once(tmp_path, monkeypatch, capfd):
+def test_prints_a_message_of_all_ranks_once(tmp_path, monkeypatch, capfd):
     """And what each has found out itself, by each. Ranks of torchrun do not know of each other."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = "from lohan.cli.main import fail\nfrom lohan.errors import ConfigError\n"
@@ -82,7 +83,7 @@ def test_ranks_that_a_ctrl_c_has_ended(tmp_path):
     said: list[str] = []
     body = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGINT)\n"
     assert launch(2, program(tmp_path, body), note=said.append) == 130
-    assert said == ["lohan: given up"]
+    assert said == ["lohan: interrupted"]
 
 
 def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):

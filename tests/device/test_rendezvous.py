@@ -15,8 +15,11 @@ from tests.support import forked_ranks
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (0, r"rank 0 of 3 has waited 1 s at 127\.0\.0\.1:\d+ for rank 1, 2; look at"),
-        (1, r"rank 1 of 3 cannot reach the others at 127\.0\.0\.1:\d+ .* what rank 0 said"),
+        (0, r"rank 0 of 3 has waited 1 s at 127\.0\.0\.1:\d+ for rank 1, 2; read the output"),
+        (
+            1,
+            r"rank 1 of 3 cannot reach the others at 127\.0\.0\.1:\d+ .* read the output of rank 0",
+        ),
     ],
 )
 def test_missing_ranks_are_waited_for_until_deadline(

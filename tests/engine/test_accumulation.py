@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lohan
-from lohan.engine import gradients
+from lohan.engine import accumulation
 from tests.support.small_models import batches, small_model
 
 # With a tiny epsilon, AdamW turns the rounding of a near-zero gradient into a full step.
@@ -44,18 +44,18 @@ def plain(kind: str, data, *, clip: float) -> tuple[list[float], dict[str, torch
 def test_gradients_add_up_as_in_pytorch(kind, clip, options, in_file, tmp_path, monkeypatch):
     files = []
     if in_file:
-        monkeypatch.setattr(gradients, "OWNER", "x")
-        reserve = gradients.HostPool.reserve
+        monkeypatch.setattr(accumulation, "OWNER", "x")
+        reserve = accumulation.HostPool.reserve
 
         def refuse(self, owner, count):
             if owner == "x":
                 raise lohan.errors.BudgetError("no room")
             reserve(self, owner, count)
 
-        monkeypatch.setattr(gradients.HostPool, "reserve", refuse)
-        made = gradients.GradientFile
+        monkeypatch.setattr(accumulation.HostPool, "reserve", refuse)
+        made = accumulation.GradientFile
         monkeypatch.setattr(
-            gradients, "GradientFile", lambda *a: files.append(made(*a)) or files[-1]
+            accumulation, "GradientFile", lambda *a: files.append(made(*a)) or files[-1]
         )
     rows = batches(7, batch=2, seq=8)
     data = [rows[:2], rows[2:3], rows[3:5], rows[5:]]  # one step has one part

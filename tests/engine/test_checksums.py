@@ -92,7 +92,7 @@ def test_damaged_bytes_are_noticed(tmp_path):
         (problem,) = verify(again)
         assert key in str(problem) and f"{said:#010x} expected" in str(problem)
     with (
-        pytest.raises(ChecksumError, match="the drive gave back other bytes"),
+        pytest.raises(ChecksumError, match="the drive returned other bytes"),
         attached(net(), tmp_path, resume=True) as session,
     ):
         for batch in data(2):

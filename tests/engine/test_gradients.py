@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.gradients import GradientOffload
+from lohan.engine.gradient_transport import GradientOffload
 from lohan.engine.wrapping import BlockRunner
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT
@@ -22,7 +22,7 @@ def device():
     made.close()
 
 
-def test_what_was_set_aside_comes_back_as_it_was(device):
+def test_offloaded_gradients_return_unchanged(device):
     group = FlatGroup(
         "g",
         (TensorSpec("a", (8,), 0, 8, True, True), TensorSpec("b", (2, 4), 8, 8, True, True)),

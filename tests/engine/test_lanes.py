@@ -53,7 +53,7 @@ class Recorder:
         self.note("complete", action)
         assert handle == [action.name]
 
-    def run_optimizer(self, action: Action, scalars: Any) -> None:
+    def run(self, action: Action, scalars: Any) -> None:
         self.scalars.append(scalars)
         self.note("start", action)
         self.note("complete", action)
@@ -158,14 +158,14 @@ def test_updates_on_the_callers_thread(make):
     runner = Recorder()
     lanes = make(runner, way="caller")
     seen: list[str] = []
-    run = runner.run_optimizer
+    run = runner.run
 
     def on_caller(action: Action, scalars: Any) -> None:
         assert threading.current_thread() is threading.main_thread()
         seen.append(action.name)
         run(action, scalars)
 
-    runner.run_optimizer = on_caller  # type: ignore[method-assign]
+    runner.run = on_caller  # type: ignore[method-assign]
     lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) U1.0@0,1 W0.0@0,0(U0.0) F1@1(W0.0) U1.1@0,1(F1)"))
     lanes.begin("F0")
     lanes.end()
@@ -283,7 +283,7 @@ def test_the_note_names_the_ten_before(make):
     assert note.endswith("before it: " + " ".join(f"R{i}@{i}" for i in range(2, 12)))
 
 
-def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
+def test_failure_completes_actions_in_flight_and_commits_nothing(make):
     """After a failure, actions in flight complete and nothing is committed.
 
     R2 was submitted when R1 failed: its buffer belongs to the drive until it completes. C has
@@ -410,7 +410,7 @@ def test_slow_progress_is_not_a_hang(make, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", ["threads", "caller"])
-def test_what_lies_ahead_is_taken_back(way, seed, make):
+def test_cancel_drops_actions_after_the_next_compute(way, seed, make):
     """B1 has run, B0 will not: all that stands before B0 is done, of the rest at most reads."""
     before = "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) S0.0@1 W1.0@0,1(U1.0)"
     beyond = "B0@0 R2@1(W1.0) U0.0@1,0(B0,S0.0) R3@0(B0) W0.0@1,0(U0.0) E C(E)"

@@ -75,7 +75,7 @@ def test_threads_never_pass_the_budget():
 
 def test_a_budget_beyond_the_machine_is_refused(monkeypatch):
     import lohan
-    from lohan.engine import attach as policies
+    from lohan.engine import policies
 
     monkeypatch.setattr(policies, "total_memory_bytes", lambda: 8 * 2**30)
     monkeypatch.setattr(policies, "cgroup_memory_limit", lambda: None)

@@ -18,7 +18,6 @@ from lohan.device.base import CpuDevice
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.probes import (
     BlockProbe,
-    Effort,
     Sizes,
     bus_rate,
     busy_links,
@@ -33,20 +32,7 @@ from lohan.errors import ConfigError, LohanError, StoreError
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.util.units import GiB, MiB
-
-SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
-TINY = Effort(
-    sizes=SIZES,
-    tokens=(4, 16),
-    head_tokens=8,
-    shared_tokens=4,
-    shared_seconds=0.001,
-    shared_bytes=MiB,
-    seconds=0.001,
-    drive_seconds=0.001,
-    drive_bytes=MiB,
-    chunk_bytes=MiB // 4,
-)
+from tests.support.quick_profile import SIZES, TINY
 
 
 def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):

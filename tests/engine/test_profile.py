@@ -26,8 +26,7 @@ from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.presets import machine as machine_of
 from lohan.util import system as machine
-from tests.engine.test_probes import TINY
-from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.support.quick_profile import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +149,7 @@ def test_the_command_writes_a_file_that_can_be_used(ssd, tmp_path):
     assert data["drives"][0]["read"] > 0 and len(data["compute"]) == 2
 
 
-def test_what_cannot_be_done_is_said(ssd, tmp_path):
+def test_rejects_missing_and_unwritable_places(ssd, tmp_path):
     with pytest.raises(ConfigError, match="nowhere: no such folder"):
         cached_profile([tmp_path / "nowhere"], measure=Measure())
     with pytest.raises(ConfigError, match="choose another -o"):
@@ -163,7 +162,7 @@ def test_a_preset_can_be_described():
     assert "p5510" in text and "12.50 GB/s at most" in text
 
 
-def test_the_command_measures_at_the_width_of_a_model(ssd, lohan, monkeypatch):  # noqa: F811
+def test_the_command_measures_at_the_width_of_a_model(ssd, lohan, monkeypatch):
     """Through the whole command, with a smaller effort."""
     asked = []
 

@@ -17,9 +17,7 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.model.layout import Blocks
-from lohan.model.plan import Plan
-from lohan.planner.planner import closed_form_plan
+from lohan.planner.planner import Planned, PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.util.units import MiB
 from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
@@ -94,11 +92,11 @@ def test_weights_and_gradients(mode, clip, late):
 def keeping(patch: pytest.MonkeyPatch) -> None:
     """All is kept, that of the first blocks on SSD; host memory has few slots and buffers."""
 
-    def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
-        plan = closed_form_plan(blocks, *args, **kwargs)
-        moved = tuple(site.name for site in blocks.sites if site.name in MOVED)
+    def planned(problem: PlanProblem) -> Planned:
+        plan = closed_form_plan(problem)
+        moved = tuple(site.name for site in problem.blocks.sites if site.name in MOVED)
         sizes = (MiB,) * len(moved)
-        return replace(
+        changed = replace(
             plan,
             spilled_sites=moved,
             spilled_site_bytes=sizes,
@@ -109,8 +107,9 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
             host_cached_weights=(),
             device_slots=min(plan.device_slots, 2),
         )
+        return Planned(changed, None)
 
-    patch.setattr("lohan.engine.attach.plan_for_budget", planned)
+    patch.setattr("lohan.engine.attach.make_plan", planned)
 
 
 def keeping_run(clip: float, late: str | None, **options: Any) -> Any:
@@ -135,7 +134,7 @@ def keeping_on_cpu(clip: float) -> Any:
 
 
 @pytest.mark.parametrize("late", LANES)
-def test_activations(late):
+def test_delayed_lanes_change_no_activation(late):
     """Four slices a block: halves of a buffer on the device are used again within it."""
     clip = 0.3 if late in ("ssd", "optimizer") else 0.0  # with it, updates do not come between
     assert keeping_run(clip, late, device=EmulatedDevice(64 * MiB)) == keeping_on_cpu(clip)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import lohan
 from lohan.checkpoint.replacing import SAVED, SAVED_MARK, joining, replacing
 from lohan.util.system import host_memory_bytes
+from tests.support.kept_files import tree
 from tests.support.small_models import batches, small_model
-from tests.test_no_file_lost import tree
 
 
 def attached(model: nn.Module, place: Path, *, lr: float = 1e-2, **options: Any) -> lohan.Session:

@@ -191,7 +191,7 @@ def test_an_unknown_model_type_is_refused_by_name():
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(change, message):
+def test_rejects_missing_and_wrong_keys(change, message):
     data = {"model_type": "llama", **GROUPED, **change}
     with pytest.raises(ConfigError, match=message):
         shape_from_config(data, "x")

@@ -12,12 +12,12 @@ import pytest
 from lohan.config import ACTIVATIONS
 from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Drive, Profile
-from lohan.model.plan import Plan
+from lohan.model.plan import Plan, PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner.activations import CHOOSERS, by_class, resolve_activation_policy
 from lohan.planner.machine_plan import layout_of, load_of_shape
 from lohan.planner.memory import MemoryModel
-from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.planner.planner import PlanProblem, closed_form_plan
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
 WORKLOAD = load_of_shape(MODEL, batch=4, seq=256, dtype="fp32")
@@ -37,7 +37,9 @@ AMPLE, SOME = 2**31, 7 * 2**24
 
 def plan(asked, host=AMPLE, profile=SLOW):
     options = PlanOptions(dtype="fp32", activations=asked)
-    return closed_form_plan(LAYOUT, options, host_bytes=host, workload=WORKLOAD, profile=profile)
+    return closed_form_plan(
+        PlanProblem(LAYOUT, options, host_bytes=host, workload=WORKLOAD, profile=profile)
+    )
 
 
 def test_every_policy_of_the_simulator_is_a_wish():

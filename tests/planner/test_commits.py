@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from lohan.cli.plan import describe, to_json
+from lohan.model.plan import PlanOptions
 from lohan.planner import presets
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
-from lohan.planner.planner import PlanOptions
 from lohan.planner.wear import LONGEST_S
 from lohan.util.units import EVERY_STEP, GiB, Interval
 
@@ -52,7 +52,7 @@ def test_a_crash_costs_at_most_a_quarter_of_an_hour(made):
     assert added.seconds <= 0.02 * interval.steps * made.step_s
 
 
-def test_it_is_said(made):
+def test_describes_interval_and_cost_of_a_crash(made):
     text = "\n".join(describe(made, steps=None))
     steps = made.plan.commit.steps
     told = rf"every {steps} steps or 15 min 0 s: a crash costs up to [\d.]+ min; saves "
@@ -63,7 +63,7 @@ def test_it_is_said(made):
 
 
 @pytest.mark.parametrize("model", ["qwen3-32b", "llama-3-70b"])
-def test_where_waiting_for_the_norm_costs_more_every_step_is_committed(model):
+def test_commits_every_step_if_intervals_save_nothing(model):
     assert planned(model).plan.commit == EVERY_STEP
 
 
@@ -76,5 +76,5 @@ def test_drives_that_last_are_not_spared():
     assert planned(machine=replace(machine, drives=fast)).plan.commit == EVERY_STEP
 
 
-def test_what_the_user_says_counts():
+def test_follows_the_interval_of_the_user():
     assert planned(commit=Interval(7)).plan.commit == Interval(7)

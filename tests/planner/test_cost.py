@@ -14,6 +14,7 @@ from lohan.planner.activations import Step
 from lohan.planner.forecast import Forecast
 from lohan.planner.systems import PolicyCosts, policy
 from lohan.schedule.actions import Action
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import (
     ActionCosts,
     BytesPerParameter,
@@ -72,7 +73,7 @@ def test_seconds_of_an_action(kind, chunk, seconds):
 
 def test_kernels_that_reach_a_share_of_the_speed():
     half = replace(policy("lohan"), compute_share=0.5, stall=0.0)
-    assert PolicyCosts(half, MACHINE, WORK).seconds(Action("F", 0)) == pytest.approx(4.0)
+    assert PolicyCosts(half, MACHINE, WORK).seconds(Action(Op.FORWARD, 0)) == pytest.approx(4.0)
 
 
 def test_deferred_updates_are_forwards():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lohan.model.machine import Drive, Profile
+from lohan.model.plan import PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.forecast import Simulator, most_clipped
@@ -17,8 +18,8 @@ from lohan.planner.machine_plan import (
     load_of_shape,
     plan_for_machine,
 )
-from lohan.planner.planner import PlanOptions, closed_form_plan
-from lohan.schedule.actions import Op
+from lohan.planner.planner import PlanProblem, closed_form_plan
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.util.units import MiB
 
@@ -39,7 +40,7 @@ def made(*, flops, rate, **shares):
         drives=(drive,),
     )
     plan = closed_form_plan(
-        BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
+        PlanProblem(BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine)
     )
     simulator = Simulator(replace(machine, **shares), BLOCKS, WORKLOAD)
     return simulator.forecast(plan)
@@ -95,7 +96,7 @@ def on_device(*, drives: int, host_rate: float):
     blocks, workload = layout_of(model), load_of_shape(model, batch=1, seq=32, dtype="bf16")
     options = PlanOptions(dtype="bf16", activations="recompute", clip=0.0)
     plan = closed_form_plan(
-        blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine
+        PlanProblem(blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine)
     )
     return Simulator(machine, blocks, workload).forecast(plan)
 

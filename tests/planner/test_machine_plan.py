@@ -15,6 +15,7 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.plan import describe
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Drive, Profile
+from lohan.model.plan import PlanOptions
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.planner import presets
 from lohan.planner.activations import choose, levels
@@ -29,10 +30,11 @@ from lohan.planner.machine_plan import (
     with_alternatives,
 )
 from lohan.planner.memory import CARD_OWNERS, MemoryModel
-from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
+from tests.support import HANG_S
 from tests.support.setting_grids import thinned
 
 GB = 10**9
@@ -106,7 +108,7 @@ def test_a_card_that_is_large_enough_is_named():
     ("optimizer", "moments", "each"),
     [("adamw", "bf16", 8), ("adamw", "int8", 6.25), ("lion", "fp32", 8), ("sgd", "int8", 5.125)],
 )
-def test_what_other_optimizers_save(optimizer, moments, each):
+def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, each):
     """Disk, writes and time by the bytes of their table, next to the default."""
     asked = request("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     made = with_alternatives(plan_for_machine(asked))
@@ -290,11 +292,13 @@ def test_the_choice_is_the_best_of_all(clip):
     asked = request("gpt-6b", "rtx4090", batch=16, clip=clip)
     workload = load_of_shape(asked.model, batch=16, seq=1024, dtype="bf16")
     plan = closed_form_plan(
-        layout_of(asked.model),
-        replace(asked.options, activations="recompute"),
-        host_bytes=asked.host,
-        workload=workload,
-        profile=asked.machine,
+        PlanProblem(
+            layout_of(asked.model),
+            replace(asked.options, activations="recompute"),
+            host_bytes=asked.host,
+            workload=workload,
+            profile=asked.machine,
+        )
     )
     memory = MemoryModel(
         layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True
@@ -327,7 +331,7 @@ def test_a_refusal_names_changes_that_are_enough():
     assert fits(replace(asked, batch=batch)) and not fits(replace(asked, batch=batch + 1))
 
 
-def test_searches():
+def test_searches_find_the_largest_size_that_fits():
     assert [largest(lambda n: n <= 13, limit) for limit in (5, 13, 100)] == [5, 13, 13]
     assert largest(lambda n: False, 100) == 0
     asked = request("gpt-13b", "ratel-4080", batch=1)
@@ -374,7 +378,7 @@ def test_seconds_for_people():
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=HANG_S
     )
 
 
@@ -401,7 +405,7 @@ def test_plan_of_a_large_model_does_not_import_torch():
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'imported'"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.returncode == 0, ended.stderr
     assert "tokens/s" in ended.stdout

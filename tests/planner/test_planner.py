@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import build_from_config
-from lohan.engine.attach import workload_of
+from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import RankInfo
-from lohan.model.plan import BatchWorkload, Footprint, Plan
+from lohan.model.plan import BatchWorkload, Footprint, Plan, PlanOptions
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
-from lohan.planner.planner import PlanOptions, closed_form_plan, lower_hint, plan_in_one_memory
+from lohan.planner.planner import PlanProblem, closed_form_plan, lower_hint, make_plan
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
@@ -42,7 +42,7 @@ def parts():
 
 def plan_for(blocks, *, host_bytes, workload=None, **options) -> Plan:
     return closed_form_plan(
-        blocks, PlanOptions(**options), host_bytes=host_bytes, workload=workload
+        PlanProblem(blocks, PlanOptions(**options), host_bytes=host_bytes, workload=workload)
     )
 
 
@@ -110,8 +110,13 @@ def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     """There is no --device-memory to raise: compute works in host memory."""
     whole, workload = parts
     shards, options = RankInfo(world=2).shards(whole), PlanOptions(dtype="fp32", world=2)
+
+    def one_memory(host_bytes: int) -> PlanProblem:
+        how = {"host_bytes": host_bytes, "workload": workload, "in_one_memory": True}
+        return PlanProblem(shards, options, **how)
+
     with pytest.raises(BudgetError) as refused:
-        plan_in_one_memory(shards, options, host_bytes=5 * MiB, workload=workload)
+        make_plan(one_memory(5 * MiB))
     message = str(refused.value)
     assert "its share of --host is 5.00 MiB" in message and "--device-memory" not in message
     assert "--batch (now 8 for each rank) or --seq (now 128), or start fewer ranks" in message
@@ -119,10 +124,11 @@ def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     raised = parse_bytes(re.search(r"raise --host to ([\d.]+ \w+) for 2 ranks", message)[1])
     assert raised == pytest.approx(2 * needed, rel=0.01)
     enough = raised // 2 + MiB // 50  # the message rounds to two digits
-    plan, room = plan_in_one_memory(shards, options, host_bytes=enough, workload=workload)
+    planned = make_plan(one_memory(enough))
+    plan, room = planned.plan, planned.device_bytes
     assert plan.tier_bytes("host") + plan.tier_bytes("device") <= enough and 0 < room < enough
     with pytest.raises(BudgetError):
-        plan_in_one_memory(shards, options, host_bytes=int(0.9 * needed), workload=workload)
+        make_plan(one_memory(int(0.9 * needed)))
 
 
 def test_a_given_micro_batch_is_kept_or_refused(parts):

@@ -12,7 +12,7 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.main import app
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import GROUP_ALIGN
-from lohan.model.plan import Plan
+from lohan.model.plan import Plan, PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.machine_plan import (
@@ -22,7 +22,6 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
     without_lane,
 )
-from lohan.planner.planner import PlanOptions
 from lohan.schedule.actions import to_text
 
 MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
@@ -94,7 +93,7 @@ def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
     assert apart.busy_s["net"] < own.busy_s["net"] / 50
 
 
-def test_what_goes_over_the_links_adds_up():
+def test_step_is_not_shorter_than_the_traffic_of_a_shared_link():
     """GPUs without a net of their own: no step is shorter than a link is busy with both."""
     made = plan_for_machine(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
     busy = made.busy_s
@@ -121,7 +120,7 @@ def test_a_share_of_a_machine():
         (asked(4, 8, device_bytes=0), "--gpus 4: ratel-4090 has no GPU"),
     ],
 )
-def test_what_cannot_be_is_refused(impossible, words):
+def test_rejects_impossible_rank_settings(impossible, words):
     with pytest.raises(ConfigError, match=words):
         plan_for_machine(impossible)
 

@@ -198,7 +198,7 @@ def test_held_gradients_go_where_there_is_room():
     assert outcome.feasible and outcome.peak_bytes["host"] <= 256 * 10**9
 
 
-def test_what_does_not_fit_says_so_with_both_numbers():
+def test_infeasible_outcome_names_both_numbers():
     outcome = run(
         policy("zero-offload"),
         presets.model("gpt-13b"),

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from lohan.cli.main import app
 from lohan.cli.plan import describe, to_json
 from lohan.model.machine import Drive
+from lohan.model.plan import PlanOptions
 from lohan.optim import StateKind
 from lohan.planner import presets, wear
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine, with_alternatives
-from lohan.planner.planner import PlanOptions
 from lohan.planner.wear import (
     Alternative,
     describe_wear,
@@ -163,7 +163,7 @@ def test_a_machine_without_prices_has_no_cheapest_plan():
     assert ended.exit_code and "--minimise writes" in str(ended.exception)
 
 
-def test_what_a_step_writes_needs_no_machine():
+def test_written_bytes_of_a_step_equal_the_forecast():
     made = plan_for_machine(asked())
     written = written_per_step(made.blocks, made.workload, made.plan, has_own_memory=True)
     assert written == made.forecast.written_bytes

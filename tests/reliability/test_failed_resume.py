@@ -11,11 +11,10 @@ from lohan.store.admin import find_snapshot
 from lohan.store.manifest import read_manifest
 from lohan.train import trainer
 from tests.support.tiny_run import arguments, write_inputs
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 
 def test_a_resume_whose_logs_cannot_be_written_lets_go(
-    lohan,  # noqa: F811
+    lohan,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -36,7 +35,7 @@ def test_a_resume_whose_logs_cannot_be_written_lets_go(
 
 
 def test_a_snapshot_that_a_process_died_before_is_made_up_for(
-    lohan,  # noqa: F811
+    lohan,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,10 +14,10 @@ from lohan.config import Config, load_config
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
+from tests.support.kept_files import assert_kept, tree
 from tests.support.numbered_faults import Error, Faults
 from tests.support.recording_display import Watch
 from tests.support.tiny_run import result, write_inputs
-from tests.test_no_file_lost import assert_kept, tree
 
 
 @pytest.fixture(scope="module")

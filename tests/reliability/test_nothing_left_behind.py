@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from benchmarks.soak import LIMITS, growing
 from lohan.capture.tracing import inventory
 from tests.support.tiny_run import arguments, write_inputs
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 
 def fake_tensors() -> int:
@@ -41,7 +40,7 @@ def test_a_trace_lets_go_of_its_graph() -> None:
     assert fake_tensors() == before
 
 
-def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:  # noqa: F811
+def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:
     """A class that is made for a model stays in the tables of whoever it is registered with."""
     inputs = write_inputs(tmp_path)
 

@@ -28,6 +28,7 @@ from lohan.schedule.actions import Action
 from lohan.store.admin import describe
 from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
+from tests.support import HANG_S
 from tests.support.delayed_runs import Tuning, data, tuned
 from tests.support.numbered_faults import Error, Faults, NumberedEngine
 from tests.support.tied_sessions import STEPS, contents, finished, go_on, opened
@@ -104,7 +105,7 @@ def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None
 
     def delay(action: Action) -> None:
         if action.kind == "C":
-            go.wait(10)
+            go.wait(HANG_S)
 
     def given_up(executor: Executor) -> None:
         threading.Timer(0.1, go.set).start()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lohan.schedule.actions import Action, ScheduleSpec
+from lohan.schedule.placement import Gate, UpdateOptions
 from lohan.schedule.simulate import simulate
 from lohan.schedule.steps import ExecutionOrder, chain_of
 from lohan.util.trace import LANES
@@ -145,14 +146,17 @@ def chain(spec: ScheduleSpec, order: Order) -> list[tuple[Action, ...]]:
     """Return the phases of the steps in a row."""
     sites = tuple(range(len(spec.sites)))
     trained = [group for group, chunks in enumerate(spec.chunks) if chunks]
-    deferred = {"none": [], "some": trained[::2], "all": trained}[order.deferred]
+    late = trained[::2] if order.deferred == "some" else []
     execution = ExecutionOrder(
         forward=sites,
         backward=sites[::-1],
-        update_mode=order.update_mode,
-        deferred=tuple(deferred),
-        overlap=order.overlap,
-        commits=all(order.commits),
+        updates=UpdateOptions(
+            mode=order.update_mode,
+            gate=Gate.NORM if order.deferred == "all" else Gate.NONE,
+            late=frozenset(late),
+            overlap=order.overlap,
+            every_step_commits=all(order.commits),
+        ),
     )
     steps = chain_of(spec, execution, order.commits, order.speculates)
     return [phase for phases in steps for phase in phases.values() if phase]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from lohan.schedule import phases
-from lohan.schedule.actions import Action, Op, ScheduleSpec
-from lohan.schedule.effects import AFTER, READ, WHOLE, WRITE, Effect, Uses, effects_of
+from lohan.schedule.actions import Action, ScheduleSpec
+from lohan.schedule.effects import Uses, effects_of
+from lohan.schedule.ops import AFTER, OPERATIONS, READ, WHOLE, WRITE, Effect, Op, Operation, table
 from tests.replay.happens_before import RECORDED, cases, describe
 
 CASES = list(cases())
+ROOT = Path(__file__).resolve().parents[2]
 # Effects that other effects imply in every schedule. They are kept because they state the truth
 # about the operation, and protect schedules that do not exist yet.
 IMPLIED = {
@@ -21,9 +24,9 @@ IMPLIED = {
 }
 
 
-def all_effects() -> set[tuple[Op, str]]:
+def all_effects() -> set[tuple[Operation, str]]:
     """Return every pair of an operation and a resource in the recorded schedules."""
-    found: set[tuple[Op, str]] = set()
+    found: set[tuple[Operation, str]] = set()
 
     def record(action: Action, spec: ScheduleSpec) -> list[Effect]:
         effects = effects_of(action, spec)
@@ -51,8 +54,12 @@ def test_a_missing_effect_changes_a_schedule(op, resource, monkeypatch):
     assert changed is ((op, resource) not in IMPLIED)
 
 
+def test_the_documentation_shows_the_table():
+    assert "\n".join(table()) in (ROOT / "docs/design.md").read_text()
+
+
 def action(token: str) -> Action:
-    return Action(Op(token[0]), int(token[1:]))
+    return Action(OPERATIONS[token[0]], int(token[1:]))
 
 
 def test_waits_follow_from_reads_and_writes():

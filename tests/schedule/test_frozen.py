@@ -6,6 +6,7 @@ import pytest
 
 from lohan.config import UPDATE_MODES
 from lohan.schedule.actions import ScheduleSpec
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, check_order, steps
 
 FROZEN = {1, 4}
@@ -20,7 +21,7 @@ SHAPES = {
 @pytest.mark.parametrize("place", SHAPES)
 @pytest.mark.parametrize("all_held", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_reads(mode, place, all_held, overlap):
+def test_frozen_groups_are_only_read(mode, place, all_held, overlap):
     """Three blocks, each over a frozen and a trained group; backward does not reach the first."""
     spec = ScheduleSpec(
         sites=((1,), (1, 0), (4, 2), (3,)),
@@ -35,9 +36,7 @@ def test_only_reads(mode, place, all_held, overlap):
     order = ExecutionOrder(
         forward=(0, 1, 2, 3),
         backward=(3, 2, 1),
-        update_mode=mode,
-        deferred=deferred,
-        overlap=overlap,
+        updates=UpdateOptions(mode=mode, late=frozenset(deferred), overlap=overlap),
     )
     check_order(spec, order)
     seen = [

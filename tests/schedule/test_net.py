@@ -14,6 +14,7 @@ from lohan.schedule.actions import ScheduleSpec, from_text, to_text
 from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward
+from lohan.schedule.placement import UpdateOptions, place
 from lohan.schedule.simulate import simulate
 from lohan.schedule.steps import ExecutionOrder, check_order, steady_step
 
@@ -29,7 +30,7 @@ def test_forward_gathers_what_was_loaded():
 
 def test_backward_exchanges_before_gradients_leave():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, _ = backward(TWO, buffers, (1, 0), update_mode="naive")
+    made, _ = backward(TWO, buffers, (1, 0), place(TWO, UpdateOptions(mode="naive")))
     assert to_text(made) == (
         "B1@1 X1(B1) D1(X1) S1.0@0 U1.0@0,1(D1,S1.0) W1.0@0,1(U1.0) "
         "B0@0 X0(B0) D0(X0,U1.0) S0.0@1(W1.0) U0.0@1,0(D0,S0.0) W0.0@1,0(U0.0) E C(E)"
@@ -51,7 +52,7 @@ def check_forward(text: str) -> None:
         ("R0@0 L0@0,0(R0) A0@0(L0) L1@0,0(L0)", "slot 0 holds group 0"),
     ],
 )
-def test_what_compute_must_not_find(text, problem):
+def test_rejects_forward_that_races_with_the_net(text, problem):
     with pytest.raises(LohanError, match=problem):
         check_forward(text)
 
@@ -67,10 +68,9 @@ def test_gradients_that_are_not_there_yet():
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_in_a_row(mode, overlap):
-    deferred = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()
-    order = ExecutionOrder(
-        forward=(0, 1), backward=(1, 0), update_mode=mode, deferred=deferred, overlap=overlap
-    )
+    late = frozenset((1,) if mode == "balanced" else ())
+    updates = UpdateOptions(mode=mode, late=late, overlap=overlap)
+    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), updates=updates)
     check_order(TWO, order)
     actions = [action for phase in steady_step(TWO, order).values() for action in phase]
     assert sum(action.kind == "X" for action in actions) == 2
@@ -80,7 +80,7 @@ def test_steps_in_a_row(mode, overlap):
 
 def test_the_simulator_has_the_lane():
     """One exchange after the other, and backward waits for the weights."""
-    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), update_mode="optimized")
+    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), updates=UpdateOptions())
     phases = list(steady_step(TWO, order).values())
     made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
     assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
-from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
-    Schedule,
     ScheduleSpec,
     from_text,
     parse_token,
     to_text,
 )
-from lohan.schedule.buffers import BufferState, empty_buffers
+from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.check import validate
+from lohan.schedule.ops import Op
 from lohan.schedule.phases import (
     Upcoming,
     backward,
     forward,
-    last_uses,
     one_backward,
     updates,
-    write_behind,
 )
+from tests.support.schedule_chains import Run, Step, chain_of, placed, runs
 
 # -- text -----------------------------------------------------------------------------------------
 
 
 def test_tokens_print_and_parse():
-    action = Action("U", 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
+    action = Action(Op.UPDATE, 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
     assert action.token() == "U5.1@0,2,1(H5,E,S5.1)"
     assert (action.name, action.lane) == ("U5.1", "optimizer")
     assert parse_token(action.token()) == action
@@ -109,29 +106,30 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "deferred", "back", "after"), MODES)
-def test_modes(mode, deferred, back, after):
+def test_no_mode_reads_what_is_still_in_a_slot(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), update_mode=mode, deferred=deferred)
+    made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
     assert to_text(made) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, buffers, order, deferred=deferred, end_step=bool(deferred))
+    made, _ = forward(TWO, buffers, order, placed(TWO, mode, deferred))
     assert to_text(made) == after
 
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
     state = ((0, 0), (0, 1))
-    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state, write_through=False)
-    _, buffers = updates(spec, empty_buffers(spec), (0,))
-    made, _ = updates(spec, buffers, (), end=True)
+    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state)
+    uncommitted = placed(spec, commits=False)
+    _, buffers = updates(spec, empty_buffers(spec), (0,), uncommitted)
+    made, _ = updates(spec, buffers, (), uncommitted, end=True)
     assert to_text(made) == "E C(E,U0.1)"
 
 
 def test_tied_weights_are_updated_after_their_last_use():
     made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
     assert to_text(made) == ("R0@0 F0@0(R0) R1@0(F0) F1@0(R1) R0@0(F1) F2@0(R0)")
-    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", unreached=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), placed(TIED), unreached=(2,))
     assert to_text(made) == (
         "S1.0@0 B2@0 R1@0(B2) B1@0(R1) U1.0@0,0(B1) W1.0@0,0(U1.0) "
         "S0.0@0(W1.0) R0@0 B0@0(R0) U0.0@0,0(B0) "
@@ -142,9 +140,9 @@ def test_tied_weights_are_updated_after_their_last_use():
 
 def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
-    made, buffers = backward(SPILLED, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, buffers = backward(SPILLED, buffers, (1, 0), placed(SPILLED, late=(0, 1)))
     assert to_text(made) == "B1@1 H1(B1) B0@0 H0(B0) P0.0@0(H0) P0.1@1 E"
-    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), end_step=True)
+    made, _ = forward(SPILLED, buffers, (0, 1), placed(SPILLED, late=(0, 1)))
     assert to_text(made) == (
         "G0.0@0(P0.0) S0.0@0 U0.0@0,0,0(E,S0.0) W0.0@0,0(U0.0) "
         "G0.1@1 S0.1@1 U0.1@1,0,1(S0.1) W0.1@1,0(U0.1) "
@@ -156,55 +154,54 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     """Where all updates wait; else at once, and so where no such backward follows."""
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
-    _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), end_step=True)
+    _, before = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
+    made, buffers = forward(spec, before, (0, 1), placed(spec, late=(0, 1)))
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2 C"
-    made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, then = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
     names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
     for phase, rest in (
-        (backward(spec, buffers, (1, 0), update_mode="optimized", speculate=True), "S1.0"),
+        (backward(spec, buffers, (1, 0), placed(spec, speculates=True)), "S1.0"),
         (one_backward(spec, buffers, 1), "B1"),
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    made, _ = forward(spec, before, (), deferred=(0, 1), end_step=True)
+    made, _ = forward(spec, before, (), placed(spec, late=(0, 1)))
     assert [action.name for action in made][-2:] == ["W0.0", "C"]
-    made, _ = forward(spec, before, (0, 1), deferred=(0,), end_step=True)
+    made, _ = forward(spec, before, (0, 1), placed(spec, late=(0,)))
     assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized", speculate=True)
+    made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, speculates=True))
     assert to_text(made) == (
         "S1.0@0 B1@1 H1(B1) U1.0@0,1(S1.0) W1.0@0,1(U1.0) S0.0@1 B0@0 "
         "H0(B0) U0.0@1,0(S0.0) W0.0@1,0(U0.0) E(H0)"
     )
-    made, _ = forward(TWO, buffers, (0, 1), end_step=True)
+    made, _ = forward(TWO, buffers, (0, 1), placed(TWO, speculates=True))
     assert to_text(made) == "C(E) F0@0(U0.0) F1@1"
 
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
     cached = replace(TWO, host_cached_weights=(1,), host_cached_state=((1, 0),))
-    for write_through, wanted in (
+    for commits, wanted in (
         (True, "U1.0@2,2(B1) W1.0@2,2(U1.0) C(E)"),
         (False, "U1.0@2,2(B1) C(E,U1.0)"),
     ):
-        spec = replace(cached, write_through=write_through)
-        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", unreached=())
+        made, _ = backward(cached, empty_buffers(cached), (1,), placed(cached, commits=commits))
         assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
 
 
-def test_on_demand():
+def test_schedules_single_blocks_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     made, buffers = one_backward(TWO, buffers, 1)
     assert to_text(made) == "B1@1"
-    made, buffers = updates(TWO, buffers, (1,))
+    made, buffers = updates(TWO, buffers, (1,), placed(TWO))
     assert to_text(made) == "S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0)"
-    made, _ = updates(TWO, buffers, (0,), end=True)
+    made, _ = updates(TWO, buffers, (0,), placed(TWO), end=True)
     assert to_text(made) == "E S0.0@1 U0.0@1,0(E,S0.0) W0.0@1,0(U0.0) C"
 
 
@@ -221,7 +218,7 @@ def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
         head_alone=head_alone,
     )
     _, buffers = forward(spec, empty_buffers(spec), (0, 1, 2))
-    made, _ = backward(spec, buffers, (2, 1, 0), update_mode="naive")
+    made, _ = backward(spec, buffers, (2, 1, 0), placed(spec, "naive"))
     found = [action.waits for action in made if action.kind == "B"]
     assert [set(w) & {"D0", "D1", "D2"} for w in found[1:]] == [set(w) for w in waits]
 
@@ -232,7 +229,7 @@ def test_sites_of_several_groups_take_their_slots_together(window):
     spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
     made, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
     assert [a.name for a in made if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
-    backward(spec, empty_buffers(spec), (2, 1, 0), update_mode="optimized")
+    backward(spec, empty_buffers(spec), (2, 1, 0), placed(spec))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
         forward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), (0,))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
@@ -245,7 +242,7 @@ def test_tables_do_not_grow():
     sizes = []
     for _ in range(4):
         _, buffers = forward(TWO, buffers, (0, 1))
-        _, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized")
+        _, buffers = backward(TWO, buffers, (1, 0), placed(TWO))
         sizes.append(len(buffers.uses.recorded()))
     assert len(set(sizes[1:])) == 1
 
@@ -266,7 +263,7 @@ ONE = ScheduleSpec(
 )
 
 
-def test_what_is_right_passes():
+def test_accepts_correct_schedules():
     validate(from_text(STEP), TWO, empty_buffers(TWO), whole=True)
     validate(from_text(HELD), ONE, empty_buffers(ONE), whole=True)
 
@@ -327,7 +324,7 @@ def test_what_is_right_passes():
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
 )
-def test_what_is_wrong_is_named(text, spec, change, problem):
+def test_names_the_action_that_makes_a_schedule_wrong(text, spec, change, problem):
     assert change[0] in text
     with pytest.raises(LohanError) as raised:
         schedule = from_text(text.replace(change[0], change[1], 1))
@@ -352,10 +349,10 @@ def test_a_write_waits_for_the_commit_before_it():
         validate(from_text(f"R0@0 R1@1 {step} {early}"), spec, empty_buffers(spec), whole=True)
 
 
-def test_what_came_before_counts():
+def test_validates_against_the_buffers_of_earlier_schedules():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
-    _, buffers = backward(TIGHT, buffers, (1, 0), update_mode="optimized")
+    _, buffers = backward(TIGHT, buffers, (1, 0), placed(TIGHT))
     made, _ = forward(TIGHT, buffers, (1,))
     assert to_text(made) == "R1@0(W0.0) F1@0(R1)"
     validate(made, TIGHT, buffers)
@@ -369,164 +366,6 @@ def test_what_came_before_counts():
 # -- any shape ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """A shape, and how each of its steps goes."""
-
-    spec: ScheduleSpec
-    mode: str
-    deferred: tuple[int, ...]
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    order: tuple[int, ...]
-    back: tuple[int, ...]
-    ahead: bool  # scheduled as a whole, or block by block
-    evaluated: tuple[int, ...]  # sites that ran without gradients before it
-    speculates: bool  # updates do not wait for the norm, where all would
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    groups = draw(st.integers(1, 5))
-    moving = range(groups)
-    sites = tuple(
-        tuple(draw(st.lists(st.sampled_from(moving), min_size=1, max_size=2, unique=True)))
-        for _ in range(draw(st.integers(1, 6)))
-    )
-    resident = draw(st.booleans())
-    chunks = tuple(draw(st.integers(1, 3)) for _ in range(groups + resident))
-    cached = [g for g in moving if draw(st.booleans())] if draw(st.booleans()) else []
-    everything = [(g, c) for g, n in enumerate(chunks) for c in range(n)]
-    host_cached_state = (
-        [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
-    )
-    widest = max(len([g for g in site if g not in cached]) for site in sites)
-    mode = draw(st.sampled_from(UPDATE_MODES))
-    if mode == "serial" or draw(st.booleans()):
-        deferred = list(range(len(chunks)))
-        spilled = [g for g in moving if draw(st.booleans())]
-    else:
-        deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
-        spilled = []
-    in_memory = {*cached, *(g for g, _ in host_cached_state)}
-    again = [g for g in moving if g not in in_memory and draw(st.booleans())]
-    spec = ScheduleSpec(
-        sites=sites,
-        chunks=chunks,
-        slots=draw(st.integers(max(1, widest), 5)),
-        ring=draw(st.integers(1, 4)),
-        window=draw(st.integers(0, 4)),
-        grads=draw(st.integers(1, 3)),
-        host_cached_weights=(*([groups] if resident else []), *cached),
-        host_cached_state=tuple(host_cached_state),
-        write_through=draw(st.booleans()),
-        spilled_gradients=frozenset(spilled),
-        updated_twice=frozenset(again),
-    )
-    steps = []
-    order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
-    for _ in range(3):
-        if draw(st.integers(0, 3)) == 0:
-            some = st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)
-            order = tuple(draw(some))
-        back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
-        evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
-        ahead, speculates = draw(st.booleans()), draw(st.booleans())
-        steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
-    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps))
-
-
-@st.composite
-def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
-    """Draw the same shape with spilled activations, and perhaps a device or several ranks."""
-    once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
-    moved = frozenset(site for site in once if draw(st.booleans()))
-    spec = replace(spec, spilled_sites=moved, act_buffers=draw(st.integers(1, 3)))
-    if not draw(st.booleans()):
-        return spec
-    wide = max(map(len, spec.sites))
-    others = {site for site in range(len(spec.sites)) if draw(st.booleans())}
-    return replace(
-        spec,
-        device_slots=draw(st.integers(wide, wide + 3)),
-        offloaded=moved | others,
-        net=draw(st.booleans()),
-    )
-
-
-class Chain:
-    """Calls the phases as ActionScheduler does; checks each schedule alone, keeps all of them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.spec = run, run.spec
-        self.buffers = empty_buffers(run.spec)
-        self.all: list[Action] = []
-
-    def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.spec, self.buffers)
-        self.all += made[0]
-        self.buffers = made[1]
-
-    def write_behind(self) -> None:
-        if self.buffers.second_updates:
-            self.add(write_behind(self.spec, self.buffers))
-
-    def step(self, step: Step, after: Step | None) -> None:
-        if step.evaluated or not step.ahead:
-            self.write_behind()
-        for site in step.evaluated:
-            self.add(forward(self.spec, self.buffers, [site], training=False))
-        if not step.ahead:
-            for site in step.order:
-                self.add(forward(self.spec, self.buffers, [site]))
-        groups = range(len(self.spec.chunks))
-        deferred = self.run.deferred
-        waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.write_through
-        deferred = () if speculate else deferred
-        last_use_groups = last_uses(self.spec, step.back)
-        rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
-        if speculate or not waits:
-            self.write_behind()
-        if step.ahead:
-            self.add(
-                backward(
-                    self.spec,
-                    self.buffers,
-                    step.back,
-                    update_mode=self.run.mode,
-                    unreached=rest,
-                    deferred=deferred,
-                    speculate=speculate,
-                )
-            )
-        else:
-            for site, final in zip(step.back, last_use_groups, strict=True):
-                self.add(one_backward(self.spec, self.buffers, site))
-                if final:
-                    self.add(updates(self.spec, self.buffers, final, deferred=deferred))
-            self.add(updates(self.spec, self.buffers, rest, deferred=deferred, end=True))
-        deferred, ends = deferred, bool(deferred) or speculate
-        if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), deferred=deferred, end_step=ends))
-            deferred, ends = (), False
-        order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, deferred=deferred, end_step=ends))
-
-
-def chain_of(run: Run) -> Schedule:
-    chain = Chain(run)
-    if run.steps[0].ahead:
-        chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
-    for number, step in enumerate(run.steps):
-        chain.step(step, run.steps[number + 1] if number < 2 else None)
-    chain.add(write_behind(run.spec, chain.buffers))
-    return tuple(chain.all)
-
-
 def commit_between_spill_and_fetch() -> Run:
     """Return a run whose commit is in the backward that fetches what forward has spilled."""
     spec = ScheduleSpec(
@@ -538,7 +377,6 @@ def commit_between_spill_and_fetch() -> Run:
         grads=1,
         host_cached_weights=(1,),
         host_cached_state=((1, 1),),
-        write_through=True,
         spilled_sites=frozenset({3}),
         act_buffers=1,
     )
@@ -552,7 +390,7 @@ def commit_between_spill_and_fetch() -> Run:
 @example(commit_between_spill_and_fetch())
 def test_no_schedule_can_go_wrong(run):
     chain = chain_of(run)
-    validate(chain, run.spec, empty_buffers(run.spec), whole=True)
+    validate(chain, run.spec, empty_buffers(run.spec), whole=True, by_interval=not run.commits)
     assert from_text(to_text(chain)) == chain
     assert sum(action.kind == "C" for action in chain) == 3
 
@@ -561,7 +399,8 @@ def test_no_schedule_can_go_wrong(run):
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_no_schedule_can_go_wrong_long_form(run):
-    validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True)
+    interval = not run.commits
+    validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True, by_interval=interval)
 
 
 def test_upcoming_says_how_far_away_the_next_use_is():

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
+from lohan.schedule.ops import Op
 from lohan.schedule.simulate import simulate
-from tests.schedule.test_phases import chain_of, runs
+from tests.support.schedule_chains import chain_of, runs
 
 SECONDS = {"R": 2.0, "F": 3.0, "B": 4.0, "S": 1.0, "W": 1.0, "U": 5.0, "K": 1.5}
 
@@ -53,8 +54,8 @@ def test_a_phase_begins_when_the_compute_of_the_one_before_has_ended():
     assert {span.name: span.start_s for span in after.spans}["R1"] == 6
 
 
-def test_what_can_never_start_is_an_error():
-    with pytest.raises(LohanError, match="locks up at F0"):
+def test_reports_deadlock():
+    with pytest.raises(LohanError, match="deadlocks at F0"):
         _lock_up()
 
 
@@ -62,7 +63,7 @@ def _lock_up() -> None:
     from lohan.schedule.simulate import _Shared
 
     simulation = _Shared(seconds)
-    simulation._add(Action("F", 0)).missing = 1
+    simulation._add(Action(Op.FORWARD, 0)).missing = 1
     simulation._step()
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import ScheduleSpec
+from lohan.schedule.placement import (
+    RULES,
+    Gate,
+    Persist,
+    Update,
+    UpdateOptions,
+    place,
+    rule_of,
+    table,
+)
 from lohan.schedule.steps import ExecutionOrder, check_order, steady_step
 
 SPEC = ScheduleSpec(  # the first group is used twice; the last is resident
@@ -21,7 +32,7 @@ SPEC = ScheduleSpec(  # the first group is used twice; the last is resident
     host_cached_weights=(3,),
 )
 ALL = (0, 1, 2, 3)
-ORDER = ExecutionOrder(forward=ALL, backward=ALL[::-1], update_mode="optimized")
+ORDER = ExecutionOrder(forward=ALL, backward=ALL[::-1], updates=UpdateOptions())
 
 
 def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[str]]:
@@ -30,16 +41,17 @@ def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[st
 
 
 def test_updates_lie_where_the_order_says():
-    now, held = names(ORDER), replace(ORDER, deferred=ALL)
+    waits = UpdateOptions(gate=Gate.NORM)
+    now, held = names(ORDER), replace(ORDER, updates=waits)
     assert list(now) == ["forward", "backward"] and now["backward"][-1] == "C"
     assert not any(name[0] == "U" for name in now["forward"])
     waiting = names(held)
     assert list(waiting) == ["forward", "backward"] and "C" in waiting["forward"]
     assert sum(name[0] == "U" for name in waiting["forward"]) == sum(SPEC.chunks)
     assert sum(name[0] == "H" for name in waiting["backward"]) == len(SPEC.chunks)
-    for order in (replace(held, update_mode="serial"), replace(held, overlap=False)):
-        assert order.deferred_to_forward == ()
-        after = names(order)["after backward"]
+    for updates in (replace(waits, mode="serial"), replace(waits, overlap=False)):
+        assert rule_of(updates).update is Update.AFTER_BACKWARD
+        after = names(replace(ORDER, updates=updates))["after backward"]
         assert sum(name[0] == "U" for name in after) == sum(SPEC.chunks) and after[-1] == "C"
 
 
@@ -54,17 +66,51 @@ def test_a_site_that_backward_leaves_out():
 @pytest.mark.parametrize("deferred", [(), (1, 2), ALL])
 @pytest.mark.parametrize("back", [ALL[::-1], (3, 1, 2, 0), (2, 1), ()])
 def test_every_order_may_run(back, deferred, mode, overlap):
-    check_order(
-        SPEC,
-        ExecutionOrder(
-            forward=ALL, backward=back, update_mode=mode, deferred=deferred, overlap=overlap
-        ),
-    )
+    updates = UpdateOptions(mode=mode, late=frozenset(deferred), overlap=overlap)
+    check_order(SPEC, ExecutionOrder(forward=ALL, backward=back, updates=updates))
 
 
 def test_an_order_that_cannot_be():
     with pytest.raises(LohanError, match="cannot hold the 2 groups"):
         check_order(
             replace(SPEC, sites=((0, 1),), slots=1),
-            ExecutionOrder(forward=(0,), backward=(0,), update_mode="naive"),
+            ExecutionOrder(forward=(0,), backward=(0,), updates=UpdateOptions(mode="naive")),
         )
+
+
+def test_the_documentation_shows_the_rules():
+    page = Path(__file__).resolve().parents[2] / "docs/how-it-works.md"
+    assert "\n".join(table()) in page.read_text()
+    assert len(RULES) <= 10
+
+
+@pytest.mark.parametrize(
+    ("options", "speculates", "update"),
+    [
+        (UpdateOptions(mode="serial"), False, Update.AFTER_BACKWARD),
+        (UpdateOptions(gate=Gate.NORM, overlap=False), False, Update.AFTER_BACKWARD),
+        (UpdateOptions(overlap=False), False, Update.BACKWARD),
+        (UpdateOptions(mode="naive"), False, Update.BACKWARD),
+        (UpdateOptions(gate=Gate.NORM), True, Update.BACKWARD),
+        (UpdateOptions(gate=Gate.NORM), False, Update.NEXT_FORWARD),
+        (UpdateOptions(gate=Gate.NORM, mode="balanced"), False, Update.NEXT_FORWARD),
+    ],
+)
+def test_a_rule_places_the_updates(options, speculates, update):
+    made = place(SPEC, options, speculates=speculates)
+    assert {placement.update for placement in made.groups} == {update}
+    assert made.all_held is (update is not Update.BACKWARD)
+    assert made.ends_in_backward is (update is Update.BACKWARD and not speculates)
+
+
+def test_cached_chunks_are_persisted_when_the_drives_are_idle():
+    spec = replace(SPEC, host_cached_state=((3, 0), (1, 2)))
+    for options, commits, wanted in (
+        (UpdateOptions(), True, Persist.NOW),
+        (UpdateOptions(gate=Gate.NORM), True, Persist.BEHIND),
+        (UpdateOptions(gate=Gate.NORM), False, Persist.AT_COMMIT),
+    ):
+        made = place(spec, options, commits=commits)
+        assert made.of(3).persist_of(0) is wanted
+        # Their weights are not cached, so they are written in any case.
+        assert {made.of(1).persist_of(chunk) for chunk in range(3)} == {Persist.NOW}

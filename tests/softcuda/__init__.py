@@ -17,6 +17,7 @@ it. There every Python process has these devices, from the import of torch on.
     SOFTCUDA_DEVICES, SOFTCUDA_MIB         how many devices, and the memory of each (2, 1024)
     SOFTCUDA_COPY_US, _WORK_US, _SEED      how late streams are
     SOFTCUDA_CAPABILITY                    of the devices (8.9)
+    SOFTCUDA_INTEGRATED=1                  devices say that they share the memory of the host
     SOFTCUDA_QUEUE                         launches that a stream holds (1024)
     SOFTCUDA_NCCL_MIB                      memory of a device that a communicator takes (0)
     SOFTCUDA_ORDER=1                       report unordered accesses to memory (order.hpp); a

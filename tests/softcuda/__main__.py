@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.softcuda.environment import COMPILING, set_up
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("device", "order", "training", "commands")
+FILES = ("device", "order", "training", "integrated", "commands")
 FETCH_S, TESTS_S = 8 * 60, 12 * 60  # in CI, where `make test` has taken most of the time
 INTERRUPTED = 2  # pytest's
 
@@ -41,7 +41,10 @@ def main(place: Path, version: str, *more: str) -> int:
         return 0
     files = [f"tests/softcuda/check_{name}.py" for name in FILES]
     command = [python, "-m", "pytest", "-q", "-m", "gpu", "-n", "logical", *files]
-    command += ["tests/test_gpu.py", *(argument for argument in more if argument != "--ci")]
+    command += [
+        "tests/end_to_end/test_gpu.py",
+        *(argument for argument in more if argument != "--ci"),
+    ]
     if in_ci:
         command.append("-x")
     return _run(list(map(str, command)), TESTS_S if in_ci else None)

@@ -16,10 +16,11 @@ from lohan.device.accelerator import AcceleratorDevice
 from lohan.tools.gpu_checks import CHECKS, run_here
 from lohan.tools.self_test import compared
 from tests.softcuda import extension, unordered
+from tests.support.command_line import arguments, data_fixture, model_fixture, refused  # noqa: F401 - fixtures
 from tests.support.diffusion_folders import CONFIGS, save_latents, save_pipeline
+from tests.support.forked_commands import Ended
 from tests.support.interrupts import send_while_held
-from tests.test_cli import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
-from tests.test_generation import write_model
+from tests.support.tokenizer_folders import write_model
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows(out) if "loss" in row]
 
 
-def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
+def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):
     found = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
@@ -55,7 +56,7 @@ def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):  # no
     assert found["cuda"] == found["cuda:1"] == found["gpu"]
 
 
-def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_path):  # noqa: F811
+def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_path):
     """On an accelerator it is read when backward has ended, and updates are taken back."""
     said = {}
     for device in ("cpu", "cuda"):
@@ -71,7 +72,7 @@ def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_p
     assert re.search(r"step 2: the loss is nan.*step 1, the last committed one", said["cpu"][0])
 
 
-def test_generation_says_the_same(lohan, tmp_path):  # noqa: F811 - a fixture
+def test_generation_says_the_same(lohan, tmp_path):
     folder, found = write_model(tmp_path / "model", "qwen3"), {}
     asked = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
     for device in ("cpu", "cuda"):
@@ -81,7 +82,7 @@ def test_generation_says_the_same(lohan, tmp_path):  # noqa: F811 - a fixture
     assert found["cuda"] == found["cpu"] and found["cpu"][0]
 
 
-def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch):  # noqa: F811
+def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch):
     """SD3's belongs to the checkpoint, takes megabytes and never changes."""
     pytest.importorskip("diffusers")
     name, config = CONFIGS["sd3"]
@@ -118,7 +119,7 @@ def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch)
     assert found["cuda"] == found["cpu"] and len(found["cpu"]) == 2
 
 
-def test_names_of_devices(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
+def test_names_of_devices(lohan, model, data, tmp_path):
     for device, says in (
         ("cuda:7", r"no device 7.*2 devices"),
         ("xpu", r"xpu was asked.*is cuda.*--device cuda"),
@@ -127,7 +128,7 @@ def test_names_of_devices(lohan, model, data, tmp_path):  # noqa: F811 - fixture
         refused(lohan(*arguments(model, data, tmp_path / "run", "--device", device)), says)
 
 
-def test_profile_and_doctor(lohan, tmp_path):  # noqa: F811 - a fixture
+def test_profile_and_doctor(lohan, tmp_path):
     ended = lohan(
         "profile", "--ssd", tmp_path, "--device", "cuda", "--device-memory", "256MiB", "--json"
     )
@@ -148,7 +149,7 @@ def test_the_checks_of_a_card_pass(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_checks_of_a_card_as_a_command(lohan, tmp_path):  # noqa: F811 - a fixture
+def test_the_checks_of_a_card_as_a_command(lohan, tmp_path):
     file = tmp_path / "report.json"
     ended = lohan("doctor", "--gpu", "--ssd", tmp_path, "--check", "device", "-o", file)
     assert ended.code == 0 and "all 1 checks passed" in ended.out, ended
@@ -205,13 +206,13 @@ HELD = (
 )
 STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is said
     (1, 3, r"stopped after step 3 of 5"),
-    (2, 2, r"^lohan: given up; every committed step is safe$"),
+    (2, 2, r"^lohan: interrupted; all committed steps are on disk$"),
     (3, 2, r"^lohan: stopped at once; resume goes on from the last committed step$"),
 ]
 
 
 @pytest.mark.parametrize("stopped", STOPPED)
-def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path):  # noqa: F811
+def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path):
     """Stop a run by several Ctrl-C while backward runs on the device.
 
     The main thread handles none of them before backward ends. The first one then lets the step
@@ -249,7 +250,7 @@ LATE_AND_POISONED = {
 }
 
 
-def test_two_ranks_on_two_devices(model, data, tmp_path):  # noqa: F811 - fixtures
+def test_two_ranks_on_two_devices(model, data, tmp_path):
     """Two ranks on the device have the losses and norms of two ranks on the CPU.
 
     NCCL sums in the order of the ranks here, as they do on the CPU. Both processes run under the
@@ -266,14 +267,14 @@ def test_two_ranks_on_two_devices(model, data, tmp_path):  # noqa: F811 - fixtur
     assert found["cuda"][1] == pytest.approx(found["cpu"][1], rel=1e-6)
 
 
-def test_a_build_without_a_device_says_so(model, data, tmp_path):  # noqa: F811 - fixtures
+def test_a_build_without_a_device_says_so(model, data, tmp_path):
     command = arguments(model, data, tmp_path / "run", "--device", "cuda")
     ended = run(*command, SOFTCUDA_DEVICES="0")
     assert ended.code == 2 and "Traceback" not in ended.err
     assert re.search(r"built for cuda, but finds no device.*nvidia-smi.*--device cpu", ended.err)
 
 
-def test_small_pieces_of_memory_serve_for_large_ones(model, data, tmp_path):  # noqa: F811 - fixtures
+def test_small_pieces_of_memory_serve_for_large_ones(model, data, tmp_path):
     """Expandable segments, set before torch is imported."""
     out = tmp_path / "run"
     ended = run(*arguments(model, data, out, "--device", "cuda"))

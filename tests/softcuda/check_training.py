@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -22,21 +24,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import UPDATE_MODES
-from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.gradients import GradientOffload
-from lohan.engine.session import OomGuard
+from lohan.device.accelerator import AcceleratorDevice, read_back
+from lohan.device.base import HostMemory
+from lohan.engine.gradient_transport import GradientOffload
+from lohan.engine.oom_guard import OomGuard
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.softcuda import extension, unordered, waits
-from tests.support.delayed_runs import WIDTH, Result, Tuning, net, train
+from tests.support.delayed_runs import WIDTH, Result, Tuning, net, train, tuned
 from tests.support.missing_waits import CARELESS, ComputesAtOnce, SaysDone, kept_slices, shows
+from tests.support.overlap_cases import CLIP, Case, check_norm_of_device, plain
 from tests.support.small_models import SMALL, attached, batches, small_model
-from tests.test_overlap import CLIP, Case, check_norm_of_device, plain
 
 pytestmark = pytest.mark.gpu
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+ROOT = Path(__file__).resolve().parents[2]
 cuda: Any = extension()
 
 
@@ -314,11 +318,11 @@ def test_what_is_set_aside_comes_back_when_it_has_left():
 # -- waits of the host -----------------------------------------------------------------------------
 
 LAUNCHING = ("MainThread", "Dummy")  # autograd's device threads have no name of their own
-WAITS = Path(__file__).resolve().parents[2] / "docs" / "waits.md"
+WAITS = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 
 
 def documented() -> dict[tuple[str, str], int]:
-    """How often a step may wait, by file and function: the last table of docs/waits.md."""
+    """How often a step may wait, by file and function: the table of waits in docs/design.md."""
     rows = re.findall(r"^\| `([\w./]+)` \| `([\w.]+)` \|.*\| (\d+) \|$", WAITS.read_text(), re.M)
     return {(file, function): int(count) for file, function, count in rows}
 
@@ -343,7 +347,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         session.commit()
     own = [wait for wait in found if wait.thread.startswith(LAUNCHING)]
     most = documented()
-    assert most, "docs/waits.md has no table of the waits of the host"
+    assert most, "docs/design.md has no table of the waits of the host"
     for site, count in Counter(wait.site for wait in own).items():
         said = "\n".join(str(wait) for wait in own if wait.site == site)
         assert count <= 2 * most.get(site, 0), f"in two steps {count} waits in {site}:\n{said}"
@@ -481,6 +485,83 @@ def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
     assert found and not [w for w in blocked if w.site[0].startswith("lohan/device")], list(
         map(str, blocked)
     )
+
+
+def test_copies_of_pinned_memory_do_not_overtake_those_of_pageable_memory():
+    """An event stands for all copies that the launching thread gave a lane before it."""
+    warnings.simplefilter("ignore")
+    device, size = there(), 4 * MiB
+    values = torch.ones(2, size, dtype=torch.uint8, device="cuda")
+    pinned = torch.from_numpy(device.host_memory(size))
+    cuda.set_pinnable(size)
+    pageable = torch.from_numpy(device.host_memory(size))
+    assert pinned.is_pinned() and not pageable.is_pinned()
+    pageable.zero_()
+    cuda.set_delays(100_000, 0, 0)
+    device.copy("d2h", [(pageable, values[0])], after=device.mark())
+    device.copy("d2h", [(pinned, values[1])], after=device.mark()).synchronize()
+    assert bool(pinned.all()) and bool(pageable.all())
+    device.close()
+
+
+class Few(AcceleratorDevice):
+    """A device for which only the first bytes of host memory can be pinned."""
+
+    pinnable = 0
+
+    def _pinned(self, count: int) -> HostMemory:
+        if count > self.pinnable:
+            raise OSError("no more memory can be pinned")
+        self.pinnable -= count
+        return super()._pinned(count)
+
+
+def test_slots_that_every_block_passes_through_are_pinned_first(tmp_path):
+    """Weights that stay in host memory are in pageable memory when no more can be pinned."""
+    warnings.simplefilter("ignore")
+    made, pinned = rows_of(""), []
+    device = Few()
+    with pytest.MonkeyPatch.context() as patch:
+        tuned(patch, Tuning(window=1, slots=1, ring=2, cached=0.5))
+        for pinnable in (0, 1):
+            place = tmp_path / str(pinnable)
+            place.mkdir()
+            with attached(made_of("llama"), place, batch=made[0], device=device) as session:
+                moving = session.executor.spec.slots
+                slots = session.executor.runner.slots._buffers
+                pinned = [slot.tensor(torch.uint8).is_pinned() for slot in slots]
+                device.pinnable = sum(len(slot.bytes) for slot in slots[:moving])
+    assert 0 < moving < len(pinned) and all(pinned[:moving]) and not any(pinned[moving:])
+
+
+def test_a_value_is_read_back_where_nothing_can_be_pinned():
+    cuda.set_pinnable(0)
+    assert read_back(torch.full((7, 1 * MiB), 3.0, device="cuda")).sum() == 21 * MiB
+
+
+ITEM = """
+import torch
+from lohan.device.accelerator import AcceleratorDevice
+from tests.softcuda import extension
+device = AcceleratorDevice()
+extension().set_pinnable(0)
+print(torch.ones(3, device="cuda").sum().item(), bool(torch.ones(1, device="cuda") > 0))
+"""
+
+
+def test_numbers_are_read_when_no_more_memory_can_be_pinned():
+    """Torch reads them through pinned memory; a new process has none of it yet."""
+    done = subprocess.run([sys.executable, "-c", ITEM], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "3.0 True", done
+
+
+def test_a_runtime_inside_the_build_is_asked_for_its_error_too(monkeypatch):
+    """A statically linked runtime is no file of its own, so a kernel takes its error."""
+    monkeypatch.setattr("lohan.device.accelerator._RUNTIMES", {})
+    cuda.set_pinnable(0)
+    with pytest.raises(RuntimeError):
+        there()._pinned(MiB)
+    torch.ones(8, device="cuda").add_(1)
 
 
 def test_host_memory_is_pinned_for_all_devices_and_not_for_forks():

@@ -547,6 +547,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int device) {  // of
   of->textureAlignment = of->texturePitchAlignment = 512;
   of->memPitch = 0x7FFFFFFF;
   of->pciBusID = device + 1;
+  of->integrated = std::getenv("SOFTCUDA_INTEGRATED") != nullptr;
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {

@@ -103,7 +103,7 @@ def test_every_region_is_striped_by_itself():
         ([Region("a", (PAGE,))], [1.0, float("nan")], "must all be positive"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(
+def test_rejects_regions_that_cannot_be_placed(
     regions: list[Region], weights: list[float] | None, message: str
 ):
     with pytest.raises(StoreError, match=message):

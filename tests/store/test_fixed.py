@@ -13,15 +13,16 @@ from lohan.store.extents import Region, layout_from_json, plan_layout
 from lohan.store.files import FIXED, SLOTS
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.support.store_content import REGIONS, content, read_chunk, step, write_all
-
-WEIGHTS = Region("base", (4 * PAGE, PAGE), fixed=True)
-MIXED = (REGIONS[0], WEIGHTS, *REGIONS[1:])
-
-
-def write_fixed(store: Store) -> None:
-    for chunk, size in enumerate(WEIGHTS.chunks):
-        store.wait(store.write("base", chunk, content("base", chunk, size, 0)))
+from tests.support.store_content import (
+    MIXED,
+    REGIONS,
+    WEIGHTS,
+    content,
+    read_chunk,
+    step,
+    write_all,
+    write_fixed,
+)
 
 
 def assert_fixed(store: Store) -> None:
@@ -39,7 +40,7 @@ def made(path: Path, *, durability: str = "step") -> Store:
 
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
-def test_one_copy_serves_every_generation(tmp_path: Path, durability: str):
+def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durability: str):
     with made(tmp_path / "s", durability=durability) as store:
         before = (tmp_path / "s" / FIXED).stat()
         for _ in range(3):

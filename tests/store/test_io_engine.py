@@ -21,6 +21,7 @@ import pytest
 from lohan.errors import ConfigError, StorageIOError
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.util.units import PAGE
+from tests.support import HANG_S
 from tests.support.faulty_engine import Fault, FaultyEngine
 from tests.support.memory_engine import MemoryEngine
 
@@ -204,12 +205,12 @@ def test_missed_deadline_then_success(native: Any, tmp_path: Path) -> None:
 
 
 def test_missed_deadline_in_memory() -> None:
-    engine = MemoryEngine(delay_s=0.05)
+    engine = MemoryEngine(delay_s=1.0)
     file = engine.open("x", size=PAGE, create=True)
     ticket = engine.write(file, 0, aligned_buffer(PAGE))
     with pytest.raises(StorageIOError, match=r"missed its deadline of 0\.01 s"):
         engine.wait(ticket, 0.01)
-    engine.wait(ticket, 1.0)
+    engine.wait(ticket, 60.0)
 
 
 def test_memory_engine_moves_bytes_only_at_wait() -> None:
@@ -337,7 +338,7 @@ def run_python(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code, str(tmp_path / "x")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
 
 

@@ -295,7 +295,7 @@ def test_a_hung_fsync_of_a_small_file_is_an_error(
     go = threading.Event()
     monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", "0.05")
     monkeypatch.setattr(os, "fsync", lambda fd: go.wait(60))
-    with pytest.raises(StorageIOError, match=r"small\.tmp: a sync has not come back after 0\.05 s"):
+    with pytest.raises(StorageIOError, match=r"small\.tmp: a sync has not returned after 0\.05 s"):
         manifest.write_durably(tmp_path / "small", b"bytes")
     go.set()
 

@@ -21,6 +21,7 @@ from lohan.store.extents import Region
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import MiB
+from tests.support import HANG_S
 
 MAKE = {"xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"], "btrfs": ["mkfs.btrfs", "-q"]}
 CHUNKS, CHUNK = 16, 2 * MiB
@@ -37,13 +38,13 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         file.truncate(400 * MiB)
     place.mkdir()
     for command in ([*MAKE[request.param], image], ["mount", "-o", "loop", image, place]):
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
         if ended.returncode:
             pytest.skip(f"{command[0]}: {ended.stderr.strip()[:200]}; needs root and loop devices")
     try:
         yield place
     finally:
-        subprocess.run(["umount", place], check=True, timeout=60)
+        subprocess.run(["umount", place], check=True, timeout=HANG_S)
 
 
 def write(store: Store, value: int) -> None:
@@ -98,7 +99,7 @@ def test_a_snapshot_shares_blocks_until_the_store_is_written(
             assert values(again) == [value + n for n in range(CHUNKS)]
 
 
-def test_what_a_file_system_refuses_is_copied_and_an_error_is_told(
+def test_copies_if_the_file_system_refuses_reflinks_and_reports_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the error of the call, wherever the tests run."""

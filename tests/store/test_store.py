@@ -22,6 +22,7 @@ from lohan.store.io_engine import DeadlineError, aligned_buffer
 from lohan.store.manifest import PROGRESS
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
+from tests.support import HANG_S
 from tests.support.memory_engine import MemoryEngine
 from tests.support.store_content import (
     REGIONS,
@@ -76,7 +77,7 @@ def test_the_committed_generation_stays_readable_while_the_next_is_written(tmp_p
         assert_holds(store, 2)
 
 
-def test_what_was_not_committed_is_forgotten(tmp_path: Path, engine):
+def test_drops_uncommitted_writes_on_open(tmp_path: Path, engine):
     with new_store(tmp_path / "s", engine=engine) as store:
         write_all(store, 1)
     with Store.open(tmp_path / "s", engine=engine) as store:
@@ -154,7 +155,7 @@ def test_unfit_buffers_are_refused(tmp_path: Path, buffer, message: str):
 def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
     memory: dict[str, bytearray] = {}
     new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
-    slow = MemoryEngine(files=memory, delay_s=0.2)
+    slow = MemoryEngine(files=memory, delay_s=1.0)
     with Store.open(tmp_path / "s", engine=slow) as store:
         key, chunk, nbytes = STATE[0]
         buffer = aligned_buffer(nbytes)
@@ -169,7 +170,7 @@ def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
 def test_a_write_that_comes_back_after_discard_counts_for_nothing(tmp_path: Path):
     memory: dict[str, bytearray] = {}
     new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
-    slow = MemoryEngine(files=memory, delay_s=0.3)
+    slow = MemoryEngine(files=memory, delay_s=1.5)
     with Store.open(tmp_path / "s", engine=slow) as store:
         key, chunk, nbytes = STATE[0]
         ticket = store.write(key, chunk, content(key, chunk, nbytes, 1))
@@ -363,7 +364,7 @@ def run_python(code: str, *, expect: int = 9) -> str:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert done.returncode == expect, done.stderr
@@ -594,7 +595,7 @@ def test_several_ranks_make_one_directory(tmp_path):
             place, start = tmp_path / str(attempt) / "a" / "b", threading.Barrier(4)
 
             def make(_: int, place: Path = place, start: threading.Barrier = start) -> list[Path]:
-                start.wait(10)
+                start.wait(HANG_S)
                 return files.make_directories([place])
 
             made = list(pool.map(make, range(4)))

@@ -23,6 +23,7 @@ from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
+from tests.support.commit_recorder import Killed, Recorder, recorded_engine
 from tests.support.faulty_engine import Fault, FaultyEngine
 from tests.support.memory_engine import MemoryEngine
 from tests.support.store_content import (
@@ -37,10 +38,6 @@ from tests.support.store_content import (
 )
 
 STEPS = 3
-
-
-class Killed(BaseException):
-    """The process is gone: nothing after it runs."""
 
 
 def kill(store: Store) -> None:
@@ -129,48 +126,6 @@ def test_random_delays_change_nothing(tmp_path: Path):
 
 
 # -- inside the commit -----------------------------------------------------------------------
-
-
-class Recorder:
-    """Records every system call of a commit, in order, and dies at the n-th boundary.
-
-    Each call has one boundary before it and one after it.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self._die_at, self._boundaries = 0, 0
-
-    def arm(self, monkeypatch: pytest.MonkeyPatch, *, die_at: int = 0) -> None:
-        self._die_at = die_at
-        for name in ("write", "fsync", "replace"):
-            monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
-
-    def wrap(self, name: str, call: Callable) -> Callable:
-        def wrapped(*args):
-            self.boundary()
-            target = args[-1] if name == "replace" else Path(f"/proc/self/fd/{args[0]}").readlink()
-            result = call(*args)
-            self.calls.append(f"{name} {Path(target).name}")
-            self.boundary()
-            return result
-
-        return wrapped
-
-    def boundary(self) -> None:
-        self._boundaries += 1
-        if self._boundaries == self._die_at:
-            raise Killed
-
-
-def recorded_engine(recorder: Recorder, memory: dict[str, bytearray]) -> MemoryEngine:
-    class Recorded(MemoryEngine):
-        def sync(self, file: int) -> None:
-            recorder.boundary()
-            recorder.calls.append(f"sync {Path(self._paths[file]).name}")
-            recorder.boundary()
-
-    return Recorded(files=memory)
 
 
 def test_a_commit_makes_each_thing_durable_before_the_next(
@@ -377,7 +332,7 @@ def test_when_reads_are_verified(whole: Path):
         assert len(verify(store)) == 1
 
 
-def test_what_this_process_wrote_is_not_checked_again(whole: Path):
+def test_verifies_only_chunks_that_this_process_did_not_write(whole: Path):
     with Store.open(whole, engine="threads") as store:
         step(store)
         damage(whole / "slot-a.bin", 9)

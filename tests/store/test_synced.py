@@ -18,9 +18,8 @@ from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.store import Store
-from tests.store.test_fixed import MIXED, write_fixed
-from tests.store.test_store_faults import Recorder, recorded_engine
-from tests.support.store_content import write_all
+from tests.support.commit_recorder import Recorder, recorded_engine
+from tests.support.store_content import MIXED, write_all, write_fixed
 
 
 def test_fixed_regions_are_durable_before_the_first_commit(

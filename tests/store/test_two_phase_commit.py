@@ -126,7 +126,7 @@ def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
             assert not (path / PREPARED).exists()
 
 
-def test_what_is_prepared_and_not_agreed_is_dropped(tmp_path: Path):
+def test_drops_generation_that_not_all_ranks_prepared(tmp_path: Path):
     path = tmp_path / "rank0"
     store = Store.create(path, [Region("w", (PAGE,))], barrier=lambda: None)
     write(store, 1)

@@ -301,3 +301,10 @@ def model_of(kind: str) -> nn.Module:
 def data_of(kind: str, steps: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(5)
     return [KINDS[kind][1](generator) for _ in range(steps)]
+
+
+KEY_BIASES = ("k_proj.bias", "to_k.bias", "key.bias")  # their gradient is rounding noise alone
+
+
+def without_noise(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: w for name, w in weights.items() if not name.endswith(KEY_BIASES)}

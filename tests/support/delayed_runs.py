@@ -18,9 +18,10 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.lanes import Lanes
 from lohan.model.layout import RESIDENT, Blocks
-from lohan.model.plan import Plan
-from lohan.planner.planner import closed_form_plan
+from lohan.model.plan import MOST_CLIPPED, Plan
+from lohan.planner.planner import Planned, PlanProblem, closed_form_plan, make_plan
 from lohan.schedule.actions import Action
+from lohan.schedule.placement import Gate, gate_of
 from lohan.store.io_engine import IOEngine
 from tests.support.memory_engine import MemoryEngine
 from tests.support.small_models import attached, batches, stored_bytes
@@ -154,11 +155,11 @@ class Tuning:
     grads: int = 1
     cached: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
-    twice: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
     own_thread: bool = False  # for updates, instead of the caller's
     device_slots: int = 0  # more than the widest site needs, on a device with its own memory
     device_grads: int = 1
+    most_clipped: float = MOST_CLIPPED
 
     def apply(self, plan: Plan, blocks: Blocks) -> Plan:
         keys = [group.key for group in blocks.groups if group.key != RESIDENT]
@@ -170,9 +171,7 @@ class Tuning:
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
-        passing = set(keys) - {*weights, *(key for key, _ in state)}
-        twice = some([key for key in keys if key in passing], self.twice)
-        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.needs_all_gradients
+        balanced = plan.update_mode == "balanced" and plan.overlap and gate_of(plan) is Gate.NONE
         return replace(
             plan,
             chunk_params=CHUNK,
@@ -182,17 +181,19 @@ class Tuning:
             grad_groups=self.grads,
             host_cached_weights=weights,
             host_cached_state=state,
-            updated_twice=twice if plan.needs_all_gradients and plan.overlap else (),
-            spilled_gradients=some(keys, self.spilled) if plan.needs_all_gradients else (),
+            spilled_gradients=some(keys, self.spilled) if gate_of(plan) is Gate.NORM else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,
+            most_clipped=self.most_clipped,
         )
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
-    def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
-        return tuning.apply(closed_form_plan(blocks, *args, **kwargs), blocks)
+    def planned(problem: PlanProblem) -> Planned:
+        if problem.in_one_memory:
+            return make_plan(problem)
+        return Planned(tuning.apply(closed_form_plan(problem), problem.blocks), None)
 
     def lanes(*args: Any, **kwargs: Any) -> Lanes:
         has_own_memory = kwargs["device"].has_own_memory
@@ -200,7 +201,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
             *args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or has_own_memory)}
         )
 
-    monkeypatch.setattr("lohan.engine.attach.plan_for_budget", planned)
+    monkeypatch.setattr("lohan.engine.attach.make_plan", planned)
     monkeypatch.setattr("lohan.engine.executor.Lanes", lanes)
 
 

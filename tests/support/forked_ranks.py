@@ -7,7 +7,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from tests.support import forked_ranks
 from tests.support.forked_commands import Ended, Forge, Run
+from tests.support.random_checkpoint import write_random_checkpoint
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -80,3 +87,79 @@ def assembled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
             assert not values or len(whole.get(name, [])) == begin
             whole[name] = whole.get(name, []) + values
     return whole
+
+
+STEPS = 10
+
+
+@pytest.fixture(name="inputs", scope="module")
+def inputs_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a tiny Llama, and rows of different lengths: ranks have different target counts."""
+    folder = tmp_path_factory.mktemp("inputs")
+    config = LlamaConfig(
+        vocab_size=80,
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+    write_random_checkpoint(folder / "model", config)
+    dropping = LlamaConfig(**{**config.to_dict(), "attention_dropout": 0.1})
+    write_random_checkpoint(folder / "dropping", dropping)
+    rows = [{"input_ids": [(i * j) % 79 for j in range(1, 6 + i % 11)]} for i in range(24)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "held.jsonl").write_text("\n".join(map(json.dumps, rows[:7])))
+    return folder
+
+
+def arguments(
+    inputs: Path, out: Path, *more: object, model: str = "model", steps: int = STEPS
+) -> list[object]:
+    return [
+        "train",
+        "--model",
+        inputs / model,
+        "--data",
+        inputs / "data.jsonl",
+        "--out",
+        out,
+        "--host",
+        "3MiB",
+        "--steps",
+        steps,
+        "--batch",
+        5,
+        "--micro-batch",
+        1,
+        "--seq",
+        16,
+        "--lr",
+        "2e-3",
+        "--weight-decay",
+        "0.1",
+        "--activations",
+        "recompute",
+        *more,
+    ]
+
+
+def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(out / folder / "model.safetensors")
+
+
+def alike(out: Path, other: Path, *, within: float = 2e-6) -> None:
+    """Losses and norms of every step, and the weights at the end."""
+    found, wanted = forked_ranks.rows(out), forked_ranks.rows(other)
+    keys = ("loss", "grad_norm") if "grad_norm" in wanted[0] else ("loss",)
+    for key in keys:
+        values = [row[key] for row in wanted]
+        assert [row[key] for row in found] == pytest.approx(values, rel=10 * within)
+    ours, theirs = weights(out), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=within, atol=within), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 F, U = np.float32, np.uint32
 BLOCK = 32
@@ -112,3 +113,21 @@ class Reference:
                 self.stored[k] = to_bf16(x, up)
             else:
                 self.stored[k], self.scales[k] = to_int8(x, up, signed=self.signed[k])
+
+
+def aligned(count: int, dtype: Any, offset: int = 0) -> np.ndarray:
+    """`count` zeros at an address `offset` bytes past a multiple of 64."""
+    itemsize = np.dtype(dtype).itemsize
+    raw = np.zeros(count * itemsize + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + offset
+    return raw[start : start + count * itemsize].view(dtype)
+
+
+def aligned_copy(values: np.ndarray) -> np.ndarray:
+    out = aligned(values.size, values.dtype)
+    out[:] = values
+    return out
+
+
+def bf16_bits(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()

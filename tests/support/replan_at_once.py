@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lohan.engine import session as replan
+from lohan.engine import replanning as replan
+from lohan.engine.context import PlanContext
+from lohan.engine.session import Session
 from lohan.errors import StoreError
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
+from lohan.planner.planner import Planned, PlanProblem
 
 # A machine that a step could have measured.
 MEASURED = Profile(
@@ -27,12 +30,13 @@ MEASURED = Profile(
 
 
 def always() -> None:
-    made = replan.plan_for_budget
+    made = replan.make_plan
 
-    def other(blocks: Any, options: Any, **given: Any) -> Plan:
-        return made(blocks, replace(options, activations="all"), **given)
+    def other(problem: PlanProblem) -> Planned:
+        options = replace(problem.options, activations="all")
+        return made(replace(problem, options=options))
 
-    replan.plan_for_budget = other  # type: ignore[assignment]
+    replan.make_plan = other
     replan.WORTH = 0.0
 
 
@@ -48,30 +52,17 @@ def with_fixed_measurement() -> None:
             return MEASURED
         return replace(MEASURED, device_bytes=context.device_bytes, h2d=1e9, d2h=1e9)
 
-    replan.PlanContext.measured = fixed  # type: ignore[method-assign]
-
-
-def by_norm() -> None:
-    """By another plan when the last two steps were clipped, and back when they were not."""
-    made = replan.plan_for_budget
-
-    def other(blocks: Any, options: Any, **given: Any) -> Plan:
-        kept = "all" if options.every_clipped else "recompute"
-        return made(blocks, replace(options, activations=kept), **given)
-
-    replan.plan_for_budget = other  # type: ignore[assignment]
-    replan.RECENT, replan.pays = 2, lambda *_: True  # type: ignore[misc]
-    replan.WORTH = 1e9  # no other new plan
+    PlanContext.measured = fixed  # type: ignore[method-assign]
 
 
 def fails() -> None:
     """As `always`, and this process cannot follow the new plan."""
     always()
-    start = replan.Session._start
+    start = Session._start
 
     def started(session: Any, plan: Plan) -> None:
         if session._planless:  # a change of plan, not the start
             raise StoreError("no space left for kept activations")
         start(session, plan)
 
-    replan.Session._start = started  # type: ignore[method-assign]
+    Session._start = started  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
@@ -212,3 +213,31 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     """Bit for bit."""
     assert weights.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+
+
+def deep_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 8}, use_cache=False)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def adapted(base: nn.Module, *, filled: bool = True, **options) -> nn.Module:
+    """LoRA on all linear layers, unless told otherwise; `filled`: away from its zero start."""
+    peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", **options}
+    torch.manual_seed(7)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if filled and parameter.requires_grad and not parameter.is_meta:
+                parameter.add_(0.05 * torch.randn_like(parameter)) if "lora_B" in name else None
+    return model.train()
+
+
+def train(model: nn.Module, data) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses

@@ -58,3 +58,12 @@ def assert_holds(store: Store, generation: int) -> None:
 
 def tree(root: Path) -> list[str]:
     return sorted(str(p.relative_to(root)) for p in root.rglob("*"))
+
+
+WEIGHTS = Region("base", (4 * PAGE, PAGE), fixed=True)
+MIXED = (REGIONS[0], WEIGHTS, *REGIONS[1:])
+
+
+def write_fixed(store: Store) -> None:
+    for chunk, size in enumerate(WEIGHTS.chunks):
+        store.wait(store.write("base", chunk, content("base", chunk, size, 0)))

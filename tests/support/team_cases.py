@@ -37,7 +37,7 @@ def trainers(own_loss: bool = False, **changes: Any) -> None:
     import transformers
 
     import lohan.hf
-    from tests.test_hf import SETTINGS, collate, examples, logged
+    from tests.support.trainer_scripts import SETTINGS, collate, examples, logged
 
     what: dict[str, Any] = {}
     for kind in (transformers.Trainer, lohan.hf.Trainer):
@@ -82,7 +82,7 @@ def trainers_that_evaluate_first() -> None:
     import transformers
 
     import lohan.hf
-    from tests.test_hf import SETTINGS, collate, examples
+    from tests.support.trainer_scripts import SETTINGS, collate, examples
 
     rank = int(os.environ.get("RANK", "0"))
     small_model("llama").save_pretrained(place() / f"model-{rank}")
@@ -111,7 +111,7 @@ def trainers_that_cannot_follow() -> None:
 
     import lohan.hf
     from tests.support import replan_at_once
-    from tests.test_hf import SETTINGS, collate, examples
+    from tests.support.trainer_scripts import SETTINGS, collate, examples
 
     (replan_at_once.always, replan_at_once.fails)[int(os.environ["RANK"])]()
     replan_at_once.with_fixed_measurement()
@@ -131,7 +131,7 @@ def chat_trainers() -> None:
     import trl
 
     import lohan.hf
-    from tests.test_hf_sft import logged, script
+    from tests.support.sft_scripts import logged, script
 
     names = (
         "loss",
@@ -176,7 +176,7 @@ def trainers_with_a_drive() -> None:
     import transformers
 
     import lohan.hf
-    from tests.test_hf import SETTINGS, collate, examples, logged
+    from tests.support.trainer_scripts import SETTINGS, collate, examples, logged
 
     what: dict[str, Any] = {}
     for name, steps in (("whole", [3]), ("parts", [2, 3])):
@@ -223,7 +223,8 @@ def with_own_loss(kind: Any) -> Any:
 
 def preference_trainers() -> None:
     """TRL's trainers of preferences, each process with its share of the batch."""
-    from tests.test_hf_preference import logged, script
+    from tests.support.preference_scripts import script
+    from tests.support.sft_scripts import logged
 
     world, what = int(os.environ.get("WORLD_SIZE", "1")), {}
     for name in ("dpo", "kto", "reward"):

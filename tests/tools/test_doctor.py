@@ -16,8 +16,8 @@ from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
 from lohan.util import system
 from lohan.util.system import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.util.units import GiB
+from tests.support.command_line import snapshot
 from tests.support.memory_engine import MemoryEngine
-from tests.test_cli import lohan, snapshot  # noqa: F401 - a fixture
 
 MEMORY = Path("/dev/shm")
 
@@ -29,7 +29,7 @@ def states(found: list[Finding]) -> dict[str, str]:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_this_machine(lohan, tmp_path):  # noqa: F811
+def test_this_machine(lohan, tmp_path):
     ended = lohan("doctor", "--ssd", tmp_path)
     assert ended.code == 0, ended
     assert "a run can start here" in ended.out
@@ -39,7 +39,7 @@ def test_this_machine(lohan, tmp_path):  # noqa: F811
     assert snapshot(tmp_path) == {}
 
 
-def test_for_programs(lohan, tmp_path):  # noqa: F811
+def test_json_output_names_every_finding(lohan, tmp_path):
     ended = lohan("doctor", "--ssd", tmp_path, "--ssd", tmp_path / "none", "--json")
     assert ended.code == 1
     made = json.loads(ended.out)
@@ -82,7 +82,7 @@ def test_without_io_uring(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "open_engine", refusing)
     found = [f for f in doctor.check_ssd(tmp_path) if "io_uring" in f.text]
     assert [f.state for f in found] == [WARNING]
-    assert "threads take its place" in found[0].text and found[0].advice
+    assert "threads are used instead" in found[0].text and found[0].advice
 
 
 def test_without_direct_io(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_kinds_of_file_systems(kind, state, word, tmp_path, monkeypatch):
     assert found.state == state and word in found.text
 
 
-def test_mounts():
+def test_finds_the_mount_of_a_folder():
     lines = [
         "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw",
         "30 22 0:5 / /data rw - tmpfs tmpfs rw",
@@ -168,7 +168,7 @@ def test_partitions_and_volumes(tmp_path, monkeypatch):
     assert (facts.model, facts.rotating, facts.health) == ("Good Drive 2TB", False, None)
 
 
-def test_health_log():
+def test_reads_the_health_log_of_a_drive():
     log = bytearray(512)
     log[3], log[5] = 97, 12
     log[48:64] = (2_000_000).to_bytes(16, "little")
@@ -176,7 +176,7 @@ def test_health_log():
 
 
 @pytest.mark.parametrize(("used", "state"), [(3, OK), (85, WARNING), (104, PROBLEM)])
-def test_wear(used, state):
+def test_reports_wear_of_a_drive(used, state):
     drive = DriveFacts("nvme0n1", "X", False, Health(used, 10**12))
     found = doctor.drive_finding("/x", drive)
     assert found.state == state and f"{used} % of its endurance" in found.text
@@ -237,7 +237,7 @@ def test_package_versions(version, state, monkeypatch):
     assert torch.state == state
 
 
-def test_description():
+def test_describes_findings_with_their_remedy():
     found = [Finding("a", OK, "fine", "never shown"), Finding("b", PROBLEM, "bad", "mend it")]
     assert not passed(found)
     assert describe(found) == [

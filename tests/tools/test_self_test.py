@@ -6,6 +6,7 @@ The checks themselves run on software CUDA (tests/softcuda/check_commands.py).
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from lohan.planner.presets import gpu_of
 from lohan.tools import gpu_checks, self_test
 from lohan.tools.self_test import Bound, Checked, checked, compared, describe, expected
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
+from tests.support.command_line import refused
 
 CARD = "NVIDIA GeForce RTX 4090"
 SLOT = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
@@ -56,7 +57,7 @@ def test_a_check_that_crashes_hangs_or_exits_hides_nothing(ends, tmp_path):
 # -- expectations ---------------------------------------------------------------------------------
 
 
-def test_what_a_card_should_reach_comes_from_its_preset_and_its_slot():
+def test_expects_rates_of_the_preset_and_the_slot():
     made = expected(CARD, SLOT)
     assert made["matmul"].least == pytest.approx(150e12, rel=0.01)
     assert made["block_forward"].least == pytest.approx(120e12, rel=0.01)
@@ -105,7 +106,7 @@ def here(monkeypatch):
     monkeypatch.setattr(self_test.self_test, "__kwdefaults__", defaults)
 
 
-def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, tmp_path):  # noqa: F811
+def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, tmp_path):
     file = tmp_path / "report.json"
     ended = lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", file)
     assert ended.code == 1 and "torch finds no accelerator" in ended.out, ended
@@ -114,17 +115,18 @@ def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, t
     assert lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", file).code == 1  # its own: replaced
 
 
-def test_options_that_do_not_fit(lohan, tmp_path):  # noqa: F811
+def test_options_that_do_not_fit(lohan, tmp_path):
     refused(lohan("doctor", "--check", "links"), r"--check: belongs to `lohan doctor --gpu`")
     refused(lohan("doctor", "--gpu", "--check", "x"), r"--check x: there is no such check.*links")
     refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")
     foreign = tmp_path / "mine.json"
     foreign.write_text("{}")
-    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left as it is")
+    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left unchanged")
     assert foreign.read_text() == "{}"
 
 
 def test_every_check_says_what_it_is_about():
-    assert len(gpu_checks.CHECKS) == 17
+    page = (Path(__file__).parents[2] / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == list(gpu_checks.CHECKS)
     assert all(check.about and check.deadline_s <= 1800 for check in gpu_checks.CHECKS.values())
     assert Checked("links", "ok").lines(5, "") == ["ok        links"]

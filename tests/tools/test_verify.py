@@ -30,8 +30,8 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
+from tests.support.command_line import refused, snapshot
 from tests.support.random_checkpoint import write_random_checkpoint
-from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {
     "vocab_size": 67,
@@ -82,7 +82,7 @@ def remembered(find):
 
 
 @pytest.fixture
-def verify(lohan, inputs: Path, tmp_path: Path):  # noqa: F811
+def verify(lohan, inputs: Path, tmp_path: Path):
     """Return a function that runs `lohan verify` and returns how it ended and its JSON."""
 
     def run(*more: object, model: Path | None = None, steps: int = 2):
@@ -183,7 +183,7 @@ def test_a_model_without_weights(verify, inputs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_adapters(verify, dtype, tmp_path):
+def test_verifies_adapters_against_peft(verify, dtype, tmp_path):
     """The base stays as it is, the adapters learn as PEFT's would."""
     pytest.importorskip("peft")
     config = tmp_path / "lora.toml"
@@ -244,7 +244,7 @@ def test_dropout_is_off_in_both(verify, inputs, tmp_path_factory):
     assert "attn_pdrop" in made["notes"][0] and "resid_pdrop" in made["notes"][0]
 
 
-def test_for_people(lohan, inputs, tmp_path):  # noqa: F811
+def test_for_people(lohan, inputs, tmp_path):
     (tmp_path / "run.toml").write_text(
         f'model = "{inputs}/model"\ndata = "{inputs}/data.jsonl"\nout = "run"\n'
         '[train]\nbatch = 2\nseq = 16\nlr = 1e-3\n[budget]\nhost = "2MiB"\n'
@@ -376,7 +376,7 @@ def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
 def test_not_even_one_layer_fits(verify, monkeypatch):
     monkeypatch.setattr(whole, "host_memory_bytes", lambda: 1000)
     ended, _ = verify()
-    refused(ended, "one layer needs .* 800 B can be had; lower --batch or --seq")
+    refused(ended, "one layer needs .* 800 B is available; lower --batch or --seq")
 
 
 def test_estimate_of_memory(inputs):
@@ -412,7 +412,7 @@ def difference(distance: float, name: str = "w", count: int = 100) -> Difference
     return Difference(name, distance, distance, update=1.0, size=0.0, count=count)
 
 
-def test_limits():
+def test_compares_differences_with_the_tolerances():
     fp32 = TOLERANCES["fp32"]
     (step,) = judge_weights([[difference(0.9e-3)]], fp32, None)
     assert step[0].passed and step[0].share == pytest.approx(0.9)
@@ -444,7 +444,7 @@ def test_single_weights_that_go_the_other_way():
     assert not step[2].passed
 
 
-def test_what_is_not_a_number_never_passes():
+def test_nan_never_passes():
     nan = float("nan")
     (step,) = judge_weights([[difference(5.0), difference(nan)]], TOLERANCES["fp32"], None)
     assert not step[1].passed and worst(step) is step[1]

@@ -37,7 +37,6 @@ from tests.support.diffusion_folders import (
 )
 from tests.support.recording_display import Watch
 from tests.support.small_models import decay_groups
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 pytest.importorskip("diffusers")
 STEPS, BATCH = 4, 3
@@ -172,7 +171,7 @@ def test_bf16_evaluation_and_the_best(place, tmp_path):
     assert tuned["proj_out.weight"].dtype == torch.bfloat16 and "pos_embed.pos_embed" in tuned
 
 
-def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+def test_the_command_line(lohan, place, tmp_path):
     out, model = tmp_path / "run", place / "dit"
     said = (
         "--model",
@@ -333,7 +332,7 @@ def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
             trainer.train(config, Watch())
 
 
-def test_tables_agree():
+def test_tables_of_tasks_agree():
     assert set(table.TASKS) == set(TASKS)
 
 
@@ -374,7 +373,7 @@ WRONG = {
     "unlike": r"latents is 4 x 16 x 16 of float32, that of .* 4 x 8 x 8 of float32; all examples",
     "not finite": r"holds values that are not finite; write it again",
     "pickle": r"not an array of numpy .*; write it again",
-    "loose": r"loose\.npy: lies in no folder of a class; put every example into a folder",
+    "loose": r"loose\.npy: is not in the folder of a class; put every example into a folder",
     "classes": rf"9: is class 9, the model has {CLASSES} of them",
     "mixed": r"1 image and 7 latents are mixed; give a folder with one kind",
     "images": r"an image, and DiT.* takes latents of 4 channels; give the folder of a pipeline",
@@ -483,7 +482,7 @@ def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
         trainer.train(config, Watch())
 
 
-def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):  # noqa: F811
+def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):
     said = ("--data", place / "dit-data", "--out", tmp_path / "run", "--host", "32MiB")
     for option, message in (
         (("--pack",), "--pack: is for language models"),

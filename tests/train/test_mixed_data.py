@@ -14,7 +14,7 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
 from tests.support.tiny_run import STEPS, result, write_inputs
-from tests.test_data import save_tokenizer
+from tests.support.tokenizer_folders import save_tokenizer
 
 
 def run(inputs: Path, out: Path, *data: str, **train_settings: object) -> Path:

@@ -32,7 +32,6 @@ from tests.support.task_runs import (
     with_peft,
     write_rows,
 )
-from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP, MASK, VOCAB = 257, 258, 259, 260
@@ -159,7 +158,7 @@ PEFT = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_adapters_as_with_peft(name, place, tmp_path, lohan):  # noqa: F811
+def test_adapters_as_with_peft(name, place, tmp_path, lohan):
     """A head of answers or classes learns whole, one of words not; merged, it is a model again."""
     out, kind = tmp_path / "run", type(MODELS[name]())
     run(place, name, out, train__lora=4)
@@ -271,7 +270,7 @@ def test_answers_are_where_they_stand(place, tmp_path):
     assert any("zz[SEP]" in text for text in seen)  # to the end of the context
 
 
-def test_a_folder_of_classes(lohan, place, tmp_path):  # noqa: F811
+def test_a_folder_of_classes(lohan, place, tmp_path):
     """The folders' names are the classes; the same as rows, and plans without data."""
     how = ("--model", place / "image-classification", "--host", "32MiB", "--batch", BATCH)
     plan = lohan("plan", *how)
@@ -289,7 +288,7 @@ def test_a_folder_of_classes(lohan, place, tmp_path):  # noqa: F811
     assert classes[0] == classes[1] == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_plans_without_data(lohan, place):  # noqa: F811
+def test_plans_without_data(lohan, place):
     for name in ("masked", "question-answering"):
         plan = lohan("plan", "--model", place / name, "--host", "32MiB", "--batch", 2, "--seq", 32)
         assert plan.code == 0, plan
@@ -323,7 +322,7 @@ ANSWER = {"question": "a", "context": "bcd"}
         ("image-classification", [{"image": 3, "label": 0}], {}, "image is a number"),
     ],
 )
-def test_what_cannot_be(name, rows, more, message, place, tmp_path):
+def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_path):
     (tmp_path / "0.png").symlink_to(place / "pictures" / "cat" / "0.png")
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):

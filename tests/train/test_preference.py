@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset as Table
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lohan.cli.tools import report as report_command
 from lohan.config import load_config
@@ -25,36 +25,20 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.task import mean_stats
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.support.random_checkpoint import write_random_checkpoint
-from tests.test_data import save_tokenizer
-from tests.ui.test_report import Elements
+from tests.support import HANG_S
+from tests.support.preference_data import (
+    BATCH,
+    PAIRS,
+    RATED,
+    ROWS,
+    STEPS,
+    model_fixture,  # noqa: F401 - fixtures
+    rows_of,
+)
+from tests.support.report_pages import Elements
+from tests.support.tokenizer_folders import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH, ROWS = 20, 2, 40
-PAIRS = [
-    {"prompt": f"ask {i}: ", "chosen": "yes " * (1 + i % 3), "rejected": "no" * (1 + i % 4)}
-    for i in range(ROWS)
-]
-RATED = [
-    {"prompt": f"ask {i}: ", "completion": f"{i % 7} " * (1 + i % 3), "label": i % 3 != 0}
-    for i in range(ROWS)
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("preference") / "model"
-    config = LlamaConfig(
-        vocab_size=264,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    write_random_checkpoint(folder, config)
-    return save_tokenizer(folder)
 
 
 def with_start_token(model: Path, loss: str) -> Path:
@@ -91,10 +75,6 @@ def run(model: Path, out: Path, loss: str, **more: Any) -> list[dict[str, Any]]:
     }
     train(load_config(None, overrides=overrides), Display())
     return rows_of(out)
-
-
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -264,7 +244,8 @@ def test_a_model_with_a_loss_of_its_own_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its forward would ignore the loss it is given, and train on another one."""
-    monkeypatch.setattr("lohan.engine.attach.find_decoder", lambda model: None)
+    for module in ("attach", "workload"):
+        monkeypatch.setattr(f"lohan.engine.{module}.find_decoder", lambda model: None)
     with pytest.raises(ModelError, match="LlamaForCausalLM has a loss of its own"):
         run(model, tmp_path / "run", "dpo")
 
@@ -322,7 +303,7 @@ def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     both = rows_of(tmp_path / "two")

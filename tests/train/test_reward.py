@@ -19,11 +19,16 @@ from lohan.train.preference import Reward
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.train.test_preference import PAIRS, RATED, ROWS, model, rows_of
+from tests.support.preference_data import (
+    PAIRS,
+    RATED,
+    ROWS,
+    model_fixture,  # noqa: F401 - fixtures
+    rows_of,
+)
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 STEPS, BATCH = 5, 4
-assert model  # a fixture
 
 
 def settings(model: Path, out: Path, **more: Any) -> Any:
@@ -170,8 +175,8 @@ def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
     assert sum("eval_loss" in row for row in ours) == 2
 
 
-def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--sample-prompts: a reward model writes nothing"):
+def test_rejects_settings_without_a_meaning_for_rewards(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--sample-prompts: a reward model generates no text"):
         train(settings(model, tmp_path / "a", **{"sample.prompts": "x"}), Display())
     other = tmp_path / "rated.jsonl"
     other.write_text("\n".join(map(json.dumps, RATED)))

@@ -16,9 +16,10 @@ from lohan.train.trainer import resume, train
 from lohan.ui.runs import RunRecord, read_run
 from lohan.ui.view import first_example
 from lohan.util.display import Display
-from tests.train.test_preference import model, rows_of
-
-assert model  # a fixture
+from tests.support.preference_data import (
+    model_fixture,  # noqa: F401 - fixtures
+    rows_of,
+)
 
 
 class Told(Display):

@@ -17,8 +17,7 @@ from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
 from tests.support.recording_display import Watch
 from tests.support.task_runs import STEPS, reference, settings, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
+from tests.support.tokenizer_folders import save_tokenizer
 
 LLAMA = hf.LlamaConfig(
     vocab_size=264,
@@ -91,7 +90,7 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
-def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+def test_the_command_line(lohan, place, tmp_path):
     out = tmp_path / "run"
     said = (
         "train",
@@ -122,11 +121,11 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
         ({"init": "none.json"}, "no such file; give a config.json"),
         ({"tokenizer": "."}, "no tokenizer there"),
         ({"small": True}, "has 260 tokens, vocab_size in .* is 100; raise vocab_size"),
-        ({"train.lora": 4}, "an adapter needs a model that has learnt"),
+        ({"train.lora": 4}, "an adapter needs a trained model"),
         ({"init": None}, "tokenizer: goes with --init"),
     ],
 )
-def test_what_cannot_be(more, message, place, tmp_path):
+def test_rejects_configs_and_settings_that_do_not_match(more, message, place, tmp_path):
     own = tmp_path / "config.json"
     raw = json.loads((place / "config.json").read_text())
     own.write_text(json.dumps({**raw, "vocab_size": 100} if more.pop("small", None) else raw))

@@ -19,8 +19,7 @@ from lohan.ui.runs import read_run
 from lohan.ui.view import first_example
 from tests.support.recording_display import Watch
 from tests.support.task_runs import BATCH, STEPS, reference, settings, train, with_peft, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-from tests.test_data import save_tokenizer
+from tests.support.tokenizer_folders import save_tokenizer
 
 VOCAB = 264
 ENCODER = {
@@ -209,7 +208,7 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     assert rows[-1]["eval_tokens"] == count
 
 
-def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+def test_the_command_line(lohan, place, tmp_path):
     """Without --task it is what the model is made for; plans and exports know it too."""
     out = tmp_path / "run"
     said = (
@@ -256,7 +255,7 @@ def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
         ("t5", PAIRS, {"train__freeze": ["wings"]}, "has no part of that name"),
     ],
 )
-def test_what_cannot_be(name, rows, more, message, place, tmp_path):
+def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):
         trainer.train(settings(place / name, data, tmp_path / "run", **more), Watch())

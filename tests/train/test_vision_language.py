@@ -23,71 +23,17 @@ from lohan.train.inputs import open_inputs
 from lohan.train.language import VisionLanguage
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.support.recording_display import Watch
-from tests.support.task_runs import STEPS, byte_level, reference, settings, train, write_rows
-from tests.test_cli import lohan  # noqa: F401 - a fixture
-
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<pad>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<image>",
-]
-IMAGE, VIDEO, START, END, MARK = range(259, 264)
-TEXT = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from tests.support.task_runs import STEPS, reference, settings, train, write_rows
+from tests.support.vision_folders import (
+    END,
+    IMAGE,
+    START,
+    TEMPLATE,
+    TEXT,
+    VIDEO,
+    save_llava,
+    tokenizer,
 )
-
-
-def tokenizer(template: str) -> Any:
-    inner = byte_level(SPECIAL)
-    made = hf.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<pad>"
-    )
-    made.chat_template = template
-    return made
-
-
-def save_llava(folder: Path) -> None:
-    vision = {
-        "image_size": 16,
-        "patch_size": 8,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-    }
-    hf.LlavaForConditionalGeneration(
-        hf.LlavaConfig(
-            vision_config=hf.CLIPVisionConfig(**vision),
-            text_config=hf.LlamaConfig(**TEXT),
-            image_token_index=MARK,
-            vision_feature_layer=-1,
-        )
-    ).save_pretrained(folder)
-    hf.LlavaProcessor(
-        image_processor=hf.CLIPImageProcessor(
-            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
-        ),
-        tokenizer=tokenizer(TEMPLATE.replace("IMAGE", "<image>")),
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
-    ).save_pretrained(folder)
 
 
 def qwen2(text: dict[str, Any], **tokens: int) -> Any:
@@ -350,7 +296,7 @@ def test_labels_and_places(place, tmp_path):
     ]
 
 
-def test_a_plan_without_data(lohan, place):  # noqa: F811
+def test_a_plan_without_data(lohan, place):
     plan = lohan("plan", "--model", place / "llava", "--host", "32MiB", "--batch", 2, "--seq", 64)
     assert plan.code == 0, plan
 
@@ -380,7 +326,7 @@ def conversation(content: Any, **more: Any) -> list[dict[str, Any]]:
         (conversation("?"), {"train__pack": True}, "--pack: is for causal language models"),
     ],
 )
-def test_what_cannot_be(rows, more, message, place, tmp_path):
+def test_rejects_wrong_rows_and_settings(rows, more, message, place, tmp_path):
     for name in ("0.png", "data.jsonl"):
         (tmp_path / name).symlink_to(place / name)
     data = write_rows(tmp_path / "rows.jsonl", rows)

@@ -24,8 +24,15 @@ from urllib.parse import urlencode
 import pytest
 
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
-from tests.ui.test_report import finished, page  # noqa: F401 - fixtures
+from tests.support.report_pages import (
+    finished_fixture,  # noqa: F401 - fixtures
+    page_fixture,  # noqa: F401 - fixtures
+)
+from tests.support.word_model import (
+    TEXTS,
+    model_fixture,  # noqa: F401 - fixtures
+    write_rows,
+)
 from tests.ui.test_server import EVIL, write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -148,7 +155,7 @@ def window() -> Iterator[Window]:
 
 
 @pytest.fixture(scope="module")
-def root(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def root(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(model, folder / "model")
     write_rows(folder / "data.jsonl", TEXTS)
@@ -288,7 +295,7 @@ def test_plan_is_in_the_address(window: Window, address: str) -> None:
     assert window.errors() == []
 
 
-def test_report_is_one_file(window: Window, page: str, tmp_path: Path) -> None:  # noqa: F811
+def test_report_is_one_file(window: Window, page: str, tmp_path: Path) -> None:
     """It draws every chart, loads nothing, and its timeline answers to buttons and keys."""
     (tmp_path / "report.html").write_text(page)
     window.open((tmp_path / "report.html").as_uri())

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from lohan.cli import main
-from lohan.cli.tools import report as report_command
 from lohan.tools.plan_run import Change
 from lohan.train.run_folder import RunFolder, read_rows, step_rows
 from lohan.ui.report import MODULES, bundle
@@ -20,63 +16,18 @@ from lohan.ui.runs import read_run
 from lohan.ui.traces import timeline
 from lohan.ui.view import MOST_POINTS, Advice, bottleneck, curve, measured_lanes
 from lohan.util.units import format_bytes
-from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
-from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
+from tests.support.command_line import refused
+from tests.support.report_pages import (
+    Elements,
+    finished_fixture,  # noqa: F401 - fixtures
+    page_fixture,  # noqa: F401 - fixtures
+    texts,
+)
+from tests.support.word_model import (
+    model_fixture,  # noqa: F401 - fixtures
+)
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
-
-
-@pytest.fixture(scope="module")
-def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """Run a training with evaluations, samples and a trace."""
-    place = tmp_path_factory.mktemp("report")
-    data = write_rows(place / "data.jsonl", TEXTS)
-    words = [
-        "lohan",
-        "train",
-        "--model",
-        model,
-        "--data",
-        data,
-        "--out",
-        place / "run",
-        "--host",
-        "300KiB",
-        "--steps",
-        8,
-        "--batch",
-        2,
-        "--seq",
-        16,
-        "--lr",
-        "1e-3",
-        "--trace",
-        "--eval-split",
-        0.2,
-        "--eval-every",
-        4,
-        "--sample-prompts",
-        "the cat",
-        "--sample-tokens",
-        3,
-        "--no-export",
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [str(word) for word in words])
-        try:
-            main.main()
-        except SystemExit as end:
-            assert not end.code
-    return place / "run"
-
-
-@pytest.fixture(scope="module")
-def page(finished: Path) -> str:
-    """Its report, made once."""
-    target = finished.parent / "report.html"
-    report_command([finished], target)
-    assert target.stat().st_mode & 0o077 == 0  # readable by the owner only
-    return target.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -87,7 +38,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def report(lohan, tmp_path: Path):  # noqa: F811
+def report(lohan, tmp_path: Path):
     def make(run: Path) -> str:
         ended = lohan("report", run, "-o", tmp_path / "report.html")
         assert ended.code == 0, ended
@@ -95,57 +46,6 @@ def report(lohan, tmp_path: Path):  # noqa: F811
         return (tmp_path / "report.html").read_text(encoding="utf-8")
 
     return make
-
-
-def texts(value: object) -> Iterator[str]:
-    """Yield the texts of a view. The parts of a cell are joined, as on the page."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from texts(inner)
-    elif isinstance(value, list) and any("code" in v for v in value if isinstance(v, dict)):
-        yield "".join(v["code"] if isinstance(v, dict) else str(v) for v in value)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from texts(inner)
-    elif isinstance(value, str):
-        yield value
-
-
-class Elements(HTMLParser):
-    """Tags with attributes, visible text, and the data of the script."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self._inside: list[str] = []
-        self.raw: dict[str, str] = {}
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag in ("script", "style"):
-            self._inside.append(dict(attributes).get("id") or tag)
-
-    def handle_endtag(self, tag):
-        if tag in ("script", "style"):
-            self._inside.pop()
-
-    def handle_data(self, data):
-        if self._inside:
-            self.raw[self._inside[-1]] = self.raw.get(self._inside[-1], "") + data
-        else:
-            self.text += data
-
-    @property
-    def data(self) -> dict:
-        """The view of the first run."""
-        return json.loads(self.raw["data"])["runs"][0]
-
-    @property
-    def shown(self) -> str:
-        """All texts of the first run, a cell or a line each."""
-        return "\n".join(texts(self.data))
 
 
 # -- what it holds --------------------------------------------------------------------------------
@@ -219,7 +119,7 @@ def test_memory_is_the_ledger(page, finished):
     assert memory["budget"] == 300 * 1024 >= sum(host.values())
 
 
-def test_several_runs_are_in_one_file(lohan, finished, run, tmp_path):  # noqa: F811
+def test_several_runs_are_in_one_file(lohan, finished, run, tmp_path):
     ended = lohan("report", finished, run, "-o", tmp_path / "both.html")
     assert ended.code == 0, ended
     views = json.loads(Elements((tmp_path / "both.html").read_text()).raw["data"])["runs"]
@@ -271,14 +171,14 @@ def test_advice_comes_from_the_planner(report, run):
 def test_a_run_from_before_the_journal(report, run):
     (run / "journal.jsonl").unlink()
     page = Elements(report(run))
-    assert "What would help is not known" in page.shown and "No prediction" in page.shown
+    assert "No advice is available" in page.shown and "No prediction" in page.shown
     assert page.data["charts"]["loss"][0]["y"]
 
 
 def test_a_model_that_is_gone(report, run):
     text = (run / "run.toml").read_text()
     (run / "run.toml").write_text(re.sub(r'model = ".*"', 'model = "/no/such/model"', text))
-    assert "What would help is not known: /no/such/model" in Elements(report(run)).shown
+    assert "No advice is available: /no/such/model" in Elements(report(run)).shown
 
 
 # -- what it must not hold ------------------------------------------------------------------------
@@ -323,21 +223,21 @@ def test_everything_is_escaped(report, run, tmp_path):
 # -- mistakes -------------------------------------------------------------------------------------
 
 
-def test_not_a_run(lohan, tmp_path):  # noqa: F811
+def test_not_a_run(lohan, tmp_path):
     refused(lohan("report", tmp_path), "is not a run folder")
 
 
-def test_a_run_without_steps(lohan, run):  # noqa: F811
+def test_a_run_without_steps(lohan, run):
     (run / "metrics.jsonl").unlink()
     refused(lohan("report", run), r"no step is in its log yet")
 
 
-def test_a_broken_trace(lohan, run):  # noqa: F811
+def test_a_broken_trace(lohan, run):
     (run / "trace.json").write_text("{")
     refused(lohan("report", run), r"trace\.json: cannot be read as a trace", "--trace")
 
 
-def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):  # noqa: F811
+def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):
     refused(lohan("report", finished, "-o", tmp_path / "no" / "x.html"), "choose another -o")
 
 

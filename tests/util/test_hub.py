@@ -121,7 +121,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         server.shutdown()
 
 
-def test_what_is_not_cached_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with hub(monkeypatch) as fetched:
         given = {"model": Path("org/name"), "data": ["d"], "out": "o"}
         made = load_config(None, overrides=given).model  # as `lohan plan` does: nothing is fetched
@@ -135,9 +135,12 @@ def test_what_is_not_cached_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert not fetched
 
 
-def test_what_cannot_be_fetched_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_the_reason_of_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a name that is not there does, or one whose terms must be accepted first."""
-    with hub(monkeypatch), pytest.raises(ModelError, match=r"cannot be had .*\(\w+Error: .+\)"):
+    with (
+        hub(monkeypatch),
+        pytest.raises(ModelError, match=r"cannot be downloaded .*\(\w+Error: .+\)"),
+    ):
         fetch_model(None, {"model": Path("org/misspelt")})
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

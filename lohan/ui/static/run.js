@@ -144,8 +144,8 @@ export function runPage() {
     if (!has("resident", views)) return null;
     const planned = views.length === 1 && views[0].memory.owners.length;
     return card("Memory",
-      note("What the plan gives to whom in host memory, and what was resident: Python, torch and "
-        + "transformers come on top of the plan."),
+      note("Planned host memory by owner, and resident memory. Python, torch and transformers are "
+        + "not part of the plan."),
       h("div", { class: "pair" }, planned ? figure("memory", views) : null,
         figure("resident", views)),
       planned ? h("details", {}, h("summary", {}, "Ledger"),

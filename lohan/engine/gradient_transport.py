@@ -1,0 +1,296 @@
+"""Gradients on their way to an update: off a device, held in host memory, or spilled to SSD."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lohan.device.base import Device, Event
+from lohan.engine.buffers import HostPool
+from lohan.engine.step import Steps
+from lohan.model.layout import FlatGroup
+from lohan.model.state import FLOAT, chunks, gradient_key
+from lohan.store.io_engine import Buffer
+from lohan.store.store import Store, Ticket
+from lohan.util.units import PAGE, align_up
+
+GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
+
+
+DOUBLE = 8  # bytes
+
+
+@dataclass
+class PendingGradients:
+    """Gradients of groups whose last use is over, until their updates are done and accepted."""
+
+    steps: Steps
+    on_host: dict[int, GroupGrads] = field(default_factory=dict)
+    on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
+    # Sums of the squares of those, where the device makes them.
+    squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
+    offload: GradientOffload | None = None  # of a device with its own memory
+    # Protects what a step keeps, which the caller and lanes change.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self, number: int) -> None:
+        """Free the gradients of a group that were used, unless the step keeps them."""
+        with self.lock:
+            step = self.steps.current
+            if step.keeps_gradients:
+                step.used.append(number)
+                return
+        self.on_host.pop(number, None)
+        if self.offload is not None:
+            self.offload.release(number)
+
+    def accept(self) -> None:
+        """Free the kept gradients that were used; the others are freed when they are used."""
+        with self.lock:
+            step = self.steps.current
+            step.keeps_gradients = False
+        for number in step.used:
+            self.release(number)
+
+    def clear(self) -> None:
+        """Discard all gradients that were handed over."""
+        self.steps.current.keeps_gradients = False
+        self.on_host.clear()
+        self.on_device.clear()
+        self.squares_on_device.clear()
+        self.squares = {}  # updates that are queued may still look at those of the step before
+        if self.offload is not None:
+            self.offload.clear()
+
+
+class OffloadedGradients(Mapping[int, torch.Tensor]):
+    """Gradients in host memory that a copy from the device fills.
+
+    A reader waits for the copy: a lane or, for the norm at the end of backward, the caller.
+    `squares` is the sum of their squares, computed on the device and copied with them.
+    """
+
+    def __init__(
+        self, grads: GroupGrads, event: Event, squares: torch.Tensor | None = None
+    ) -> None:
+        self._grads, self.event, self._squares, self._here = grads, event, squares, False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.wait()
+        return self._grads[index]
+
+    def wait(self) -> None:
+        if not self._here:
+            self.event.synchronize()
+            self._here = True
+
+    def sum_of_squares(self) -> float | None:
+        """Return the sum of squares in double precision, in a fixed order.
+
+        The result is the same on every lane and in every mode. If a device has already
+        computed it, its result is returned, so that no lane reads the gradients for it.
+        """
+        if self._squares is None:
+            return None
+        self.wait()
+        return float(self._squares)
+
+    def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Where they will be; what a lane reads there must come after the event."""
+        return self._grads.items()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._grads)
+
+    def __len__(self) -> int:
+        return len(self._grads)
+
+
+class GradientOffload:
+    """Copies gradients from the device into reusable buffers in host memory.
+
+    `limit` is the number of bytes that the buffers may take before unused ones are freed for
+    new ones. `groups` is the number of groups that come with the sum of their squares.
+    """
+
+    def __init__(self, device: Device, limit: int, *, groups: int = 0) -> None:
+        self._device, self._limit = device, limit
+        memory = device.host_memory(max(1, groups) * DOUBLE)
+        self._squares = torch.from_numpy(memory).view(torch.float64)
+        self._resting: list[torch.Tensor] = []
+        self._used: dict[int, torch.Tensor] = {}  # by number of group
+        self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
+        self.aside: dict[
+            int, OffloadedGradients
+        ] = {}  # what waits for a block that adds to it, by group
+
+    def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
+        """Sum the squares of a group's gradients on the device, after the work that computes them.
+
+        Returns None if there are no gradients, or if the host must compute the sum.
+        """
+        return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
+
+    def offload_async(
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
+        squares: torch.Tensor | None = None,
+    ) -> OffloadedGradients:
+        """Copy gradients to the host when compute has produced them, without blocking.
+
+        The gradients copied earlier for this group must have been used.
+        """
+        width = max((grad.itemsize for grad in grads.values()), default=0)
+        if number not in self._own:
+            self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
+        there = self._placed(self._own[number], group, grads, width)
+        pairs, summed = self._pairs(number, there, grads, squares)
+        event = self._device.copy("d2h", pairs, after=self._device.mark())
+        self._device.record_stream("d2h", [source for _, source in pairs])
+        return OffloadedGradients(there, event, summed)
+
+    def _pairs(
+        self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+        """Return the targets and sources of the copies, and where the sum of squares will be."""
+        pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
+        if squares is None:
+            return pairs, None
+        summed = self._squares[number : number + 1]
+        return [*pairs, (summed, squares)], summed
+
+    def set_aside(self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor]) -> None:
+        """Gradients to which another block of this backward adds wait in host memory, in fp32."""
+        if grads:
+            wide = {index: grad.float() for index, grad in grads.items()}
+            self.aside[number] = self.offload_async(number, group, wide)
+
+    def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
+        """Return the gradients that were set aside, copied back to the device.
+
+        Sums then continue in the order of the blocks. Compute waits for the copy, the
+        caller does not.
+        """
+        if number not in self.aside:
+            return {}
+        aside = self.aside.pop(number)
+        made, pairs = {}, []
+        for index, own in aside.destinations():
+            flat = self._device.allocate(own.numel() * FLOAT)
+            made[index] = flat.view(torch.float32).view(own.shape)
+            pairs.append((made[index], own))
+        self._device.wait(self._device.copy("slices", pairs, after=aside.event))
+        return made
+
+    def offload(
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
+        squares: torch.Tensor | None = None,
+    ) -> OffloadedGradients:
+        """Copy a group's gradients to the host, and wait for the copy."""
+        width = max((grad.itemsize for grad in grads.values()), default=0)
+        there = self._placed(self._take(number, group.numel * width), group, grads, width)
+        pairs, summed = self._pairs(number, there, grads, squares)
+        made = OffloadedGradients(there, self._device.copy("d2h", pairs), summed)
+        made.wait()
+        return made
+
+    @staticmethod
+    def _placed(
+        flat: torch.Tensor, group: FlatGroup, grads: Mapping[int, torch.Tensor], width: int
+    ) -> dict[int, torch.Tensor]:
+        """Return a view of the buffer for each gradient, with `width` bytes per element."""
+        made = {}
+        for index, grad in grads.items():
+            start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
+            made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
+        return made
+
+    def _take(self, number: int, size: int) -> torch.Tensor:
+        self.release(number)
+        fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
+        if fitting:
+            best = min(fitting, key=lambda i: len(self._resting[i]))
+            self._used[number] = self._resting.pop(best)
+        else:
+            there = sum(map(len, (*self._resting, *self._used.values())))
+            if there + size > self._limit:
+                self._resting.clear()
+            self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
+        return self._used[number]
+
+    def release(self, number: int) -> None:
+        """Frees the buffers of a group's gradients."""
+        buffer = self._used.pop(number, None)
+        if buffer is not None:
+            self._resting.append(buffer)
+
+    def clear(self) -> None:
+        self.aside.clear()
+        for number in list(self._used):
+            self.release(number)
+
+
+class GradientSpill:
+    """Held gradients on SSD, and the staging buffers that they pass through.
+
+    They are written chunk by chunk during backward, and read before their update.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        pool: HostPool,
+        groups: Sequence[FlatGroup],
+        *,
+        buffers: int,
+        chunk_params: int,
+    ) -> None:
+        self._store, self._groups = store, groups
+        self._chunks = [chunks(group, chunk_params) for group in groups]
+        largest = min(chunk_params, max(group.numel for group in groups))
+        self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
+        self._spilled: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
+
+    def write(
+        self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
+    ) -> Ticket:
+        """Packs one chunk of a group's gradients, as wide as they are, and submits its write."""
+        dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._spilled[number] = (dtype, frozenset(grads))
+        cut = self._chunks[number][chunk]
+        flat = self._buffers[buffer].tensor(dtype)
+        for own_range in cut.ranges:
+            grad = grads.get(own_range.tensor)
+            if grad is not None:
+                part = grad.view(-1)[own_range.start : own_range.stop]
+                flat[own_range.at : own_range.at + len(part)] = part
+        data = self._bytes_of(number, chunk, buffer)
+        return self._store.write(gradient_key(self._groups[number]), chunk, data)
+
+    def read(self, number: int, chunk: int, buffer: int) -> Ticket:
+        data = self._bytes_of(number, chunk, buffer)
+        return self._store.read(gradient_key(self._groups[number]), chunk, data)
+
+    def grad(
+        self, number: int, buffer: int, tensor: int, at: int, count: int
+    ) -> torch.Tensor | None:
+        """Return a range of a fetched chunk, or None if the tensor had no gradient."""
+        dtype, present = self._spilled[number]
+        return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
+
+    def _bytes_of(self, number: int, chunk: int, buffer: int) -> Buffer:
+        cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
+        size = (cut.stop - cut.start) * dtype.itemsize
+        return self._buffers[buffer].bytes[: align_up(size, PAGE)]

@@ -1,0 +1,139 @@
+"""The settings of `attach` besides model, optimizer and batch: a budget and three policies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from lohan.capture.blocks import default_decay
+from lohan.device.choose import Backend
+from lohan.errors import BudgetError, ConfigError
+from lohan.model.machine import Profile
+from lohan.model.plan import Kept
+from lohan.store.io_engine import IOEngine
+from lohan.util.system import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
+from lohan.util.units import AUTO, format_bytes, parse_bytes
+
+STORE_FOLDER = "lohan-store"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits of memory and the directories of the state.
+
+    `host` bounds what LoHan holds in main memory beyond Python and torch themselves. None means
+    four fifths of the free memory. Several ranks on a machine share it. `device` bounds the
+    memory of an accelerator in the same way. `ssd` names the directories over which the state
+    is spread. `commit_every` is "step", a number of steps, a time such as "10min", or "auto".
+    """
+
+    ssd: Sequence[str | os.PathLike[str]]
+    host: str | int | None = None
+    device: str | int | None = None
+    commit_every: str | int = AUTO
+
+    def host_bytes(self, ranks: int = 1) -> int:
+        """Of each of so many ranks on this machine."""
+        if self.host is None:
+            return host_memory_bytes() * 4 // 5 // ranks
+        given, there = parse_bytes(self.host, name="host"), total_memory_bytes()
+        there = min(there, cgroup_memory_limit() or there)
+        if given > there:
+            raise BudgetError(
+                f"host is {format_bytes(given)}, this machine has {format_bytes(there)} of memory; "
+                "lower --host, or leave it out for four fifths of what is free"
+            )
+        return given // ranks
+
+    def device_bytes(self) -> int | None:
+        return None if self.device is None else parse_bytes(self.device, name="device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPolicy:
+    """What leaves memory, and what overlaps with compute.
+
+    These settings change the speed only, except for the rounding of other micro-batches and of
+    `tiles`.
+
+    `tiles` is the number of tokens that the parts of a block that do not mix tokens process at
+    a time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster
+    with them. `activations` selects what blocks keep for backward: "holistic" (what pays on a
+    machine with this `profile`), "recompute" (only the inputs), "all", exact classes, or the
+    choice of another policy ("static", "capuchin", "checkmate", "g10"). `run_again` states that
+    the loop checks `session.must_run_again` after every backward and, if it is True, runs the
+    same batch again from the random state before it. Updates then need not wait for the norm
+    even if memory cannot hold all gradients.
+    """
+
+    activations: str | Kept = "holistic"
+    update_mode: str = "balanced"
+    overlap: bool = True
+    micro_batch: int | None = None
+    tiles: int | str = "auto"
+    profile: Profile | None = None
+    run_again: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPolicy:
+    """How the model is divided into blocks, and how it computes.
+
+    `blocks` names the lists of repeated blocks to use; by default all lists are used.
+    `resident` names modules to keep in memory because the model reads their weights outside a
+    call; with an example batch, such modules are detected. `dtype` is the type in which weights
+    compute, if it differs from their own; the master weights keep the precision of the model.
+    `base` packs the frozen weights of linear layers in blocks ("nf4", "int8" or "fp8"), on SSD
+    and in memory; calls dequantise them. `compile` compiles the blocks with torch, on
+    accelerators only; a name or a function is the backend of torch.compile. With
+    `deterministic`, runs on an accelerator repeat bit for bit: torch uses kernels with a fixed
+    order of sums, and raises an error if it has none. `decay` selects by name the parameters
+    that decay. `check` compares the first call of each block with a plain call of the same
+    module, if memory permits, and refuses a block that differs; None does so for models that
+    docs/models.md does not list.
+    """
+
+    blocks: Sequence[str] = ()
+    resident: Sequence[str] = ()
+    dtype: str | None = None
+    base: str = ""
+    compile: bool | Backend = False
+    deterministic: bool = False
+    decay: Callable[[str, nn.Parameter], bool] = default_decay
+    check: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorePolicy:
+    """The store, which is the folder `store_name` in each directory of the budget.
+
+    `resume` opens an existing store. `meta` is written into every manifest of a new one.
+    """
+
+    store_name: str = STORE_FOLDER
+    resume: bool = False
+    engine: str | IOEngine = "auto"
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+
+def with_keywords(
+    offload: OffloadPolicy, model: ModelPolicy, store: StorePolicy, keywords: Mapping[str, Any]
+) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
+    """Return the policies, with the fields that were given as keywords of `attach` itself."""
+    made: list[Any] = []
+    left = dict(keywords)
+    for policy in (offload, model, store):
+        own = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
+        made.append(replace(policy, **own))
+    if left:
+        name = next(iter(left))
+        known = [f.name for policy in (offload, model, store) for f in fields(policy)]
+        near = get_close_matches(name, known, n=1) or [", ".join(known)]
+        raise ConfigError(f"attach has no keyword {name!r}; it takes {near[0]}")
+    return made[0], made[1], made[2]

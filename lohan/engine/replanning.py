@@ -1,0 +1,200 @@
+"""Replanning: a run measures its steps and plans again if a lane or memory is not as planned.
+
+Only the plan changes. Micro-batch, head slices and chunks stay as they are, so the results are the
+same, bit for bit, whenever a run replans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import BudgetError, LohanError
+from lohan.model.machine import Profile
+from lohan.model.plan import CACHED_STATE, Plan
+from lohan.planner.forecast import (
+    Forecast,
+)
+from lohan.planner.memory import KEPT
+from lohan.planner.planner import WORTH, make_plan
+from lohan.util.trace import Span, busy_s
+from lohan.util.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from lohan.engine.session import Session
+
+
+FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a known order
+
+
+TOLERANCE = 0.2  # between predicted and measured seconds of a lane
+
+
+LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
+
+
+MOST_PLANS = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """After a step: why, the plan to follow, if any, and its gain in words."""
+
+    why: str | None = None
+    plan: Plan | None = None
+    faster: str = ""
+
+    def to_json(self) -> list[Any]:
+        return [self.why, None if self.plan is None else self.plan.to_json(), self.faster]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Decision:
+        why, plan, faster = data
+        return cls(why, None if plan is None else Plan.from_json(plan), faster)
+
+
+class Replanner:
+    """Compares an early step of each plan with its forecast, and changes the plan if that pays.
+
+    The step is the third or, if not every step commits, the fourth. The plan changes at most
+    twice. With several ranks, all of them call this after the same steps; the first measures,
+    plans and decides.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._since = 0  # steps with the current plan
+        self._plans = 1
+        context = session.context
+        chosen = context.options.activations != "holistic"  # by the user
+        able = context.workload is not None and session.plan.overlap
+        self._done = chosen or context.plan_is_given or not able
+        self._last_s = time.perf_counter()  # of `after_own_step`
+        # The forecast of the plan, or None. Only the first rank has it, if it knows the machine.
+        self._promised: Forecast | None = None
+        if context.profile is not None and not self._done and session.process_group.ranks.first:
+            self._promised = context.forecast(context.profile, session.plan)
+
+    def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
+        """Describe what was measured and changed, or return None."""
+        self._since += 1
+        # The first two steps of a plan are committed in any case; some of the second's writes come
+        # in the third, which is no step between two commits then.
+        first_look = FIRST_LOOK + (not self._session.plan.commit.every_step)
+        if self._done or self._since != first_look:
+            return None
+        found = self._decided(partial(self._look, spans, step_s=step_s))
+        self._done = True  # unless another plan is followed
+        if found.plan is None:
+            return found.why
+        said, followed = self._follow(found.plan, found.faster)
+        if followed:
+            self._done, self._since = False, 0
+            self._plans += 1
+        return f"{found.why}; {said}"
+
+    def after_own_step(self) -> str | None:
+        """As `after_step`, of what happened since the last call."""
+        then_s, self._last_s = self._last_s, time.perf_counter()
+        spans = self._session.executor.trace.take_step()
+        return self.after_step(spans, step_s=self._last_s - then_s)
+
+    def _look(self, spans: list[Span], *, step_s: float) -> Decision:
+        """Measure the machine by one step, and return a better plan with its forecast, if any.
+
+        Compute before the last forward and after the start of a call without gradients is
+        ignored: it was an evaluation, a run of the step that did not count, or a call whose
+        gradients are accumulated.
+        """
+        executor = self._session.executor
+        began_s, stop_s = executor.forward_began_s, executor.inference_began_s
+        spans = [s for s in spans if s.lane != "compute" or began_s <= s.start_s < stop_s]
+        why = "measured the first steps"
+        stays = Decision()
+        if self._promised is not None:
+            measured = busy_s(spans, float("-inf"), float("inf"))
+            why = surprises(self._promised.busy_s, measured, step_s=step_s)
+            stays = Decision(why=f"{why}; the plan stays as it is" if why else None)
+        context, plan = self._session.context, self._session.plan
+        found = context.measured(spans, plan) if why else None
+        if found is None or self._plans >= MOST_PLANS:
+            return stays
+        other = self._better(found)
+        if other is None:
+            return stays
+        now, then = (context.forecast(found, each) for each in (plan, other))
+        if now.step_s < WORTH * then.step_s or other == plan:
+            return stays
+        self._promised = then
+        return Decision(why, other, _faster(now, then))
+
+    def _decided(self, decide: Callable[[], Decision]) -> Decision:
+        """Return the decision of the first rank."""
+        group = self._session.process_group
+        try:
+            return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
+        except BaseException:
+            group.abort()  # Note [an error on one rank]: others may wait in the collective
+            raise
+
+    def _follow(self, plan: Plan, faster: str) -> tuple[str, bool]:
+        """Goes on by a plan; what it says, and whether it could."""
+        old = self._session.plan
+        try:
+            self._session.follow(plan)
+        except LohanError as error:
+            if self._session.planless:
+                raise
+            return f"a new plan could not be followed, the old one goes on: {error}", False
+        return f"a new plan should make steps {faster}: {_difference(old, plan)}", True
+
+    def _better(self, measured: Profile) -> Plan | None:
+        context, plan = self._session.context, self._session.plan
+        options = replace(context.options.fixed_by(plan), world=plan.world)
+        try:
+            return make_plan(context.problem(options, profile=measured)).plan
+        except BudgetError:
+            return None
+
+
+def _faster(now: Forecast, then: Forecast) -> str:
+    return f"{now.step_s / then.step_s:.2f}x as fast"
+
+
+def surprises(
+    predicted: Mapping[str, float], measured: Mapping[str, float], *, step_s: float
+) -> str:
+    """Describe the lanes that were busy for much longer or shorter than predicted.
+
+    A lane with little work is ignored.
+    """
+    lanes = [
+        lane
+        for lane, seconds in predicted.items()
+        if abs(measured[lane] - seconds) > TOLERANCE * seconds
+        and max(measured[lane], seconds) > LEAST_SHARE * step_s
+    ]
+    return "; ".join(
+        f"{lane} was busy for {measured[lane]:.3g} s of a step, "
+        f"{predicted[lane]:.3g} s were predicted"
+        for lane in lanes
+    )
+
+
+def _difference(old: Plan, new: Plan) -> str:
+    parts = []
+    kept = {plan: plan.owner_bytes(KEPT) for plan in (old, new)}
+    if kept[old] != kept[new]:
+        parts.append(f"{format_bytes(kept[new])} of activations kept instead of recomputed")
+    if len(old.spilled_sites) != len(new.spilled_sites):
+        parts.append(f"those of {counted(len(new.spilled_sites), 'block')} on SSD")
+    if len(old.deferred) != len(new.deferred):
+        groups = counted(len(new.deferred), "group") if new.deferred else "no group"
+        parts.append(f"{groups} updated in the next forward")
+    cached = new.owner_bytes(CACHED_STATE)
+    if cached != old.owner_bytes(CACHED_STATE):
+        parts.append(f"{format_bytes(cached)} of optimizer state in memory")
+    return ", ".join(parts) or "other buffers"

@@ -1,0 +1,40 @@
+"""How the host memory is used that buffers and activations leave free.
+
+The closed form and the fill of a plan both follow this module, so that they agree. A further use of
+host memory is added to `Use`, priced in `closed_form.traffic_of`, and placed by `GreedyFill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Use(Enum):
+    """A use of free host memory. The order is that of value: the first use is filled first.
+
+    A waiting gradient in memory saves a write and a read of SSD in every step. Weights precede
+    optimizer state, because every cached byte of weights saves two reads per step.
+    """
+
+    GRADIENTS = "waiting gradients"
+    WEIGHTS = "cached weights"
+    STATE = "cached optimizer state"
+
+
+@dataclass(frozen=True)
+class FillOrder:
+    """What the search varies about the use of free host memory."""
+
+    spill_all: bool = False  # All held gradients go to SSD, even if memory has room for them.
+    whole_groups: bool = False  # Weights and state of whole groups come before other weights.
+
+
+def share_out(free: float, wanted: Mapping[Use, float]) -> dict[Use, float]:
+    """Return the bytes that each use gets of the `free` ones, in the order of `Use`."""
+    shares: dict[Use, float] = {}
+    for use in Use:
+        shares[use] = min(max(0.0, free), wanted.get(use, 0.0))
+        free -= shares[use]
+    return shares

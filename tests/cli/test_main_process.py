@@ -1,0 +1,138 @@
+"""The command line as a process: Ctrl-C at any time, and output that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lohan import __version__
+from lohan.cli import main
+from lohan.store.extents import Region
+from lohan.store.io_engine import aligned_buffer
+from lohan.store.store import Store
+from lohan.train.run_folder import RunFolder, step_rows
+from tests.support import HANG_S
+from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
+from tests.support.interrupts import send_while_held
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ("plan", "--model", "llama-3-8b", "--machine", "rtx4090")
+GIVEN_UP = "lohan: interrupted; all committed steps are on disk\n"
+
+
+def process(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANG_S,
+        **options,
+    )
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["here", "callback", "swallowed"])
+@pytest.mark.parametrize("name", ["lohan.cli.main", "typer", "lohan.train.trainer", "torch"])
+def test_ctrl_c_while_it_starts(name, where, tmp_path):
+    """One line, whichever module is just being imported."""
+    script = ROOT / "tests" / "support" / "interrupts.py"
+    given = [option for key in ("model", "data", "out") for option in (f"--{key}", tmp_path / key)]
+    ended = process(script, where, name, "train", *given, stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (130, GIVEN_UP)
+    assert ended.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_an_error_that_a_ctrl_c_explains(monkeypatch, tmp_path, capsys):
+    """Libraries make errors of it, and LoHan a message of those."""
+    monkeypatch.setattr(sys, "argv", ["lohan", "resume", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        main.main(stopped=lambda: True)
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
+    """What has no steps says nothing of them; of several ranks the first speaks."""
+    script = ROOT / "tests" / "support" / "interrupts.py"
+    ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
+    assert (ended.returncode, ended.stderr) == (130, "lohan: interrupted\n")
+    monkeypatch.setenv("RANK", "1")
+    ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):
+    out = tmp_path / "run"
+    given = arguments(model, data, out, "--steps", 5)
+    ended = forge.run(*given, before="interrupts:twice_in_a_step")
+    assert (ended.code, ended.err) == (130, GIVEN_UP)
+    ended = forge.run("resume", out)
+    assert ended.code == 0, ended.err
+    assert [row["step"] for row in step_rows(RunFolder(out))] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 3), (2, 2)])
+def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):
+    """The first Ctrl-C finishes the step, the second discards it.
+
+    tests/softcuda/check_commands.py tests this on an accelerator, where a device thread runs
+    backward.
+    """
+    out, more = tmp_path / "run", ["--device", "emulated", "--device-memory", "64MiB"]
+    given = arguments(model, data, out, *more, "--steps", 5, "--commit-every", "step")
+    run = forge.start(*given, before="interrupts:hold_backward", env={"HOLD": str(tmp_path)})
+    send_while_held(run.pid, tmp_path, count)
+    ended = run.wait()
+    assert ended.code == 130
+    assert ended.err.endswith(GIVEN_UP) if count == 2 else "after step 3 of 5" in ended.out, ended
+    ended = forge.run("resume", out)
+    assert ended.code == 0 and f"resuming after step {steps} of 5" in ended.out, ended
+    assert [row["step"] for row in step_rows(RunFolder(out))] == [1, 2, 3, 4, 5]
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unread():
+    """Yield the write end of a pipe that nobody reads."""
+    end, ours = os.pipe()
+    os.close(end)
+    yield ours
+    os.close(ours)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("presets",), PLAN])
+def test_output_that_nobody_reads(words, unread):
+    ended = process("-m", "lohan", *words, stdout=unread)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_stores_that_nobody_reads_about(unread, tmp_path):
+    with Store.create([tmp_path / "store"], [Region("w", (4096,))]) as store:
+        store.wait(store.write("w", 0, aligned_buffer(4096)))
+        store.commit({})
+    ended = process("-m", "lohan", "store", "ls", tmp_path, stdout=unread)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_the_first_line_alone():
+    """As in `lohan plan ... | head -1`: it may or may not have written all of it by then."""
+    command = f"'{sys.executable}' -m lohan {' '.join(PLAN)} | head -1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert ended.stderr == "" and ended.stdout.startswith("llama-3-8b on rtx4090")
+    assert ended.stdout.count("\n") == 1
+
+
+def test_the_version():
+    ended = process("-m", "lohan", "--version", stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout) == (0, f"lohan {__version__}\n")

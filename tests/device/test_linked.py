@@ -1,0 +1,31 @@
+"""The cpu as a device with a memory of its own, for ranks: the bits of the cpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lohan.device.base import LinkedCpuDevice
+from lohan.util.units import MiB
+from tests.support.delayed_runs import Tuning
+from tests.support.overlap_cases import CLIP, Case, check
+
+TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "clip"),
+    [("several", "balanced", 0.0), ("tied", "optimized", CLIP), ("several", "serial", 0.0)],
+)
+def test_equals_the_cpu_bit_for_bit(kind, mode, clip, tmp_path):
+    """With lanes late at random, as on any device."""
+    device = LinkedCpuDevice(64 * MiB)
+    case = Case(kind=kind, clip=clip, micro_batch=1, dropout=0.2)
+    check(case, tmp_path, TINY, mode=mode, seed=4, device=device)
+
+
+def test_copies_are_done_when_they_return():
+    device = LinkedCpuDevice(MiB)
+    slot, given = device.allocate(16), torch.arange(16, dtype=torch.uint8)
+    device.copy("h2d", [(slot, given)], after=device.mark()).synchronize()
+    assert torch.equal(slot, given) and device.memory_bytes() == MiB

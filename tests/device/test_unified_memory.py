@@ -1,0 +1,167 @@
+"""A GPU that computes in host memory: one budget, no copies, one set of weight slots."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lohan.config import UPDATE_MODES
+from lohan.device.base import CpuDevice, Event
+from lohan.device.choose import open_device
+from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
+from lohan.engine.attach import machine_with
+from lohan.engine.lanes import Lanes
+from lohan.errors import ConfigError
+from lohan.model.machine import Profile
+from lohan.model.plan import PlanOptions
+from lohan.planner import presets
+from lohan.planner.forecast import on_machine
+from lohan.planner.machine_plan import PlanRequest, faster_drives, plan_for_machine
+from lohan.planner.memory import CARD_OWNERS
+from lohan.util.units import MiB
+from tests.support.delayed_runs import Tuning, data, memory_engine, net
+from tests.support.overlap_cases import CLIP, KINDS, Case, check
+from tests.support.setting_grids import pairwise
+from tests.support.small_models import attached
+
+SPARK = presets.machine("dgx-spark")
+GB = 10**9
+
+
+def request(machine: Profile = SPARK, host: int = 32 * GB) -> PlanRequest:
+    return PlanRequest(
+        model=presets.model("gpt-6b"),
+        machine=machine,
+        options=PlanOptions(dtype="bf16"),
+        batch=8,
+        seq=1024,
+        host=host,
+    )
+
+
+# -- planning --------------------------------------------------------------------------------------
+
+
+def test_plans_with_one_budget_and_no_copies():
+    made = plan_for_machine(request())
+    assert made.plan.tier_bytes("device") == 0 and made.plan.device_slots == 0
+    assert made.plan.tier_bytes("host") <= 32 * GB
+    lanes = {action.lane for phase in made.phases.values() for action in phase}
+    assert not lanes & {"h2d", "d2h"}
+
+
+def test_counts_overhead_of_the_gpu_in_host_memory():
+    made = plan_for_machine(request())
+    owners = {entry.owner: entry.bytes for entry in made.plan.ledger if entry.tier == "host"}
+    assert all(owners[owner] > 0 for owner in CARD_OWNERS)
+
+
+def test_updates_run_beside_compute_of_a_gpu_in_host_memory():
+    """On the CPU, updates take the cores from compute, so that the same plan takes both."""
+    machine = faster_drives(SPARK, 1000.0)
+    made = plan_for_machine(request(machine)).forecast
+    assert made is not None and made.shared_s == 0
+    on_cores = on_machine(made, replace(machine, unified=False))
+    assert made.step_s < on_cores.step_s
+    assert on_cores.shared_s == made.busy_s["compute"] + made.busy_s["optimizer"]
+
+
+def test_rejects_device_memory_of_a_machine_that_has_none(tmp_path):
+    file = tmp_path / "machine.toml"
+    file.write_text(SPARK.to_toml())
+    assert presets.machine(file) == SPARK
+    file.write_text(SPARK.to_toml().replace("device_bytes = 0", 'device_bytes = "24GiB"'))
+    with pytest.raises(ConfigError, match="unified memory has only host_bytes"):
+        presets.machine(file)
+    file.write_text(SPARK.to_toml().replace("unified = true", "unified = 1"))
+    with pytest.raises(ConfigError, match="true or false"):
+        presets.machine(file)
+
+
+def test_rejects_several_gpus():
+    with pytest.raises(ConfigError, match="dgx-spark has one GPU"):
+        plan_for_machine(request(replace(SPARK, gpus=2)))
+
+
+# -- training on the emulated device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
+def test_training_in_host_memory_changes_no_bit(kind, mode, clip, tmp_path):
+    tuning = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+    check(Case(kind=kind, clip=clip), tmp_path, tuning, mode=mode, seed=1, device=UnifiedDevice())
+
+
+def test_weights_are_in_one_place(tmp_path):
+    """With the emulated link, the same model has a second set of slots on the device."""
+    rows, plans = data(2, kind="llama"), {}
+    for device in (UnifiedDevice(), EmulatedDevice(64 * MiB)):
+        model, place = net("llama"), tmp_path / device.name
+        place.mkdir()
+        with attached(model, place, device=device, batch=rows[0]) as session:
+            for row in rows:
+                model(**row).loss.backward()
+            plans[device.name] = session.plan
+    slots = {(e.tier, e.owner) for e in plans["emulated"].ledger}
+    assert ("device", "weights") in slots and plans["emulated"].device_slots
+    assert plans[UNIFIED_NAME].tier_bytes("device") == plans[UNIFIED_NAME].device_slots == 0
+
+
+def test_peak_of_the_one_memory_is_within_the_plan(tmp_path):
+    rows, device, model = data(2, kind="llama"), UnifiedDevice(), net("llama")
+    with attached(model, tmp_path, device=device, batch=rows[0]) as session:
+        for row in rows:
+            model(**row).loss.backward()
+        planned = session.plan.tier_bytes("host")
+    assert 0 < device.memory.peak <= 1.05 * planned
+
+
+def test_lanes_see_a_block_when_its_compute_is_done(monkeypatch, tmp_path):
+    """Lanes use the memory of compute, so a block must not end before its event has come."""
+    device, unfinished, finish = UnifiedDevice(), list[str](), Lanes._finish
+    marks, mark = [device.mark()], device.mark
+
+    def marked() -> Event:
+        marks.append(mark())
+        return marks[-1]
+
+    def finished(lanes: Lanes, job: Any, *rest: Any) -> None:
+        if job.action.lane == "compute" and not marks[-1].passed:
+            unfinished.append(job.action.name)
+        finish(lanes, job, *rest)
+
+    monkeypatch.setattr(device, "mark", marked)
+    monkeypatch.setattr(Lanes, "_finish", finished)
+    rows, model = data(2), net()
+    with attached(model, tmp_path, device=device, engine=memory_engine()) as session:
+        device.delay = lambda lane: time.sleep(0.005)
+        for row in rows:
+            model(**row).backward()
+        blocks = len(session.executor.blocks.sites)
+    assert len(marks) > 2 * blocks and unfinished == []
+
+
+def test_updates_have_a_thread_beside_compute(tmp_path):
+    for device, on_caller in ((UnifiedDevice(), False), (CpuDevice(), True)):
+        place = tmp_path / device.name
+        place.mkdir()
+        with attached(net(), place, device=device, engine=memory_engine()) as session:
+            assert (session.executor.lanes._updates is not None) == on_caller
+
+
+def test_takes_profiles_of_the_same_kind_of_machine_only():
+    on_cores = replace(SPARK, unified=False)
+    assert machine_with(UnifiedDevice(), SPARK) is SPARK
+    assert machine_with(CpuDevice(), on_cores) is on_cores
+    assert machine_with(CpuDevice(), SPARK) is machine_with(UnifiedDevice(), on_cores) is None
+
+
+def test_opens_by_name_without_memory_or_link():
+    assert isinstance(open_device(UNIFIED_NAME), UnifiedDevice)
+    with pytest.raises(ConfigError, match="no memory of its own; leave --device-memory out"):
+        open_device(UNIFIED_NAME, memory=MiB)
+    with pytest.raises(ConfigError, match="leave --link out"):
+        open_device(UNIFIED_NAME, link=1e9)

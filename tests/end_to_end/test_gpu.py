@@ -1,0 +1,119 @@
+"""Equality, budgets and races on a real accelerator: `pytest -m gpu`.
+
+The tests are skipped without one; the same code is tested on the emulated device
+(device/test_emulated.py, engine/test_races.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lohan.config import UPDATE_MODES
+from lohan.device.accelerator import AcceleratorDevice
+from lohan.device.choose import has_accelerator
+from lohan.util.units import GiB, MiB
+from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
+from tests.support.small_models import assert_close, batches, lohan_run, plain_run, small_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_accelerator(), reason="there is no accelerator"),
+]
+CLIP = 0.3
+TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+
+
+@pytest.fixture(autouse=True)
+def same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use deterministic kernels, since kernels that sum in any order would hide a race.
+
+    cuBLAS needs a workspace setting for this, and only the plain attention has a deterministic
+    backward.
+    """
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def there() -> AcceleratorDevice:
+    return AcceleratorDevice(1 * GiB)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_equal_to_in_memory_adamw(kind, micro_batch, tmp_path):
+    """Kernels differ from the CPU's, so only within rounding."""
+    model, made = small_model(kind), batches(6, batch=3, seq=16)
+    expected_losses, expected = plain_run(model, made)
+    losses, weights = lohan_run(model, made, tmp_path, micro_batch=micro_batch, device=there())
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert_close(weights, expected, limit=1e-4)
+
+
+def test_bf16_and_fp16_learn(tmp_path):
+    for dtype in (torch.bfloat16, torch.float16):
+        model, made = small_model("llama", dtype=dtype), batches(1, batch=3, seq=16) * 8
+        losses, _ = lohan_run(model, made, tmp_path / str(dtype), device=there())
+        assert losses[-1] < losses[0]
+
+
+def run(place: Path, kind: str, tuning: Tuning, **options: object) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        tuned(patch, tuning)
+        return train(net(kind), data(4, kind=kind), place, device=there(), **options)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("kind", ["plain", "several", "llama"])
+def test_overlap_changes_no_bit(kind, clip, tmp_path):
+    """Lanes late at random, every buffer used again and again."""
+    wanted = run(tmp_path / "plain", kind, TINY, clip=clip, overlap=False, update_mode="serial")
+    for seed, mode in enumerate(UPDATE_MODES):
+        found = run(tmp_path / mode, kind, TINY, clip=clip, update_mode=mode, seed=seed)
+        if found.norms[0] is None:
+            found = replace(found, norms=wanted.norms)
+        found.check(wanted)
+
+
+@pytest.mark.parametrize("micro_batch", [1, None])
+def test_activations_change_no_bit(micro_batch, tmp_path):
+    made = batches(3, batch=4, seq=24)
+    results = [
+        train(
+            small_model("llama"),
+            made,
+            tmp_path / activations,
+            batch=made[0],
+            seed=1,
+            micro_batch=micro_batch,
+            activations=activations,
+            device=there(),
+        )
+        for activations in ("recompute", "all")
+    ]
+    results[1].check(results[0])
+
+
+def test_memory_stays_within_its_budget(tmp_path):
+    made = batches(3, batch=8, seq=64)
+    device = AcceleratorDevice(64 * MiB)
+    with suppress(RuntimeError, AttributeError):  # a backend that does not keep count
+        torch.accelerator.reset_peak_memory_stats()
+    train(small_model("llama"), made, tmp_path, batch=made[0], device=device)
+    with suppress(RuntimeError, AttributeError):
+        assert torch.accelerator.max_memory_allocated() <= 64 * MiB
+
+
+def test_host_memory_is_pinned_page_by_page():
+    memory = there().host_memory(5 * 4096)
+    assert memory.nbytes == 5 * 4096 and memory.ctypes.data % 4096 == 0
+    assert torch.from_numpy(memory).is_pinned()

@@ -1,0 +1,277 @@
+"""Commits by interval change no bit.
+
+The committed generation stays as it is until the next commit.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lohan
+from lohan.device.emulated import EmulatedDevice
+from lohan.device.ranks import ALONE
+from lohan.engine.commit_clock import SETTLING, CommitClock
+from lohan.errors import ConfigError
+from lohan.store.io_engine import aligned_buffer
+from lohan.store.store import Store
+from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
+from tests.support import forked_ranks
+from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
+from tests.support.small_models import attached, stored_bytes
+from tests.support.speculation_cases import DROPS, HALF, LLAMA, PLAIN, TIED, Case
+from tests.support.tiny_run import arguments, result, write_inputs
+
+
+def budget(place: Path, every: str | int) -> lohan.Budget:
+    return lohan.Budget(host="256MiB", ssd=[place], commit_every=every)
+
+
+# -- exactness --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "tuning", "every"),
+    [
+        (PLAIN, Tuning(cached=0.4, spilled=0.0), 3),
+        (TIED, Tuning(cached=1.0, spilled=0.0, own_thread=True), 5),
+        pytest.param(LLAMA, Tuning(ring=1, slots=0, window=0), 4, marks=pytest.mark.slow),
+        pytest.param(DROPS, Tuning(cached=0.4, spilled=0.5), 100, marks=pytest.mark.slow),
+        (HALF, Tuning(cached=0.4), 3),
+        (TIED, Tuning(spilled=1.0, ring=1, slots=0, window=0), 5),
+        (LLAMA, Tuning(cached=0.2, spilled=0.0, own_thread=True), 4),
+    ],
+)
+def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, monkeypatch):
+    """On late lanes, with norms that cross the limit and, in fp16, with steps that overflow."""
+    limit, expected = case.waiting
+    tuned(monkeypatch, tuning)
+    found = train(
+        case.model(),
+        case.data(),
+        tmp_path,
+        seed=3,
+        clip=limit,
+        micro_batch=case.micro_batch,
+        scale=case.scales.__getitem__,
+        budget=budget(tmp_path, every),
+    )
+    found.check(expected)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Without clipping, every step committed, one action after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        tuned(patch, Tuning())
+        return train(net(), data(8), tmp_path_factory.mktemp("plain"), overlap=False)
+
+
+@pytest.mark.parametrize("mode", ["serial", "naive", "optimized", "balanced"])
+def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatch):
+    """Updates run in backward, in place; on a device in one of the modes."""
+    tuned(monkeypatch, Tuning(cached=0.4, device_slots=1))
+    more = {"device": EmulatedDevice(64 * MiB)} if mode == "balanced" else {}
+    found = train(
+        net(), data(8), tmp_path, seed=5, update_mode=mode, budget=budget(tmp_path, 3), **more
+    )
+    replace(found, norms=plain.norms).check(plain)  # serial ones have the norm too
+
+
+def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
+    """Steps between two commits do not change a byte of the committed generation.
+
+    What stays in memory is not written in these steps.
+    """
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
+    model, engine = net(), memory_engine()
+    seen: list[tuple[int, bytes]] = []
+    written: list[int] = []
+    with attached(model, tmp_path, clip=1.0, budget=budget(tmp_path, 3), engine=engine) as session:
+        for batch in data(9):
+            before = session.counters.bytes_written
+            model(**batch).backward()
+            session.flush()
+            written.append(session.counters.bytes_written - before)
+            seen.append((session.store.meta["progress"]["step"], committed_bytes(session)))
+        assert [step for step, _ in seen] == [1, 2, 2, 2, 5, 5, 5, 8, 8]
+        for (step, found), (next_step, then) in pairwise(seen):
+            assert (found == then) is (step == next_step)
+        assert written[2] == written[3] == written[5] < 0.8 * written[1] == 0.8 * written[4]
+        session.commit()
+        assert session.store.meta["progress"]["step"] == 9
+
+
+def committed_bytes(session: lohan.Session) -> bytes:
+    """Return what a crash would leave of a streamed group and of a cached one."""
+    store = session.store
+    made = []
+    for region in store.regions:
+        if not region.scratch:
+            buffer = aligned_buffer(region.chunks[0])
+            store.wait(store.read(region.key, 0, buffer))
+            made.append(buffer.tobytes())
+    return b"".join(made)
+
+
+# -- going back -------------------------------------------------------------------------------
+
+
+def go_on(session: lohan.Session, batches: list[Any], until: int) -> None:
+    while session.step < until:
+        session.model(**batches[session.step]).backward()
+
+
+def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path, monkeypatch):
+    tuned(monkeypatch, Tuning(cached=0.5))
+    session = attached(net(), tmp_path, budget=budget(tmp_path, 3))
+    go_on(session, data(8), 7)
+    session.flush()
+    session.close(flush=False)
+    with attached(net(), tmp_path, budget=budget(tmp_path, 3), resume=True) as again:
+        assert again.step == 5
+        go_on(again, data(8), 8)
+        assert stored_bytes(again) == plain.stored
+
+
+@pytest.mark.parametrize(("clip", "back_to"), [(1e9, 7), (0.0, 5)])
+def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
+    """After an error in backward, training continues to the same bits.
+
+    Earlier steps are committed, unless the updates of the failed step have overwritten theirs:
+    then the last commit remains.
+    """
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
+    model = net()
+    with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
+        go_on(session, data(8), 7)
+        fails = model.blocks[0].linear.register_full_backward_hook(_fail)
+        with warnings.catch_warnings(record=True) as said, pytest.raises(ArithmeticError):
+            warnings.simplefilter("always")
+            go_on(session, data(8), 8)
+        fails.remove()
+        assert session.step == session.store.meta["progress"]["step"] == back_to
+        lost = [str(w.message) for w in said if "could be committed" in str(w.message)]
+        assert bool(lost) is (back_to == 5)
+        assert not lost or ("2 steps before it" in lost[0] and "after step 5" in lost[0])
+        go_on(session, data(8), 8)
+        assert stored_bytes(session) == plain.stored
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError("the model's own")
+
+
+def test_an_interrupt_between_steps_costs_none(plain, tmp_path, monkeypatch):
+    tuned(monkeypatch, Tuning(cached=0.5))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        attached(net(), tmp_path, budget=budget(tmp_path, 100)) as session,
+    ):
+        go_on(session, data(8), 6)
+        raise KeyboardInterrupt
+    with Store.open(tmp_path / "lohan-store") as store:
+        assert store.meta["progress"]["step"] == 6
+
+
+def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
+    tuned(monkeypatch, Tuning(cached=0.5))
+    with attached(net(), tmp_path, budget=budget(tmp_path, 100)) as session:
+        go_on(session, data(8), 4)
+        session.follow(session.plan)
+        assert session.store.meta["progress"]["step"] == 4
+        go_on(session, data(8), 8)
+        session.flush()
+        assert session.store.meta["progress"]["step"] == 4 + SETTLING
+        assert stored_bytes(session) == plain.stored
+
+
+# -- when ---------------------------------------------------------------------------------------
+
+
+def test_commits_by_time(monkeypatch):
+    """A step commits if the next would end too late; the first ones of a plan in any case."""
+    now = 0.0
+    monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)
+    plan: Any = SimpleNamespace(commit=Interval(0, 10.0))
+    clock, commits, seen = CommitClock(plan, ALONE), True, []
+    for _ in range(12):
+        seen.append(commits)
+        now += 3.0
+        commits = clock.after_step(commits=commits)
+    assert seen == [True, True, False, False, True, False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("step", EVERY_STEP),
+        ("1", EVERY_STEP),
+        (7, Interval(7)),
+        ("20 steps", Interval(20)),
+        ("90s", Interval(0, 90.0)),
+        ("10min", Interval(0, 600.0)),
+        ("1.5 h", Interval(0, 5400.0)),
+        ("auto", None),
+    ],
+)
+def test_intervals_are_read(text, means):
+    assert parse_interval(text, name="x") == means
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5 steps", "never", "", "10 minutes", True])
+def test_rejects_text_that_is_no_interval(text):
+    with pytest.raises(ConfigError, match=r"commit_every: got .*wants step, a number of steps"):
+        parse_interval(text, name="commit_every")
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
+    """Ranks commit the same steps, and all rows are in the log."""
+    made = []
+    for every in ("step", "3"):
+        out = tmp_path / every
+        more = ("--host", "3MiB", "--commit-every", every, "--steps", 7)
+        ended = forked_ranks.run(forge, 2, "train", *arguments(inputs, out, *more))
+        assert [one.code for one in ended] == [0, 0], forked_ranks.said(ended)
+        made.append(result(out))
+    assert made[0] == made[1]
+
+
+def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
+    """What is logged or copied at a step is of that step, whenever the run dies."""
+    more = (
+        "--eval-data",
+        inputs / "data.jsonl",
+        "--eval-every",
+        3,
+        "--host",
+        "2MiB",
+        "--set",
+        "budget.snapshot_every=4",
+    )
+    made = []
+    for every in ("step", "100"):
+        out = tmp_path / every
+        given = arguments(inputs, out, *more, "--commit-every", every)
+        assert (ended := forge.run("train", *given)).code == 0, ended.err
+        rows = forked_ranks.rows(out)
+        made.append((result(out), [row["eval_loss"] for row in rows if "eval_loss" in row]))
+        (file,) = (out / "snapshots").rglob("manifest.json")
+        manifest = json.loads(file.read_text())
+        assert manifest["meta"]["progress"]["step"] == 4
+    assert made[0] == made[1] and made[0][1]

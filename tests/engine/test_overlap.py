@@ -1,0 +1,437 @@
+"""Overlap changes order only: every run equals the one that does one action after the other."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lohan
+from lohan.config import UPDATE_MODES
+from lohan.engine.scheduler import ActionScheduler
+from lohan.errors import LohanError, StorageIOError, StoreError
+from lohan.schedule import phases as schedule
+from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.buffers import BufferState
+from lohan.schedule.check import validate
+from lohan.schedule.steps import check_order
+from lohan.store.io_engine import open_engine
+from tests.support.delayed_runs import (
+    Net,
+    Result,
+    Tuning,
+    data,
+    delay_lanes,
+    memory_engine,
+    net,
+    train,
+    tuned,
+)
+from tests.support.faulty_engine import Fault, FaultyEngine
+from tests.support.overlap_cases import CLIP, KINDS, PLAIN, STEPS, Case, check, plain
+from tests.support.setting_grids import pairwise
+from tests.support.small_models import attached, stored_bytes
+
+# -- every mode, window and ring ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_serial_path_does_not_depend_on_update_mode(clip, tmp_path):
+    for mode in UPDATE_MODES:
+        check(Case(kind="several", clip=clip), tmp_path / mode, PLAIN, mode=mode, overlap=False)
+
+
+@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
+def test_every_mode(kind, mode, clip, tmp_path):
+    case = Case(kind=kind, clip=clip)
+    assert plain(case).norms[0] > CLIP
+    tuning = Tuning(window=1, ring=3, spilled=0.6, own_thread=kind == "tied")
+    check(case, tmp_path, tuning, mode=mode, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("window", "ring"), [(1, 1), (1, 4), (2, 2), (2, 3), (3, 1), (3, 3), (4, 2), (4, 4)]
+)
+def test_prefetch_windows_and_rings(window, ring, tmp_path):
+    mode, clip = UPDATE_MODES[(window + ring) % 4], CLIP * (ring % 2)
+    tuning = Tuning(window=window, slots=window, ring=ring, grads=1 + window % 3)
+    check(Case(kind="tied", clip=clip), tmp_path, tuning, mode=mode, seed=2)
+
+
+# -- what a loop may do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [0.4, 1.0])
+@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
+def test_state_in_memory(mode, clip, cached, tmp_path):
+    tuning = Tuning(cached=cached, spilled=0.5)
+    check(Case(kind="several", clip=clip), tmp_path, tuning, mode=mode, seed=3)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_dropout_and_micro_batches(clip, tmp_path):
+    case = Case(kind="several", clip=clip, micro_batch=3, dropout=0.2)
+    assert plain(case).losses != plain(replace(case, dropout=0.0)).losses
+    check(case, tmp_path, Tuning(window=2), mode="balanced", seed=4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "clip"), [("serial", CLIP), ("optimized", 0.0), ("balanced", 0.0), ("balanced", CLIP)]
+)
+def test_evaluation_between_steps(mode, clip, tmp_path):
+    case = Case(kind="tied", clip=clip, evaluated=True)
+    check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=5)
+
+
+FIRST, TWICE, ONCE = ((0, 2),), ((1, 3), (2, 3)), ((2, 0),)
+
+
+@pytest.mark.parametrize(
+    ("skip", "mode", "clip"),
+    [
+        (FIRST, "balanced", CLIP),
+        (FIRST, "optimized", 0.0),
+        (TWICE, "balanced", 0.0),
+        (TWICE, "serial", 0.0),
+        (ONCE, "balanced", CLIP),
+        (ONCE, "naive", 0.0),
+    ],
+)
+def test_blocks_that_are_left_out(skip, mode, clip, tmp_path):
+    check(Case(clip=clip, skip=skip), tmp_path, Tuning(spilled=0.5), mode=mode, seed=6)
+
+
+MIDDLE, ENTRY, APART = ((1, 2),), ((1, 0), (3, 0)), ((2, 1), (3, 3))
+
+
+OTHER_WAYS = [
+    ("plain", MIDDLE, "balanced", CLIP),
+    ("plain", MIDDLE, "optimized", 0.0),
+    ("plain", APART, "naive", 0.0),
+    ("tied", APART, "balanced", 0.0),
+    ("several", MIDDLE, "serial", 0.0),
+    ("several", ENTRY, "optimized", 0.0),
+    ("several", ENTRY, "balanced", CLIP),
+    ("several", APART, "balanced", 0.0),
+]
+
+
+@pytest.mark.parametrize(("way", "own_thread"), pairwise(OTHER_WAYS, [False, True]))
+def test_backward_that_takes_another_way(way, own_thread, tmp_path):
+    """The same forward, but a block gets no gradient, and in the next step gets one again."""
+    kind, still, mode, clip = way
+    tuning = Tuning(window=2, ring=3, grads=2, spilled=0.5, own_thread=own_thread)
+    check(Case(kind=kind, clip=clip, still=still), tmp_path, tuning, mode=mode, seed=10)
+
+
+class Fork(Net):
+    """A network whose blocks run side by side.
+
+    Autograd visits them from the latest to the earliest, as counted by the thread that ran
+    them, so a block that ran on a thread of its own comes last.
+    """
+
+    def forward(
+        self, x: torch.Tensor, target: torch.Tensor, still: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.entry(x) + self.shift
+        made: list[torch.Tensor] = []
+        for number, block in enumerate(self.blocks):
+            run = threading.Thread(target=lambda block=block: made.append(block(hidden)))
+            if still is not None and int(still) == number:
+                run.start()
+                run.join()
+            else:
+                run.run()
+        return nn.functional.mse_loss(self.exit(sum(made)), target)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("mode", UPDATE_MODES)
+def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
+    def run(name: str, tuning: Tuning, **options: object) -> Result:
+        tuned(monkeypatch, tuning)
+        torch.manual_seed(3)
+        batches = data(STEPS, still={1: 2, 2: 2, 3: 3})
+        return train(Fork().train(), batches, tmp_path / name, clip=clip, **options)
+
+    back: list[list[int]] = []
+    learn = ActionScheduler._learn
+
+    def recorded(self: ActionScheduler) -> None:
+        back.append(self._backward)
+        learn(self)
+
+    monkeypatch.setattr(ActionScheduler, "_learn", recorded)
+    wanted = run("plain", PLAIN, overlap=False, update_mode=mode)
+    found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, update_mode=mode)
+    found.check(wanted)
+    assert back[:STEPS] == back[STEPS:]
+    assert [sites == back[0] for sites in back[:STEPS]] == [True, False, False, False]
+    assert back[1] == back[2] and sorted(back[3]) == sorted(back[1]) != back[3]
+
+
+@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
+def test_overlap_changes_no_bit_in_bf16(mode, clip, tmp_path):
+    case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
+    check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=7)
+
+
+@pytest.mark.parametrize("spilled", [0.0, 1.0])
+@pytest.mark.parametrize("overflow", [0, 2])
+def test_overlap_changes_no_bit_of_a_skipped_step(overflow, spilled, tmp_path):
+    case = Case(kind="gpt2", dtype=torch.float16, overflow=overflow, clip=CLIP * (spilled == 1))
+    assert plain(case).progress.skipped_steps == 1
+    for mode in ("serial", "balanced"):
+        check(case, tmp_path / mode, Tuning(spilled=spilled), mode=mode, seed=8)
+
+
+def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
+    """An fp16 overflow is handled while the commit of the previous step is late.
+
+    All weights stay in their slots, since a read would wait for the commit.
+    """
+    case = Case(kind="gpt2", dtype=torch.float16, overflow=2)
+    late: list[str] = []
+
+    def slow(session: lohan.Session, seed: int) -> None:
+        def delay(action: Action) -> None:
+            if action.kind == "C":
+                late.append(action.name)
+                time.sleep(0.2)
+
+        session.executor.lanes.delay = delay
+
+    monkeypatch.setattr("tests.support.delayed_runs.delay_lanes", slow)
+    check(case, tmp_path, Tuning(slots=8, spilled=0.0), mode="balanced", seed=0)
+    assert late == ["C"] * 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_language_model_that_generates_between_steps(kind, clip, tmp_path, monkeypatch):
+    """Generation runs the blocks again and again, with other lengths and a cache."""
+    batches = data(STEPS, kind=kind)
+    seen: dict[str, list[list[int]]] = {}
+
+    def run(name: str, tuning: Tuning, **options: object) -> Result:
+        def between(model: nn.Module, step: int) -> None:
+            prompt = batches[step]["input_ids"][:1, :4]
+            made = model.generate(
+                prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, use_cache=True
+            )
+            seen.setdefault(name, []).append(made.tolist())
+
+        tuned(monkeypatch, tuning)
+        return train(net(kind), batches, tmp_path / name, between=between, clip=clip, **options)
+
+    wanted = run("plain", PLAIN, overlap=False)
+    run("balanced", Tuning(window=2), seed=9).check(wanted)
+    assert seen["balanced"] == seen["plain"]
+
+
+# -- the check of a new order ---------------------------------------------------------------------
+
+
+def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
+    checked: list[int] = []
+    check_order.cache_clear()
+    monkeypatch.setattr(
+        "lohan.schedule.check.validate",
+        lambda schedule, *args, **kwargs: (
+            checked.append(len(schedule)),
+            validate(schedule, *args, **kwargs),
+        ),
+    )
+    tuned(monkeypatch, Tuning())
+    still = {2: 1, 3: 1, 5: 1}
+    train(net(), data(6, still=still), tmp_path, update_mode="optimized")
+    assert len(checked) == 2 and checked[0] > checked[1] > 0
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_a_wrong_schedule_never_runs(clip, tmp_path, monkeypatch):
+    """Backward forgets what an update waits for: the first step, which is on demand, finds out."""
+    made = schedule.backward
+
+    def hasty(*args: object, **kwargs: object) -> tuple[Schedule, BufferState]:
+        actions, table = made(*args, **kwargs)
+        return tuple(a.waiting_for(()) if a.kind in "UH" else a for a in actions), table
+
+    check_order.cache_clear()
+    monkeypatch.setattr(schedule, "backward", hasty)
+    with (
+        attached(net(), tmp_path, engine=memory_engine(), clip=clip) as session,
+        pytest.raises(LohanError, match=r"schedule: [UH]\d.*: the gradients of B\d may not be"),
+    ):
+        go_on(session)
+    assert session.step == 0
+
+
+# -- a drive that fails in the middle -------------------------------------------------------------
+
+FAULTS = [
+    (Fault("eio", "read", 3), "EIO"),
+    (Fault("short_read", "read", 11), "came back short"),
+    (Fault("eio", "read", 30), "EIO"),
+    (Fault("enospc", "write", 2), "ENOSPC"),
+    (Fault("torn_write", "write", 13), "EIO"),
+    (Fault("eio", "write", 41), "EIO"),
+]
+
+
+def go_on(session: lohan.Session, until: int = STEPS) -> list[float]:
+    """Run the batches that the session has not counted yet; return the losses of their steps."""
+    batches, losses = data(STEPS), []
+    while session.step < until:
+        loss = session.model(**batches[session.step])
+        loss.backward()
+        losses.append(loss.item())
+    session.flush()
+    return losses
+
+
+@pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", CLIP)])
+@pytest.mark.parametrize(("fault", "cause"), FAULTS)
+def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_path, monkeypatch):
+    """A failed transfer is one error that names what failed.
+
+    The same session then continues from the last committed step to the result of an undisturbed
+    run.
+    """
+    tuned(monkeypatch, Tuning(cached=0.3))
+    wanted = plain(Case(kind="several", clip=clip))
+    engine = FaultyEngine(memory_engine())
+    model = net("several")
+    with attached(model, tmp_path, engine=engine, update_mode=mode, clip=clip) as session:
+        delay_lanes(session, fault.nth)
+        go_on(session, until=1)
+        engine.faults = (replace(fault, nth=engine.counts[fault.op] + fault.nth),)
+        with pytest.raises(StorageIOError, match=cause) as raised:
+            go_on(session)
+        assert raised.value.__notes__[0].startswith("lane ssd, action ")
+        assert session.store._tracker._busy == {}  # no buffer is the drive's any more
+        assert 1 <= session.step < STEPS
+        assert session.store.meta["progress"]["step"] == session.step
+        committed = session.step
+        assert go_on(session) == wanted.losses[committed:]
+        assert stored_bytes(session) == wanted.stored
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, monkeypatch):
+    """If one read of an action fails, its other reads are completed.
+
+    The weights of a block are several reads. When one fails or is refused, the others still
+    fill a slot that the next step will use.
+    """
+    tuned(monkeypatch, Tuning(slots=0, window=0))
+    engine = FaultyEngine(memory_engine())
+    with attached(net("plain"), tmp_path, engine=engine) as session:
+        go_on(session, until=1)
+        start, submit = session.executor.runner.submit, engine.read
+        chunks = session.executor.spec.chunks
+
+        def failing(action: Action) -> object:
+            several = action.kind == "R" and chunks[action.index] > 1
+            if several and not engine.faults:
+                nth = engine.counts["read"] + (2 if refused else 1)
+                engine.faults = (Fault("eio", "read", nth),)
+            return start(action)
+
+        def read(*args: object) -> int:
+            if refused and engine.faults and engine.counts["read"] + 1 == engine.faults[0].nth:
+                engine.counts["read"] += 1
+                raise StorageIOError("EIO: not taken")
+            return submit(*args)
+
+        session.executor.runner.submit, engine.read = failing, read
+        with pytest.raises(StorageIOError, match="EIO"):
+            go_on(session)
+        assert session.store._tracker._busy == {}
+        go_on(session)
+        assert stored_bytes(session) == plain(Case()).stored
+
+
+@pytest.mark.parametrize("mode", ["optimized", "balanced"])
+@pytest.mark.parametrize(
+    ("fault", "cause"), [FAULTS[1], FAULTS[4], (Fault("eio", "sync", 2), "EIO")]
+)
+def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
+    """After a failed sync the session ends, and its message says how to resume.
+
+    Nobody knows what the drive has stored.
+    """
+    tuned(monkeypatch, Tuning())
+    wanted = plain(Case(kind="tied"))
+    engine = FaultyEngine(open_engine("threads"))
+    session = attached(net("tied"), tmp_path, engine=engine, update_mode=mode)
+    go_on(session, until=1)
+    engine.faults = (replace(fault, nth=engine.counts[fault.op] + fault.nth),)
+    with pytest.raises(StorageIOError, match=cause):
+        go_on(session)
+    if fault.op == "sync":
+        with pytest.raises(StoreError, match=r"cannot go on: the commit .*; resume the run"):
+            go_on(session)
+    session.close(flush=False)
+    with attached(net("tied"), tmp_path, resume=True, update_mode=mode) as session:
+        begun = session.step
+        assert 1 <= begun < STEPS
+        assert go_on(session) == wanted.losses[begun:]
+        assert stored_bytes(session) == wanted.stored
+
+
+# -- anything, many times -------------------------------------------------------------------------
+
+
+def stress(seed: int, place: Path) -> None:
+    """Run a random case with a random plan, with every lane and the drive randomly late."""
+    draw = random.Random(seed)
+    kind = draw.choice((*KINDS, "llama", "gpt2"))
+    narrow = torch.bfloat16 if kind in KINDS else torch.float16
+    dtype = draw.choice((torch.float32, torch.float32, narrow))
+    skipping = kind in KINDS and draw.random() < 0.3
+    stilling = kind in KINDS and draw.random() < 0.3
+    case = Case(
+        kind=kind,
+        clip=draw.choice((0.0, CLIP)),
+        dtype=dtype,
+        micro_batch=draw.choice((None, 1, 3)),
+        dropout=draw.choice((0.0, 0.2)),
+        skip=((draw.randrange(STEPS), draw.randrange(4)),) if skipping else (),
+        still=((draw.randrange(STEPS), draw.randrange(4)),) if stilling else (),
+        overflow=draw.randrange(STEPS) if dtype == torch.float16 else -1,
+        evaluated=draw.random() < 0.3,
+    )
+    if case.evaluated:  # which draws random numbers too
+        case = replace(case, dropout=0.0)
+    tuning = Tuning(
+        window=draw.randrange(5),
+        slots=draw.randrange(4),
+        ring=draw.randint(1, 4),
+        grads=draw.randint(1, 3),
+        cached=draw.choice((0.0, 0.3, 0.7, 1.0)),
+        spilled=draw.choice((0.0, 0.5, 1.0)),
+        deferred=draw.choice((0.0, 0.5, 1.0)),
+        own_thread=draw.random() < 0.5,
+    )
+    engine = FaultyEngine(memory_engine(), max_delay_s=0.002, seed=seed)
+    print(case, tuning)
+    check(case, place, tuning, mode=draw.choice(UPDATE_MODES), seed=seed, engine=engine)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_cases_equal_the_serial_path(seed, tmp_path):
+    stress(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_stress_long_form(seed, tmp_path):
+    stress(seed, tmp_path)

@@ -1,0 +1,155 @@
+"""If every step is clipped, state in memory is written during the next backward.
+
+It is committed there, also if gradients are spilled and other state is streamed. The bits do not
+change.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from lohan.device.emulated import EmulatedDevice
+from lohan.schedule.ops import Op
+from lohan.util.units import MiB
+from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
+from tests.support.small_models import attached, stored_bytes
+
+STEPS = 6
+CLIP = 1e-3  # far below every norm
+PARTLY = Tuning(cached=0.5, spilled=0.5)
+
+
+def plain(rows, kind="plain") -> Result:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
+        tuned(patch, Tuning())
+        return train(net(kind), rows, Path(place), overlap=False, clip=CLIP)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Result:
+    return plain(data(STEPS))
+
+
+def phases_of(session) -> list[list[str]]:
+    """Of all steps after the first two, as they are enqueued; the last is by flush."""
+    phases: list[list[str]] = []
+    lanes = session.executor.lanes
+    enqueue = lanes.enqueue
+
+    def enqueued(schedule, scalars=None):
+        phases.append([action.name for action in schedule])
+        enqueue(schedule, scalars)
+
+    for row in data(2):  # the first is scheduled on demand
+        session.model(**row).backward()
+    lanes.enqueue = enqueued
+    for row in data(STEPS)[2:]:
+        session.model(**row).backward()
+    session.flush()
+    lanes.enqueue = enqueue
+    return phases
+
+
+@pytest.mark.parametrize("spilled", [0.0, 0.5, 1.0])
+def test_writes_run_beside_backward_and_the_commit_behind_them(
+    spilled, expected, tmp_path, monkeypatch
+):
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=spilled))
+    model = net()
+    with attached(model, tmp_path, clip=CLIP) as session:
+        spec = session.executor.spec
+        everything = {f"W{g}.{c}" for g, count in enumerate(spec.chunks) for c in range(count)}
+        stay = {f"W{g}.{c}" for g, c in spec.host_cached_state if g in spec.host_cached_weights}
+        assert len(stay) > 1 and stay != everything
+        phases = phases_of(session)
+        backward, forward = phases[:-1:2], phases[1:-1:2]
+        assert len(backward) == len(forward) == STEPS - 2
+        assert set(phases[-1]) == {*stay, Op.END_STEP}  # of the last step, by flush
+        for names in forward:
+            assert {name for name in names if name[0] == "W"} == everything - stay
+            assert Op.END_STEP not in names
+        for names in backward:
+            written = [name for name in names if name[0] == "W"]
+            assert sorted(written) == sorted(stay)
+            commit, last = names.index(Op.END_STEP), names.index(written[-1])
+            assert names.index("B5") < names.index(written[0]) and last < commit
+            assert commit < names.index(Op.BACKWARD_DONE)
+            spills = [i for i, name in enumerate(names) if name[0] == Op.SPILL_GRADIENTS]
+            assert bool(spills) is (spilled > 0)
+            assert not spills or spills[0] < last  # in between, not behind all writes
+        assert stored_bytes(session) == expected.stored
+
+
+@pytest.mark.parametrize(
+    ("tuning", "device"),
+    [
+        (PARTLY, False),
+        (Tuning(cached=1.0, spilled=1.0, own_thread=True), False),
+        (Tuning(cached=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
+        (Tuning(cached=0.5, spilled=0.5, device_slots=1), True),
+        (Tuning(cached=0.3, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
+    ],
+)
+def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch):
+    tuned(monkeypatch, tuning)
+    more = {"device": EmulatedDevice(64 * MiB)} if device else {}
+    train(net(), data(STEPS), tmp_path, seed=7, clip=CLIP, **more).check(expected)
+
+
+@pytest.mark.parametrize("kind", ["tied", "several", "llama", "gpt2"])
+@pytest.mark.parametrize("device", [False, True])
+def test_models_of_any_shape(kind, device, tmp_path, monkeypatch):
+    rows, more = data(STEPS, kind=kind), {"device": EmulatedDevice(64 * MiB)} if device else {}
+    expected = plain(rows, kind)
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.5, device_slots=1))
+    train(net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
+
+
+@pytest.mark.parametrize("what", ["skip", "still"])
+def test_a_backward_that_takes_another_way(what, tmp_path, monkeypatch):
+    """What was to be written beside it is written all the same."""
+    rows = data(STEPS, **{what: {3: 1, 4: 2}})
+    tuned(monkeypatch, PARTLY)
+    train(net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))
+
+
+def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
+    """Who flushes between forward and backward finds the step before committed."""
+    tuned(monkeypatch, PARTLY)
+    model = net()
+    with attached(model, tmp_path, clip=CLIP) as session:
+        for step, row in enumerate(data(STEPS)):
+            loss = model(**row)
+            session.flush()
+            assert session.store.meta.get("progress", {"step": 0})["step"] == step
+            loss.backward()
+        assert stored_bytes(session) == expected.stored
+
+
+@pytest.mark.parametrize("block", [0, 3])
+def test_an_error_in_backward_costs_its_own_step_only(block, expected, tmp_path, monkeypatch):
+    """Writes of the step before that were not begun are done when the next one is given up."""
+    tuned(monkeypatch, PARTLY)
+    model, rows = net(), data(STEPS)
+
+    def fails(*_):
+        raise RuntimeError("a fault of the model")
+
+    with attached(model, tmp_path, clip=CLIP) as session:
+        for step, row in enumerate(rows):
+            if step == 4:
+                hook = model.blocks[block].linear.register_full_backward_hook(fails)
+                with pytest.raises(RuntimeError, match="a fault of the model"):
+                    model(**row).backward()
+                hook.remove()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # that steps are lost
+                    model(**row)
+                assert session.step == 4
+                assert session.store.meta["progress"]["step"] == 4
+            model(**row).backward()
+        assert stored_bytes(session) == expected.stored

@@ -1,0 +1,122 @@
+"""What user code does to a Trainer's optimizer, which holds no values: honoured, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainingArguments
+
+pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+
+import lohan.hf
+from lohan.errors import ModelError
+from tests.support.small_models import small_model
+
+
+class Rows(Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) * (index + 3)) % 50
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Event(TrainerCallback):
+    """Calls a function with the optimizer and the model in one event of step 2."""
+
+    def __init__(self, name: str, act: Any) -> None:
+        setattr(self, name, self.call)
+        self._act = act
+
+    def call(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 1:
+            self._act(given["optimizer"], given["model"])
+
+
+def train(folder: Any, *callbacks: TrainerCallback) -> lohan.hf.Trainer:
+    args = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    trainer = lohan.hf.Trainer(
+        small_model("llama"), args, train_dataset=Rows(), callbacks=list(callbacks)
+    )
+    trainer.train()
+    return trainer
+
+
+def parameters(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def zero_first_moments(optimizer: Any, _: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("event", "act", "message"),
+    [
+        ("on_step_begin", lambda o, _: o.state.clear(), "optimizer.state is read or changed"),
+        ("on_step_end", zero_first_moments, "optimizer.state is read or changed"),
+        (
+            "on_step_begin",
+            lambda o, _: o.load_state_dict(copy.deepcopy(o.state_dict())),
+            "load_state_dict would restore no moments",
+        ),
+        (
+            "on_pre_optimizer_step",
+            lambda o, _: nn.utils.clip_grad_norm_(parameters(o), 0.1),
+            "gradient of a parameter in optimizer.param_groups is read after backward",
+        ),
+        (
+            "on_pre_optimizer_step",
+            lambda o, _: [p.grad for p in parameters(o)],
+            "gradient of a parameter in optimizer.param_groups is read after backward",
+        ),
+        (
+            "on_pre_optimizer_step",
+            lambda o, _: setattr(parameters(o)[0], "grad", torch.zeros(2)),
+            "gradient of a parameter in optimizer.param_groups is set",
+        ),
+        ("on_pre_optimizer_step", lambda o, _: o.zero_grad(), "gradients were set to zero between"),
+        ("on_pre_optimizer_step", lambda _, m: m.zero_grad(), "gradients were set to zero between"),
+        ("on_step_end", lambda o, _: parameters(o)[0].data.mul_(0.9), "optimizer holds no values"),
+        ("on_step_end", lambda o, _: parameters(o)[0].norm(), "optimizer holds no values"),
+        ("on_step_end", lambda o, _: parameters(o)[0].tolist(), "optimizer holds no values"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(event, act, message, tmp_path):
+    with pytest.raises(ModelError, match=message):
+        train(tmp_path, Event(event, act))
+
+
+def test_step_hooks_that_change_values_are_refused(tmp_path):
+    def shrink(optimizer: Any, *_: Any) -> None:
+        torch._foreach_mul_([p.detach() for p in parameters(optimizer)], 0.9)
+
+    def register(optimizer: Any, _: Any) -> None:
+        getattr(optimizer, "optimizer", optimizer).register_step_post_hook(shrink)
+
+    with pytest.raises(ModelError, match="optimizer holds no values"):
+        train(tmp_path, Event("on_step_begin", register))
+
+
+def test_what_needs_no_values_is_answered(tmp_path):
+    sizes: list[int] = []
+
+    def ask(optimizer: Any, _: Any) -> None:
+        optimizer.zero_grad()  # at the beginning of a step, as usual
+        assert all(p.grad is None and p.requires_grad for p in parameters(optimizer))
+        sizes.append(sum(p.numel() for p in parameters(optimizer)))
+
+    trainer = train(tmp_path, Event("on_step_begin", ask))
+    assert sizes == [sum(p.numel() for p in trainer.model.parameters())]
+    trainer.train()  # accelerate reads and loads the state of an optimizer that it wraps again
+    with pytest.raises(ModelError, match=r"optimizer\.state"):
+        trainer.optimizer.state.clear()

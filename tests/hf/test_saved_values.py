@@ -1,0 +1,118 @@
+"""What lohan.hf saves of weights that a training does not change: the values as given."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+
+pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+
+import peft
+
+import lohan.hf
+from lohan.errors import ModelError
+from lohan.model.state import exact_key
+from tests.support.small_models import adapted, attached, batches, small_model
+from tests.support.trainer_scripts import script, weights
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert expected
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def is_frozen(name: str) -> bool:
+    return ".layers.0." in name
+
+
+def half_frozen() -> Any:
+    model = small_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen(name))
+    return model
+
+
+def test_bf16_training_saves_frozen_weights_unrounded(tmp_path):
+    model = half_frozen()
+    before = values(model)
+    frozen = {name: value for name, value in before.items() if is_frozen(name)}
+    trainer = script(lohan.hf.Trainer, tmp_path, model=model, bf16=True, max_steps=2)
+    trainer.save_model()
+    saved = weights(tmp_path)
+    assert_equal_bits(saved, frozen)
+    assert_equal_bits(model.state_dict(), frozen)
+    name = next(name for name in before if not is_frozen(name))
+    assert not torch.equal(saved[name], before[name])
+
+
+def test_bf16_training_merges_adapters_into_unrounded_weights(tmp_path):
+    base = values(small_model("llama"))
+    model = adapted(small_model("llama"))
+    trainer = script(lohan.hf.Trainer, tmp_path / "one", model=model, bf16=True, max_steps=2)
+    again = script(lohan.hf.Trainer, tmp_path / "two", model=trainer.model, bf16=True, max_steps=1)
+    learnt = again.model.state_dict()
+    prefix = "base_model.model."
+    plain = {name.replace(".base_layer", ""): value for name, value in learnt.items()}
+    names = {name: name for name in base if prefix + name in plain}
+    assert_equal_bits({name: plain[prefix + name] for name in names}, base)
+    unloaded = again.model.merge_and_unload()
+    merged = unloaded.state_dict()
+    layer = prefix + "model.layers.1.mlp.up_proj."
+    a, b = (learnt[f"{layer}lora_{x}.default.weight"] for x in "AB")
+    expected = base["model.layers.1.mlp.up_proj.weight"] + 4 * (b @ a)  # alpha 16, rank 4
+    torch.testing.assert_close(merged["model.layers.1.mlp.up_proj.weight"], expected)
+    norm = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(merged[norm], base[norm])
+    ids = torch.arange(8)[None]
+    in_memory = copy.deepcopy(unloaded)
+    with torch.no_grad():
+        found, expected = unloaded(input_ids=ids).logits, in_memory(input_ids=ids).logits
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+    with pytest.raises(ModelError, match=r"is what merge_and_unload returned.*deepcopy"):
+        script(lohan.hf.Trainer, tmp_path / "three", model=unloaded, max_steps=1)
+
+
+def test_vera_adapter_is_saved_with_its_projection(tmp_path):
+    config = peft.VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(7)
+    model = peft.get_peft_model(small_model("llama"), config)
+    projection = model.base_model.vera_A["default"].clone()
+    trainer = script(lohan.hf.Trainer, tmp_path, model=model, max_steps=1)
+    trainer.save_model()
+    again = peft.PeftModel.from_pretrained(small_model("llama"), tmp_path)
+    assert torch.equal(again.base_model.vera_A["default"], projection)
+    learnt = {k: v for k, v in model.state_dict().items() if "vera_lambda" in k}
+    assert_equal_bits(again.state_dict(), learnt)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_own_loop_exports_frozen_weights_unrounded(dtype, tmp_path):
+    model = half_frozen()
+    frozen = {name: value for name, value in values(model).items() if is_frozen(name)}
+    with attached(model, tmp_path, dtype=dtype) as session:
+        for batch in batches(1, batch=2, seq=8):
+            model(**batch).loss.backward()
+        session.export(tmp_path / "out", dtype="fp32")
+    assert_equal_bits(weights(tmp_path / "out"), frozen)
+
+
+def test_values_that_bf16_represents_take_no_room_for_a_remainder(tmp_path):
+    model = half_frozen()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    with attached(model, tmp_path, dtype="bf16") as session:
+        groups = [group for group in session.context.blocks.groups if group.frozen]
+        regions = {region.key for region in session.store.regions}
+    assert groups and not regions & {exact_key(group) for group in groups}

@@ -1,0 +1,124 @@
+"""A TRL SFTTrainer script with another import: the same losses, with and without an adapter."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+EXTRA = "SFTTrainer needs the extra: pip install 'lohan[trl]'"
+trl = pytest.importorskip("trl", reason=EXTRA)
+datasets = pytest.importorskip("datasets", reason=EXTRA)
+
+import lohan  # noqa: E402
+import lohan.hf  # noqa: E402
+from tests.support.sft_scripts import experts, logged, model, script  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        ("text", {}),
+        ("pairs", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        ("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    ],
+    ids=["text", "prompt and completion", "packed"],
+)
+def test_the_same_losses_with_another_import(rows, changes, tmp_path):
+    theirs = script(trl.SFTTrainer, tmp_path / "theirs", rows=rows, **changes)
+    ours = script(lohan.hf.SFTTrainer, tmp_path / "ours", rows=rows, **changes)
+    names = ["loss", "eval_loss", "grad_norm", "learning_rate", "num_tokens", "entropy"]
+    names += ["mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy"]
+    if changes.get("gradient_accumulation_steps"):  # theirs are means of means over batches
+        names = [name for name in names if "entropy" not in name and "accuracy" not in name]
+    for name in names:
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
+    assert len(logged(ours, "loss")) == 6
+
+
+def test_with_an_adapter(tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+    runs = []
+    for kind, name in ((trl.SFTTrainer, "theirs"), (lohan.hf.SFTTrainer, "ours")):
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        runs.append(script(kind, tmp_path / name, peft=lora))
+        runs[-1].save_model()
+    theirs, ours = runs
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+    ours_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "ours")
+    theirs_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "theirs")
+    expected = dict(theirs_loaded.named_parameters())
+    for name, parameter in ours_loaded.named_parameters():
+        assert torch.allclose(parameter, expected[name], atol=2e-5), name
+
+
+def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path):
+    """As in a notebook, where the first is still there; and nothing keeps it alive."""
+    changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "eval_strategy": "no"}
+    first = script(lohan.hf.SFTTrainer, tmp_path, **changes)
+    losses = logged(first, "loss")
+    again = script(lohan.hf.SFTTrainer, tmp_path, resume=tmp_path / "checkpoint-1", **changes)
+    assert logged(again, "loss") == losses and first.session.closed
+    gone = weakref.ref(again)
+    del again
+    gc.collect()
+    assert gone() is None
+    assert logged(script(lohan.hf.SFTTrainer, tmp_path, **changes), "loss") == losses
+
+
+def test_the_auxiliary_loss_of_experts_is_in_the_log(tmp_path, monkeypatch):
+    """Over accumulated batches too, and with ours in the place of trl's."""
+    theirs = trl.SFTTrainer
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    runs = []
+    for kind in (theirs, lohan.hf.SFTTrainer):
+        monkeypatch.setattr(trl, "SFTTrainer", kind)
+        runs.append(script(trl.SFTTrainer, tmp_path / kind.__module__, start=experts, **changes))
+    for name in ("loss", "aux_loss", "eval_aux_loss", "eval_loss", "grad_norm", "entropy"):
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+    assert len(logged(runs[1], "aux_loss")) == 3
+
+
+def test_metrics_and_a_smoothed_loss(tmp_path):
+    def mean(found: Any) -> dict[str, float]:
+        return {"mean": float(found.predictions.mean())}
+
+    names = ["loss", "eval_loss", "eval_mean", "entropy", "eval_entropy", "mean_token_accuracy"]
+    runs = [
+        script(
+            kind, tmp_path / kind.__module__, metrics=mean, label_smoothing_factor=0.1, max_steps=3
+        )
+        for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
+    ]
+    for name in names:
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+
+
+def test_a_loss_weighted_by_its_probability(tmp_path):
+    """After the best model has come back, too, which starts the executor again."""
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3}
+    runs = [
+        script(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3, **best)
+        for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
+    ]
+    after = [run.evaluate() for run in runs]
+    for name in ("eval_loss", "eval_entropy"):
+        assert after[1][name] == pytest.approx(after[0][name], rel=1e-4), name
+    for name in ("loss", "eval_loss", "grad_norm", "entropy"):
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+
+
+def test_a_change_of_plan_leaves_the_loss_as_it_is(tmp_path):
+    """Other activations are kept from here on: what was set on head and executor goes on."""
+    settings = {"loss_type": "dft", "max_steps": 2, "eval_strategy": "no"}
+    trainer = script(lohan.hf.SFTTrainer, tmp_path, **settings)
+    session, before = trainer.session, trainer.evaluate()["eval_loss"]
+    session.head.ranks_apart, session.executor.mean_over = True, 3
+    session.follow(session.plan)
+    assert session.head.ranks_apart and session.executor.mean_over == 3
+    session.executor.mean_over = 1
+    found = trainer.evaluate()
+    assert found["eval_loss"] == before and "eval_entropy" in found

@@ -1,0 +1,28 @@
+"""The cases of the short form of benchmarks/differential.py, one of each kind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from benchmarks import differential
+from benchmarks.differential import SIMPLEST
+
+# One of each kind; together they have a device, an error, an evaluation, a resume and a kill.
+SHORT = [
+    {"model": "net-tied", "dtype": "bf16", "clip": 1.0, "delays": 1, "known_batch": True},
+    {"model": "gpt2", "events": [[1, "forward_error"], [1, "eval"], [2, "resume"]]},
+    {"model": "lstm", "device": "emulated", "optimizer": "lion"},
+    {"model": "llama", "lora": 2, "base": "nf4", "accumulate": 2},
+    {"kind": "ranks", "model": "net-shared", "events": [[1, "commit"]]},
+    {"kind": "train", "model": "tied", "kill": 20},
+]
+
+
+def run_short_form() -> None:
+    """Run in a fork of the forge, which has no threads."""
+    folder = Path(os.environ["LOHAN_CASE"])
+    outcomes = [differential.run_case({**SIMPLEST, **case}, folder) for case in SHORT]
+    ended = [[outcome.status, outcome.detail] for outcome in outcomes]
+    (folder / "outcomes.json").write_text(json.dumps(ended))
