@@ -46,10 +46,11 @@ test-slow: setup
 test-cuda: setup
 	$(PY) -m tests.softcuda $(CUDA_VENV) $(CUDA_TORCH) $(LIMITS)
 
-# The report in a real browser; installs Debian's Chromium if there is none.
+# The pages and the report in a real browser; installs Debian's Chromium and its driver if there are
+# none. PICTURES=DIR keeps pictures of all pages.
 test-browser: setup
-	command -v chromium || apt-get install -y chromium || sudo apt-get install -y chromium
-	$(PY) -m pytest -q -m slow tests/tools
+	command -v chromedriver || apt-get install -y chromium chromium-driver || sudo apt-get install -y chromium chromium-driver
+	$(PY) -m pytest -q -m slow tests/ui
 
 lint: setup
 	.venv/bin/ruff check .

@@ -606,8 +606,11 @@ def told(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 def log_kinds(work: Path) -> list[Kind]:
-    from lohan.tools.report import Advice, page, read_run, read_traces
     from lohan.train.run_folder import RunFolder, repair_logs
+    from lohan.ui.report import page
+    from lohan.ui.runs import read_run
+    from lohan.ui.traces import read_traces
+    from lohan.ui.view import Advice
 
     run = RunFolder(work / "run")
     run.path.mkdir()
@@ -639,7 +642,7 @@ def log_kinds(work: Path) -> list[Kind]:
 
     def read_logs() -> None:
         made = read_run(run)
-        page(made, Advice([]))
+        page([(made, Advice([]))])
         repair_logs(run, step=1, last=[])
 
     def log(file: Path) -> Read:

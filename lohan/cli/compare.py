@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of, option
+from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, option
 from lohan.config import UPDATE_MODES, TrainConfig
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
@@ -21,6 +21,7 @@ from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine
 from lohan.planner.systems import AUTO, POLICIES, PolicyResult, policy, run, with_choices
+from lohan.tools.plan_request import machine_of
 from lohan.util.display import echo
 from lohan.util.files import OutputFile
 from lohan.util.trace import LANES, trace_output

@@ -23,6 +23,7 @@ MODULES = {  # module of this package -> its commands
     "recipes": ("init",),
     "schema": ("schema",),
     "compare": ("simulate", "compare", "presets"),
+    "ui": ("ui",),
     "tools": ("profile", "verify", "report", "doctor"),
 }
 store_app = typer.Typer(no_args_is_help=True, help="List, check and remove stores.")

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lohan.config import field_of
-from lohan.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lohan.model.machine import Profile
+    pass
 
 
 # Groups of options in `--help`, most common first. Settings of a group appear in this order.
@@ -158,44 +157,3 @@ Host = Annotated[str | None, option("budget.host")]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with settings; options have precedence.")
 ]
-
-
-def machine_of(
-    name: str,
-    *,
-    ssds: int | None,
-    gpus: int | None,
-    device_memory: str | None = None,
-    host: str | None = None,
-) -> Profile:
-    from dataclasses import replace
-
-    from lohan.planner import presets
-    from lohan.util.units import parse_bytes
-
-    if ssds is not None and ssds < 1:
-        raise ConfigError(f"--ssds {ssds}: give a whole number from 1")
-    if not name:
-        from lohan.engine.profile import latest_profile
-
-        latest = latest_profile()
-        if latest is None:
-            raise ConfigError(
-                "--machine: not given, and this machine was not measured yet; run `lohan profile`, "
-                f"or choose one of {', '.join(presets.machine_names())}"
-            )
-        profile = latest
-    else:
-        profile = presets.machine(name)
-    if device_memory is not None:
-        if profile.unified:
-            raise ConfigError(
-                f"--device-memory: {profile.name} has one memory for host and device; use --host"
-            )
-        size = parse_bytes(device_memory, name="--device-memory")
-        profile = replace(profile, device_bytes=size)
-    if host is not None:
-        profile = profile.with_host(parse_bytes(host, name="--host"))
-    if gpus is not None:
-        profile = replace(profile, gpus=gpus)
-    return profile if ssds is None else profile.with_drives(ssds)

@@ -18,14 +18,13 @@ from lohan.cli.options import (
     Json,
     Machine,
     Ssds,
-    machine_of,
     settings_options,
 )
 from lohan.config import Config, load_config
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.options import MINIMISE, options_of
+from lohan.model.options import MINIMISE
 from lohan.model.plan import LOG, Plan
 from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.model.workload import BatchWorkload
@@ -35,6 +34,7 @@ from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.schedule.placement import Gate, Update, UpdateOptions, gate_of, rule_of
+from lohan.tools.plan_request import check_prices, machine_of, request_of
 from lohan.util.display import echo
 from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
@@ -539,7 +539,7 @@ def plan(
     shape = replace(shape, lora=settings.train.lora, base=settings.train.base or "")
     ranks = settings.budget.gpus if gpus is None and settings.budget.gpus > 1 else gpus
     profile = machine_of(machine or "", ssds=ssds, gpus=ranks, device_memory=device_memory)
-    request = _request(shape, profile, settings, minimise)
+    request = request_of(shape, profile, settings, minimise)
     if max_model and max_batch:
         raise ConfigError("--max-model and --max-batch: one at a time; leave one of them out")
     if max_model or max_batch:
@@ -581,7 +581,7 @@ def _plan_here(
     from lohan.tools.plan_run import plan_traced
 
     profile = latest_profile()
-    _check_prices(profile, minimise)
+    check_prices(profile, minimise)
     planned = plan_traced(settings, profile, minimise=minimise)
     _show(planned, settings.train.steps, schedule=schedule, classes=classes, as_json=as_json)
 
@@ -593,31 +593,6 @@ def _show(
         echo(json.dumps(to_json(planned, steps=steps, schedule=schedule), indent=1))
     else:
         echo("\n".join(describe(planned, steps=steps, schedule=schedule, classes=classes)))
-
-
-def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> PlanRequest:
-    _check_prices(profile, minimise)
-    dtype = settings.train.dtype or ("bf16" if profile.has_gpu else "fp32")
-    host = settings.budget.host
-    profile = profile if host is None else profile.with_host(host)
-    return PlanRequest(
-        model=model,
-        machine=profile,
-        options=options_of(settings, dtype=dtype, minimise=minimise),
-        batch=settings.train.batch,
-        seq=settings.train.seq,
-        host=profile.host_bytes,
-    )
-
-
-def _check_prices(profile: Profile | None, minimise: str) -> None:
-    priced = profile is not None and profile.usd_per_s and profile.usd_per_written_byte
-    if minimise == "cost" and not priced:
-        name = profile.name if profile is not None else "this machine, which was not measured,"
-        raise ConfigError(
-            f"--minimise cost: {name} has no prices; give server_usd, and usd and endurance_bytes "
-            "of its drives in a TOML file (--machine), or --minimise writes"
-        )
 
 
 def _plan_from_shapes(

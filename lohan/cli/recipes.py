@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import MODEL_HELP, Gpus, Json, Machine, Ssds, machine_of, option
+from lohan.cli.options import MODEL_HELP, Gpus, Json, Machine, Ssds, option
 from lohan.config import field_of
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.display import echo
@@ -65,6 +65,7 @@ def init(
     from lohan.model.options import PlanOptions
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
+    from lohan.tools.plan_request import machine_of
 
     if machine is None:
         profile, drives = _this_machine(ssd or [], file, ssds=ssds, gpus=gpus)

@@ -14,14 +14,13 @@ import typer
 from lohan.cli.options import Json, option, settings_options
 from lohan.config import load_config
 from lohan.device.launch import as_ranks
-from lohan.errors import ConfigError, LohanError
+from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
 from lohan.util.display import echo
 from lohan.util.settings import byte_rate
 from lohan.util.units import counted, parse_bytes
 
 if TYPE_CHECKING:
-    from lohan.tools.report import Advice, RunRecord
     from lohan.tools.verify import Compared, Verification
 
 
@@ -177,11 +176,17 @@ def _self_test(
 
 
 MERGED = "trace-all.json"
-GENERATOR = b'content="lohan report"'  # identifies a file of this command
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)],
+    run: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folder; several are drawn into the same charts.",
+            show_default=False,
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", help="File to write. Default: RUN/report.html."),
@@ -192,43 +197,31 @@ def report(
     from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
-    from lohan.tools.report import page, read_run, read_traces, write_merged
     from lohan.train.run_folder import RunFolder, owner_only
+    from lohan.ui.report import GENERATOR, advice_for, page
+    from lohan.ui.runs import read_run
+    from lohan.ui.traces import read_traces, write_merged
     from lohan.util.files import OutputFile
 
-    folder = RunFolder(run.absolute())
-    story = read_run(folder)
-    file, remedy = out or folder.path / "report.html", "choose another -o"
+    folders = [RunFolder(path.absolute()) for path in run]
+    runs = [read_run(folder) for folder in folders]
+    file, remedy = out or folders[0].path / "report.html", "choose another -o"
     target = OutputFile(file, remedy, "a report", GENERATOR)
     target.check()
-    text = page(story, advice_for(story))
+    text = page([(each, advice_for(each)) for each in runs])
     with owner_only():
         target.write(text.encode())
-    written = {"report": str(file)}
-    traces = read_traces(folder)
-    if len(traces) > 1:
-        write_merged(folder.path / MERGED, traces)
-        written["trace of all ranks"] = str(folder.path / MERGED)
+    written = [("report", str(file))]
+    for folder in folders:
+        traces = read_traces(folder)
+        if len(traces) > 1:
+            write_merged(folder.path / MERGED, traces)
+            written.append(("trace of all ranks", str(folder.path / MERGED)))
     if as_json:
-        echo(json.dumps({key.replace(" ", "_"): path for key, path in written.items()}, indent=1))
+        echo(json.dumps({key.replace(" ", "_"): path for key, path in written}, indent=1))
         return
-    for key, path in written.items():
+    for key, path in written:
         echo(f"{key}: {path}")
-
-
-def advice_for(story: RunRecord) -> Advice:
-    """Return advice from the planner, or the reason why there is none."""
-    from lohan.tools.report import Advice
-
-    start, plan, measured = (story.last(event) for event in ("start", "plan", "measured"))
-    if not (start.get("shape") and plan and measured):
-        return Advice(reason="the run has not measured its lanes, which takes three steps")
-    from lohan.tools.plan_run import case_of, changes
-
-    try:
-        return Advice(changes(case_of(story.config, start["shape"], plan, measured)))
-    except LohanError as error:
-        return Advice(reason=str(error))
 
 
 # -- `lohan verify` for people and programs --------------------------------------------------------

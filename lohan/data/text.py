@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -609,3 +609,28 @@ def kind_of(value: Any) -> str:
     if isinstance(value, list) and not value:
         return "an empty list"
     return json_type(value, other="a value of type ")  # Tables have types that JSON lacks.
+
+
+# -- The first example, as text -------------------------------------------------------------------
+
+
+SHOWN = 1000  # number of characters shown of a prompt's end and of an answer's beginning
+HEADS = {"template": "chat template", "system": "system prompt", "images": "images"}
+
+
+def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
+    """Return the first example as the model sees it, with its template and system prompt."""
+    if not shown:
+        return []
+    prompt, answer = shown["prompt"], shown["answer"]
+    prompt = prompt if len(prompt) <= most else f"... {prompt[-most:]}"
+    parts = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
+    texts = [f"{prompt}>>>{_beginning(answer, most)}"]
+    if "rejected" in shown:
+        texts.append(f"rejected: >>>{_beginning(shown['rejected'], most)}")
+    lines = [f"first example ({'; '.join([*parts, 'loss on what follows >>>'])}):"]
+    return lines + [f"  {line}" for text in texts for line in text.splitlines()]
+
+
+def _beginning(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ..."

@@ -37,7 +37,6 @@ from lohan.planner.machine_plan import (
     without_lane,
 )
 from lohan.planner.planner import PlanProblem, make_plan
-from lohan.tools.report import Change
 from lohan.train.inputs import (
     Inputs,
     check_machine,
@@ -159,6 +158,18 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
 WORTH = 1.02  # smallest speedup worth listing
 # (smallest budget in bytes, unit to express it in)
 UNITS = ((8 * GiB, "GiB"), (8 * MiB, "MiB"), (0, "KiB"))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that would make a run `gain` times as fast.
+
+    `bound` marks an upper bound that cannot be reached in practice.
+    """
+
+    what: str
+    gain: float
+    bound: bool = False
 
 
 @dataclass(frozen=True)

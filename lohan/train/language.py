@@ -22,6 +22,7 @@ from lohan.data.cache import check_source
 from lohan.data.dataset import Fields, Row
 from lohan.data.images import ROWS, Conversations, load_processor, rows_with_images
 from lohan.data.reading import read_rows
+from lohan.data.text import rendered
 from lohan.engine.head import shifts_labels
 from lohan.errors import DataError, ModelError
 from lohan.train.task import (
@@ -34,7 +35,6 @@ from lohan.train.task import (
     kind_in,
     load_trained,
     refuse_text_settings,
-    rendered,
 )
 from lohan.util.units import align_up, counted
 

@@ -24,7 +24,7 @@ from lohan.errors import ConfigError
 from lohan.planner.forecast import Forecast
 from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
-from lohan.train.run_folder import RunFolder, append_row
+from lohan.train.run_folder import WARM_UP_STEPS, RunFolder, append_row
 from lohan.util.memory import rss_bytes, total_memory_bytes
 from lohan.util.trace import Span, Trace, busy_s
 
@@ -37,8 +37,6 @@ from lohan.util.trace import Span, Trace, busy_s
 
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
-# Steps after which rates are measured; the first steps with a plan run on demand.
-WARM_UP_STEPS = 3
 
 
 class Journal:

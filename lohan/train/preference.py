@@ -32,6 +32,7 @@ from lohan.checkpoint.hf_folder import (
 from lohan.config import Config, PreferenceConfig
 from lohan.data import IGNORE, Dataset, Encoder
 from lohan.data.supervised import Preferences
+from lohan.data.text import rendered
 from lohan.engine.head import LogpLoss
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError, StorageIOError
@@ -39,7 +40,7 @@ from lohan.model.state import STATE_FORMATS
 from lohan.store.manifest import checksum
 from lohan.train.evaluation import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
-from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
+from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning
 from lohan.util.files import write_atomic
 from lohan.util.libraries import offline
 from lohan.util.units import align_up, counted

@@ -63,6 +63,8 @@ from lohan.util.settings import HOST, RANK
 MARK = ".lohan-run"
 STORE, SNAPSHOTS = "store", "snapshots"
 FORMAT, VERSION = "lohan-run", 1
+# Steps after which rates are measured; the first steps with a plan run on demand.
+WARM_UP_STEPS = 3
 LONGEST_NAME = 100  # bytes of the folder's name that are repeated in the store's name
 
 
@@ -319,9 +321,13 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
     Skip lines that a crash truncated; complete lines may follow them.
     """
-    if not file.exists():
-        return
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+    if file.exists():
+        yield from parse_rows(file.read_bytes(), file)
+
+
+def parse_rows(data: bytes, file: Path, *, first: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield the rows in a part of a log that begins with line `first`."""
+    for number, line in enumerate(data.split(b"\n"), first):
         try:
             row = parse_json(line)
         except BadJson:

@@ -37,7 +37,7 @@ from lohan.data.supervised import (
     masking_of,
     texts_of,
 )
-from lohan.data.text import kind_of
+from lohan.data.text import kind_of, rendered
 from lohan.errors import DataError, first_line
 from lohan.train.task import (
     Batch,
@@ -47,7 +47,6 @@ from lohan.train.task import (
     folder_files,
     kind_in,
     refuse_text_settings,
-    rendered,
 )
 from lohan.util.units import align_up, counted
 

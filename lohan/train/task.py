@@ -312,25 +312,3 @@ class Share:
             batch["stats"].update(mean_stats((stats, rows) for _, stats, rows in gathered if rows))
         whole = sum(each for each, _, _ in gathered) / total
         return loss * (weight * process_group.world / total), lambda: whole
-
-
-SHOWN = 1000  # number of characters shown of a prompt's end and of an answer's beginning
-HEADS = {"template": "chat template", "system": "system prompt", "images": "images"}
-
-
-def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
-    """Return the first example as the model sees it, with its template and system prompt."""
-    if not shown:
-        return []
-    prompt, answer = shown["prompt"], shown["answer"]
-    prompt = prompt if len(prompt) <= most else f"... {prompt[-most:]}"
-    parts = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
-    texts = [f"{prompt}>>>{_beginning(answer, most)}"]
-    if "rejected" in shown:
-        texts.append(f"rejected: >>>{_beginning(shown['rejected'], most)}")
-    lines = [f"first example ({'; '.join([*parts, 'loss on what follows >>>'])}):"]
-    return lines + [f"  {line}" for text in texts for line in text.splitlines()]
-
-
-def _beginning(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]} ..."

@@ -12,7 +12,7 @@ import pytest
 from lohan.cli.recipes import USUAL_BATCH, init
 from lohan.config import load_config
 from lohan.planner import presets
-from lohan.tools.report import _ratio
+from lohan.ui.view import _ratio
 from tests.support.command_line import refused
 from tests.support.tiny_run import arguments, write_inputs
 

@@ -10,11 +10,11 @@ import pytest
 
 from lohan.cli import compare as compare
 from lohan.cli.compare import describe_simulation, simulate_command
-from lohan.cli.plan import _request
 from lohan.config import TrainConfig, load_config
 from lohan.errors import ConfigError
 from lohan.planner import presets
 from lohan.planner.machine_plan import plan_for_machine
+from lohan.tools.plan_request import request_of
 
 SERVER = presets.machine("ratel-4090")
 GPT = presets.model("gpt-13b")
@@ -119,7 +119,7 @@ def test_simulate_and_plan_agree():
     """The same settings, the defaults of both and of training, have one answer."""
     machine, model = presets.machine("rtx4090"), presets.model("gpt-13b")
     settings = load_config(None, overrides={"model": "gpt-13b", "data": ".", "out": "."})
-    asked = _request(model, machine, settings, "time")
+    asked = request_of(model, machine, settings, "time")
     planned = plan_for_machine(asked)
     batch, seq = asked.batch, asked.seq
     made = simulate_command(model, machine, "auto", batch=batch, seq=seq)

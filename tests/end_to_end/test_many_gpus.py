@@ -16,8 +16,9 @@ from lohan.config import load_config
 from lohan.device import launch as launching
 from lohan.errors import ConfigError, StoreError
 from lohan.tools.plan_run import plan_traced
-from lohan.tools.report import read_run, read_traces, timeline
 from lohan.train.run_folder import RunFolder
+from lohan.ui.runs import read_run
+from lohan.ui.traces import read_traces, timeline
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
 from tests.support import HANG_S, forked_ranks
@@ -94,7 +95,7 @@ def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_
 def test_the_report_has_all_ranks_on_one_clock(launched, forge):
     ended = forge.run("report", launched)
     assert ended.code == 0, ended.err
-    shown = timeline(read_run(RunFolder(launched)))
+    shown = timeline(RunFolder(launched))
     assert shown is not None
     assert shown["lanes"][0] == "0: compute" and shown["lanes"][len(LANES)] == "1: compute"
     lanes = {lane // len(LANES) for lane, *_ in shown["spans"]}

@@ -29,7 +29,6 @@ from lohan.errors import LohanError, ModelError
 from lohan.planner import presets
 from lohan.store.files import StoreLock, lock_holder
 from lohan.store.store import Store
-from lohan.tools.report import write_merged
 from lohan.train import inputs as starting
 from lohan.train import trainer
 from lohan.train.run_folder import (
@@ -44,6 +43,7 @@ from lohan.train.run_folder import (
     step_rows,
 )
 from lohan.train.trainer import UnloggedRows
+from lohan.ui.traces import write_merged
 from lohan.util.files import temporary_of, write_atomic
 from tests.support.kept_files import assert_kept, tree
 from tests.support.random_checkpoint import write_random_checkpoint

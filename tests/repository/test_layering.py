@@ -35,6 +35,7 @@ PACKAGES = [
     "train",
     "tools",
     "hf",
+    "ui",
     "cli",
 ]
 RANK = {name: rank for rank, name in enumerate(["_core", *PACKAGES])}
@@ -55,7 +56,7 @@ NO_TORCH += ["model.machine", "model.shapes", "schedule.actions"]
 NO_TORCH += ["schedule.phases", "schedule.steps", "schedule.check", "schedule.simulate"]
 NO_TORCH += ["planner.planner", "planner.forecast", "planner.machine_plan", "planner.presets"]
 NO_TORCH += ["planner.systems", "device.launch", "engine.profile", "data", "train.run_folder"]
-NO_TORCH += ["cli.main", "cli.plan", "cli.compare"]
+NO_TORCH += ["tools.plan_request", "ui.server", "cli.main", "cli.plan", "cli.compare", "cli.ui"]
 
 
 def modules() -> list[str]:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+STATIC = ["app.js", "charts.js", "dom.js", "icon.svg", "index.html", "new.js", "plan.js"]
+STATIC += ["report.html", "report.js", "run.js", "runs.js", "style.css", "timeline.js", "try.js"]
 DATA = {
     "lohan/py.typed",
     "lohan/_core.pyi",
     "lohan/planner/machines.toml",
     "lohan/planner/models.toml",
-    "lohan/tools/page.html",
-    "lohan/tools/script.js",
-    "lohan/tools/style.css",
+    *(f"lohan/ui/static/{name}" for name in STATIC),
     "lohan/capture/tested.txt",
 }
 

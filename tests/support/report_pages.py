@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -65,9 +66,23 @@ def finished_fixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def page_fixture(finished: Path) -> str:
     """Its report, made once."""
     target = finished.parent / "report.html"
-    report_command(finished, target)
+    report_command([finished], target)
     assert target.stat().st_mode & 0o077 == 0  # readable by the owner only
     return target.read_text(encoding="utf-8")
+
+
+def texts(value: object) -> Iterator[str]:
+    """Yield the texts of a view. The parts of a cell are joined, as on the page."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from texts(inner)
+    elif isinstance(value, list) and any("code" in v for v in value if isinstance(v, dict)):
+        yield "".join(v["code"] if isinstance(v, dict) else str(v) for v in value)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts(inner)
+    elif isinstance(value, str):
+        yield value
 
 
 class Elements(HTMLParser):
@@ -98,4 +113,10 @@ class Elements(HTMLParser):
 
     @property
     def data(self) -> dict:
-        return json.loads(self.raw["data"])
+        """The view of the first run."""
+        return json.loads(self.raw["data"])["runs"][0]
+
+    @property
+    def shown(self) -> str:
+        """All texts of the first run, a cell or a line each."""
+        return "\n".join(texts(self.data))

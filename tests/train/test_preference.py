@@ -194,7 +194,7 @@ def test_held_back_rows_are_evaluated_and_rewards_reported(
     steps, held = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
     assert len(steps) == len(held) == 3
     assert len(list((tmp_path / "run" / "data").glob("reference-*.npy"))) == 2
-    report_command(tmp_path / "run", tmp_path / "report.html")
+    report_command([tmp_path / "run"], tmp_path / "report.html")
     page = Elements((tmp_path / "report.html").read_text())
     charts = page.data["charts"]
     shown = {name: charts[name] for name in ("rewards", "margins", "accuracy") if name in charts}
@@ -212,10 +212,8 @@ def test_held_back_rows_are_evaluated_and_rewards_reported(
             there = [row for row in of if f"{prefix}reward_{key}" in row]
             assert line["x"] == [row["step"] for row in there]
             assert line["y"] == [row[f"{prefix}reward_{key}"] for row in there]
-    places = {tag.get("id") for _, tag in page.tags}
-    assert shown.keys() <= places and "Rewards" in page.text
     if loss == "dpo":
-        assert "of pairs right, last 3 steps" in page.text
+        assert "of pairs right, last 3 steps" in page.shown
         last = held[-1]
         difference = last["eval_reward_chosen"] - last["eval_reward_rejected"]
         assert last["eval_reward_margin"] == pytest.approx(difference, abs=1e-6)

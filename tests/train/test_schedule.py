@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 from lohan.cli.main import app
 from lohan.config import load_config
 from lohan.optim import lr_at
-from lohan.tools.report import RunRecord, example_card, read_run
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
+from lohan.ui.runs import RunRecord, read_run
+from lohan.ui.view import first_example
 from lohan.util.display import Display
 from tests.support.preference_data import (
     model_fixture,  # noqa: F401 - fixtures
@@ -77,9 +78,9 @@ def test_keeping_goes_with_steps(tmp_path: Path) -> None:
 
 def test_the_first_example_is_in_the_report(model: Path, tmp_path: Path) -> None:
     run = begun(model, tmp_path / "run", **{"train.steps": 1})
-    shown = example_card(read_run(run))
-    assert "First example" in shown and "chat template: none" in shown
-    assert "ask &lt;0&gt;: &gt;&gt;&gt;yes" in shown
+    shown = "\n".join(first_example(read_run(run)))
+    assert "first example" in shown and "chat template: none" in shown
+    assert "ask <0>: >>>yes" in shown
 
 
 DEFAULT = "You help."
@@ -127,7 +128,7 @@ def test_template_and_system_prompt_are_named(
     assert f"(chat template: {used}; system prompt: {told}; loss on what follows >>>)" in said
     assert "a" * 900 in said and f"{'b' * 1000} ..." in said and "b" * 1001 not in said
     record = RunRecord(RunFolder(tmp_path / "run"), config, [], [], [], [])
-    assert "b" * 1100 in example_card(record)
+    assert "b" * 1100 in "\n".join(first_example(record))
 
 
 def test_both_answers_of_the_first_pair_are_shown(model: Path, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from lohan.errors import LohanError
-from lohan.tools.report import example_card, read_run
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from lohan.ui.runs import read_run
+from lohan.ui.view import first_example
 from tests.support.recording_display import Watch
 from tests.support.task_runs import BATCH, STEPS, reference, settings, train, with_peft, write_rows
 from tests.support.tokenizer_folders import save_tokenizer
@@ -134,7 +135,7 @@ def test_as_in_memory(name, place, tmp_path):
     shown = run(place, name, out)
     assert shown.notes[0].startswith("7 examples\nfirst example (loss on what follows >>>):")
     assert FIRST[name] in shown.notes[0]
-    assert FIRST[name].replace(">", "&gt;") in example_card(read_run(RunFolder(out)))
+    assert FIRST[name] in "\n".join(first_example(read_run(RunFolder(out))))
     kind = type(MODELS[name][0]())
     losses, weights = reference(out, kind.from_pretrained(place / name))
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)

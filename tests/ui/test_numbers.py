@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from lohan.tools.report import (
-    MOST_POINTS,
-    NET,
-    Traced,
-    _clock_offset,
-    _ratio,
-    curve,
-    measured_lanes,
-)
+from lohan.ui.traces import NET, Traced, _clock_offset
+from lohan.ui.view import MOST_POINTS, _ratio, curve, measured_lanes
 
 
 def test_lanes_are_busy_for_seconds():

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from lohan.tools import report as gather
-from lohan.tools.report import Advice, Change, bottleneck, curve, read_run, timeline
+from lohan.tools.plan_run import Change
 from lohan.train.run_folder import RunFolder, read_rows, step_rows
+from lohan.ui.report import MODULES, bundle
+from lohan.ui.runs import read_run
+from lohan.ui.traces import timeline
+from lohan.ui.view import MOST_POINTS, Advice, bottleneck, curve, measured_lanes
 from lohan.util.units import format_bytes
 from tests.support.command_line import refused
-from tests.support.report_pages import Elements, finished_fixture, page_fixture  # noqa: F401 - fixtures
+from tests.support.report_pages import (
+    Elements,
+    finished_fixture,  # noqa: F401 - fixtures
+    page_fixture,  # noqa: F401 - fixtures
+    texts,
+)
 from tests.support.word_model import (
     model_fixture,  # noqa: F401 - fixtures
 )
@@ -45,30 +53,32 @@ def report(lohan, tmp_path: Path):
 
 def test_numbers_are_those_of_the_run(page, finished):
     rows = step_rows(RunFolder(finished))
-    page = Elements(page)
-    loss = page.data["charts"]["loss"]
+    view = Elements(page).data
+    loss = view["charts"]["loss"]
     assert loss[0]["x"] == [row["step"] for row in rows]
     assert loss[0]["y"] == [row["loss"] for row in rows]
     assert loss[1]["name"] == "evaluation" and loss[1]["x"] == [4, 8]
-    assert page.data["charts"].keys() == {"loss", "speed", "rate", "norm", "resident"}
-    assert "8 of 8" in page.text and "written to SSD" in page.text
-    for words in ("Loss", "What a step is spent on", "Timeline", "Memory", "SSD", "Settings"):
-        assert words in page.text
-    assert "the cat" in page.text and "Samples" in page.text
-    assert "lr = 0.001" in page.text and "torch" in page.text and "transformers" in page.text
+    assert view["charts"].keys() == {"loss", "speed", "rate", "norm", "resident", "busy"}
+    tiles = {meaning: value for value, meaning in view["tiles"]}
+    assert "8 of 8" in tiles.values() and "written to SSD" in tiles
+    assert view["samples"][0][1] == "the cat"
+    assert "lr = 0.001" in view["settings"]
+    assert {"torch", "transformers"} <= {name for name, _ in view["versions"]}
+    assert view["state"]["name"] == "finished"
 
 
 def test_predicted_beside_measured(page, finished):
-    page = Elements(page)
-    assert re.search(r"Predicted from rates measured in step \d", page.text)
-    lanes = gather.measured_lanes(read_run(RunFolder(finished)))
-    assert {"compute", "ssd", "optimizer"} <= lanes.keys() and all(s > 0 for s in lanes.values())
-    assert re.search(r"(compute|ssd|optimizer) binds \d+ % of the step", page.text)
+    lanes = Elements(page).data["lanes"]
+    assert re.search(r"Predicted from rates measured in step \d", lanes["note"])
+    measured = measured_lanes(read_run(RunFolder(finished)))
+    assert {"compute", "ssd", "optimizer"} <= measured.keys() and all(measured.values())
+    assert [row["measured_s"] for row in lanes["rows"]] == list(measured.values())
+    assert lanes["bottleneck"][0] in measured
 
 
 def test_wear_in_rated_lives_and_money(page, run, report):
     """Also of options that were planned when the run began."""
-    shown = Elements(page).text
+    shown = Elements(page).shown
     assert "less than a thousandth of the rated life of" in shown and "less than a cent" in shown
     assert "% of the rated" not in shown and "USD per TB" in shown
     rows = [json.loads(line) for line in RunFolder(run).journal.read_text().splitlines()]
@@ -76,7 +86,7 @@ def test_wear_in_rated_lives_and_money(page, run, report):
     for row in rows:
         row.update({"instead": [other]} if row["event"] == "start" else {})
     RunFolder(run).journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = Elements(report(run)).text
+    shown = Elements(report(run)).shown
     assert "with --moments int8" in shown and "times the rated life" in shown
     assert "2.5 s per step, as planned; rounded" in shown
 
@@ -94,7 +104,7 @@ def test_the_rest_is_written_at_the_rate_of_the_last_plan(run, report):
         row.update({"total": total} if row["event"] == "start" else {})
         row.update({"step": 0} if row["event"] == "plan" else {})
     folder.journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = Elements(report(run)).text
+    shown = Elements(report(run)).shown
     later = sum(2**30 if number == 3 else 2**20 for number in range(3, len(steps)))
     rate = later / (len(steps) - 3)
     assert f"at {format_bytes(rate)} per step from here" in shown
@@ -109,8 +119,15 @@ def test_memory_is_the_ledger(page, finished):
     assert memory["budget"] == 300 * 1024 >= sum(host.values())
 
 
+def test_several_runs_are_in_one_file(lohan, finished, run, tmp_path):
+    ended = lohan("report", finished, run, "-o", tmp_path / "both.html")
+    assert ended.code == 0, ended
+    views = json.loads(Elements((tmp_path / "both.html").read_text()).raw["data"])["runs"]
+    assert [view["path"] for view in views] == [str(finished), str(run)]
+
+
 def test_timeline_is_two_steps_of_the_trace(finished):
-    shown = timeline(read_run(RunFolder(finished)))
+    shown = timeline(RunFolder(finished))
     names = [span[2] for span in shown["spans"]]
     assert names.count("E") == 2 and names.count("C") >= 1
     assert len([name for name in names if name.startswith("F")]) >= 2 * 4  # embedding, 2, head
@@ -120,9 +137,10 @@ def test_timeline_is_two_steps_of_the_trace(finished):
 
 def test_without_a_trace_it_says_how_to_get_one(report, run):
     (run / "trace.json").unlink()
-    page = Elements(report(run))
-    assert page.data["timeline"] is None
-    assert f"lohan train --config {run / 'run.toml'} --out NEW --trace" in page.text
+    view = Elements(report(run)).data
+    assert view["timeline"] is None
+    command = f"lohan train --config {run / 'run.toml'} --out NEW --trace"
+    assert view["trace_command"] == command
 
 
 def test_advice_comes_from_the_planner(report, run):
@@ -143,7 +161,7 @@ def test_advice_comes_from_the_planner(report, run):
                     speed = 1e5 if slow == "ssd" else 1e12
                     drive |= {"read": speed, "write": speed, "mixed": speed}
         (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
-        found[slow] = Elements(report(run)).text
+        found[slow] = Elements(report(run)).shown
     gain = re.search(r"a second drive\s*(?:would give )?(\d\.\d+)x", found["ssd"])
     assert gain and float(gain[1]) > 1.8
     assert re.search(r"--host (450|600|1200)KiB", found["ssd"])
@@ -153,14 +171,14 @@ def test_advice_comes_from_the_planner(report, run):
 def test_a_run_from_before_the_journal(report, run):
     (run / "journal.jsonl").unlink()
     page = Elements(report(run))
-    assert "What would help is not known" in page.text and "No prediction" in page.text
+    assert "No advice is available" in page.shown and "No prediction" in page.shown
     assert page.data["charts"]["loss"][0]["y"]
 
 
 def test_a_model_that_is_gone(report, run):
     text = (run / "run.toml").read_text()
     (run / "run.toml").write_text(re.sub(r'model = ".*"', 'model = "/no/such/model"', text))
-    assert "No advice is available: /no/such/model" in Elements(report(run)).text
+    assert "No advice is available: /no/such/model" in Elements(report(run)).shown
 
 
 # -- what it must not hold ------------------------------------------------------------------------
@@ -171,7 +189,8 @@ def test_nothing_from_outside(page):
         assert tag not in ("img", "link", "iframe", "object", "embed", "base", "form", "a")
         assert not attributes.keys() & {"src", "href", "action", "srcset"}
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in page and "@import" not in page and "url(" not in page
+    assert "https://" not in page and "@import" not in page
+    assert "url(" not in page.replace("url(#", "")  # a clip path of the page itself
     policy = next(a["content"] for _, a in Elements(page).tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none';")
 
@@ -191,12 +210,14 @@ def test_everything_is_escaped(report, run, tmp_path):
     (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
     named = tmp_path / "<img src=x onerror=alert(3)>"
     run.rename(named)
-    clean = Elements(report(named))
+    text = report(named)
+    clean = Elements(text)
     assert [tag for tag, _ in clean.tags].count("script") == 2
     assert "img" not in [tag for tag, _ in clean.tags]
     assert not any(key.startswith("on") for _, a in clean.tags for key in a)
-    assert clean.text.count(EVIL) >= 4 and named.name in clean.text
-    assert clean.data["memory"]["owners"]
+    # The title is escaped; everything else is data, in which no tag can begin.
+    assert named.name in clean.text and EVIL not in text
+    assert clean.shown.count(EVIL) >= 4 and clean.data["name"] == named.name
 
 
 # -- mistakes -------------------------------------------------------------------------------------
@@ -226,13 +247,13 @@ def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):
 def test_long_curves_are_thinned():
     rows = [{"step": i, "loss": float(i % 2)} for i in range(1, 10_001)]
     made = curve(rows, "loss")
-    assert len(made["x"]) <= gather.MOST_POINTS and made["x"][-1] == 10_000
+    assert len(made["x"]) <= MOST_POINTS and made["x"][-1] == 10_000
     assert sum(made["y"]) / len(made["y"]) == pytest.approx(0.5, abs=0.01)
     rows = [{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 2.0}]
     assert curve(rows, "loss") == {"x": [3], "y": [2.0]}
 
 
-def test_advice_is_one_sentence():
+def test_the_sentence():
     advice = Advice(
         [
             Change("--host 16GiB", 1.9),
@@ -241,13 +262,12 @@ def test_advice_is_one_sentence():
             Change("the drives", 9.0, bound=True),
         ]
     )
-    assert bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice) == (
-        "<b>ssd</b> binds 82 % of the step; <code>--host 16GiB</code> would give 1.9x; "
-        "a second drive 1.6x"
+    assert "".join(texts(bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice))) == (
+        "ssd binds 82 % of the step; --host 16GiB would give 1.9x; a second drive 1.6x"
     )
 
 
-def test_files_of_the_page_are_in_the_package():
-    folder = Path(gather.__file__).parent
-    for name in ("page.html", "style.css", "script.js"):
-        assert (folder / name).is_file()
+def test_modules_become_one_script():
+    script = bundle(MODULES)
+    assert not re.search(r"^(import|export) ", script, re.MULTILINE)
+    assert script.count("function runPage(") == 1
