@@ -50,7 +50,7 @@ from lohan.store.manifest import (
     write_identities,
     write_manifest,
 )
-from lohan.util.units import PAGE
+from lohan.util.units import PAGE, counted
 
 Barrier = Callable[[], None]
 Dirs = str | Path | Sequence[str | Path]
@@ -410,9 +410,9 @@ class Store:
             log = live_log(paths[0], uuid=manifest.uuid, generation=manifest.generation)
             if log is not None and not replays:
                 raise StoreError(
-                    f"{paths[0]}: {len(log.entries)} steps are in the log of gradients and not yet "
-                    f"in the weights, because the run was killed; `lohan store fold {paths[0]}` "
-                    "applies them, and so does resuming the run"
+                    f"{paths[0]}: not all steps are in the weights, because the run was killed: "
+                    f"{counted(len(log.entries), 'step')} in the log of gradients; `lohan store "
+                    f"fold {paths[0]}` applies them, and so does resuming the run"
                 )
             if log is None and with_scratch:
                 remove_log(paths)

@@ -85,7 +85,7 @@ def test_refuses_a_store_whose_steps_are_not_folded(tmp_path: Path) -> None:
     new = new_store([tmp_path / "a"])
     append_step(new, 1)
     new.close()
-    with pytest.raises(StoreError, match=r"1 steps are in the log .* `lohan store fold"):
+    with pytest.raises(StoreError, match=r"1 step in the log of gradients; `lohan store fold"):
         Store.open(tmp_path / "a", engine="threads")
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lohan import _core
+from tests.support.native_states import HOT, MASTERS, State, kinds
 from tests.support.reference_updates import HYPER
-from tests.test_native_updates import HOT, MASTERS, State, kinds
 
 pytestmark = pytest.mark.usefixtures("native_settings")
 
