@@ -75,8 +75,8 @@ KINDS = {
     "off-by-one": "a < b becomes a <= b, n + 1 becomes n",
     "drop-effect": "leave out a read or a write of an operation of the schedule",
 }
-EFFECTS = "lohan/schedule/effects.py"
-# A statement of EFFECTS that mentions one of these names adds an effect.
+EFFECTS = "lohan/schedule/ops.py"
+# A statement of EFFECTS, or an element of a list there, that mentions one of these is an effect.
 _EFFECT_NAMES = {"READ", "WRITE", "AFTER", "WHOLE"}
 _NEGATED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
@@ -188,8 +188,19 @@ def _changes(node: ast.expr | ast.stmt, file: str) -> Iterator[tuple[str, str]]:
             yield "off-by-one", f"({ast.unparse(left)})"
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             yield "drop-effect" if _is_effect(node, file) else "drop-statement", "pass"
+        case ast.List():
+            for text in _without_effects(node, file):
+                yield "drop-effect", text
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
             yield "drop-statement", "pass"
+
+
+def _without_effects(effects: ast.List, file: str) -> Iterator[str]:
+    """Yield the text of a list without each of the effects that it contains."""
+    for number, element in enumerate(effects.elts):
+        if isinstance(element, ast.Tuple) and _is_effect(element, file):
+            left = [other for i, other in enumerate(effects.elts) if i != number]
+            yield ast.unparse(ast.List(left, ast.Load()))
 
 
 def _comparison(left: ast.expr, op: type[ast.cmpop], right: ast.expr) -> str:
@@ -200,7 +211,7 @@ def _is_main_guard(left: ast.expr) -> bool:
     return isinstance(left, ast.Name) and left.id == "__name__"
 
 
-def _is_effect(node: ast.stmt, file: str) -> bool:
+def _is_effect(node: ast.AST, file: str) -> bool:
     names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return file == EFFECTS and bool(names & _EFFECT_NAMES)
 

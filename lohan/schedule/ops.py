@@ -208,16 +208,15 @@ def _backward(index: int, chunk: int, at: At, spec: ScheduleSpec) -> list[Effect
 
 
 def _update(index: int, chunk: int, at: At, spec: ScheduleSpec) -> list[Effect]:
-    effects: list[Effect] = [
+    staged = [((STAGING, buffer), READ, WHOLE) for buffer in at[2:]]
+    return [
         (BACKWARD_END, AFTER, WHOLE),
         (("gradients", index), WRITE, chunk),  # The last chunk frees them.
         ((STATE, at[0]), WRITE, WHOLE),
         ((SLOT, at[1]), WRITE, chunk),
+        *staged,
+        (UPDATES, WRITE, WHOLE),
     ]
-    if len(at) > 2:
-        effects.append(((STAGING, at[2]), READ, WHOLE))
-    effects.append((UPDATES, WRITE, WHOLE))
-    return effects
 
 
 def _host_copy(index: int, at: At) -> Resource:

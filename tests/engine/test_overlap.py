@@ -165,7 +165,7 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
     learn = ActionScheduler._learn
 
     def recorded(self: ActionScheduler) -> None:
-        back.append(self._backward)
+        back.append(list(self.steps.current.backward))
         learn(self)
 
     monkeypatch.setattr(ActionScheduler, "_learn", recorded)
