@@ -173,12 +173,12 @@ class Session:
         device = self.executor.device
         drawn = device.random_state()
         found = compute(batch)
-        found.backward()  # type: ignore[no-untyped-call]
+        found.backward()
         while self.must_run_again:
             del found  # Its graph holds the activations of the first run.
             device.set_random_state(drawn)
             found = compute(batch)
-            found.backward()  # type: ignore[no-untyped-call]
+            found.backward()
         return found.detach()
 
     def _loss(self, batch: Any) -> torch.Tensor:
