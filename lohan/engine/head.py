@@ -275,7 +275,7 @@ class SlicedHead:
         self._original: Callable[..., Any] = model.forward
         self._removed = False
         self._loss_function = getattr(model, "loss_function", None)
-        self._head_forward = head.forward  # type: ignore[union-attr]
+        self._head_forward = head.forward
         self._signature = inspect.signature(model.forward)
         self.__signature__ = self._signature  # generation asks which inputs the model takes
         model.forward = self
