@@ -517,25 +517,6 @@ def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path
     assert not list((tmp_path / "run").glob("*-activations"))
 
 
-@pytest.mark.parametrize("share", [0.6, *(pytest.param(s, marks=SLOW) for s in (0.5, 0.7, 0.8))])
-def test_kill_around_a_plan_for_clipped_steps(share, forge, inputs, tmp_path):
-    """Every step is clipped, and the run goes on by a plan for such steps."""
-    more, how = (*ANEW, "--clip", 0.001, "--steps", 8), {"before": "replan_at_once:by_norm"}
-    plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
-    ended = forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace", **how)
-    assert ended.code == 0, ended.err
-    assert "all of the last 2 steps clipped; a new plan should make steps" in ended.out
-    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
-    assert result(run) == expected
-    kill_at = int(share * len(names))
-    ended = forge.run("train", *arguments(inputs, killed, *more), kill_at=kill_at, **how)
-    assert ended.code == -signal.SIGKILL, ended.err
-    ended = forge.run("resume", killed, **how)
-    assert ended.code == 0, f"killed at {kill_at}: {names[kill_at]}\n{ended.err}"
-    assert result(killed) == expected
-
-
 def test_kill_between_evaluations(forge, tmp_path_factory, tmp_path):
     """Best evaluation, early-stop count and samples survive a kill.
 
