@@ -110,14 +110,14 @@ WAITS = [
     Wait(
         "engine/gradient_transport.py",
         "gradients that were set aside come back when they have left",
-        'self._device.copy("h2d", pairs, after=aside.event)',
-        'self._device.copy("h2d", pairs)',
+        'self._device.copy("slices", pairs, after=aside.event)',
+        'self._device.copy("slices", pairs)',
     ),
     Wait(
         "engine/gradient_transport.py",
         "sums go on when what was set aside is back",
-        'self._device.wait(self._device.copy("h2d", pairs, after=aside.event))',
-        'self._device.copy("h2d", pairs, after=aside.event)',
+        'self._device.wait(self._device.copy("slices", pairs, after=aside.event))',
+        'self._device.copy("slices", pairs, after=aside.event)',
     ),
     Wait(
         "engine/offload.py",

@@ -1,7 +1,8 @@
 """How the host memory is used that buffers and activations leave free.
 
 The closed form and the fill of a plan both follow this module, so that they agree. A further use of
-host memory is added to `Use`, priced in `closed_form.traffic_of`, and placed by `GreedyFill`.
+host memory is added to `Use`, priced in `_Pricer._traffic` of planner/activations.py, and placed by
+`GreedyFill`.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def step_parts(row: dict[str, Any], *, lr: bool = False, memory: bool = True) ->
     lane = row.get("binding") if memory else None
     if memory:
         parts.append(format_bytes(row["rss_bytes"]))
-    if lane and lane in row.get("busy", {}):
+    if isinstance(lane, str) and lane in row.get("busy", {}):
         parts.append(f"{lane} {100 * row['busy'][lane]:.0f} %")
     if row.get("skipped"):
         parts.append("skipped: overflow")

@@ -337,7 +337,7 @@ def test_tensors_must_come_back():
     assert [tensor.shape for tensor in taken] == [(32,)]
     with pytest.raises(LohanError, match="needs 1 saved results and has 0"):
         recompute_with(lambda: block(torch.ones(4, 8)), kept)
-    with pytest.raises(LohanError, match="give back what export returned"):
+    with pytest.raises(LohanError, match="return what export gave, in its order"):
         kept.adopt([taken[0][:-1]])
 
 

@@ -123,7 +123,10 @@ def test_experts_without_tokens_are_updated_as_in_memory(tmp_path):
     expected_losses, expected = plain_run(model, data)
     losses, weights = lohan_run(copy.deepcopy(model), data, tmp_path / "all")
     assert losses == pytest.approx(expected_losses, rel=1e-5)
-    assert_close(weights, expected)
+    # With two tokens, some gradients of attention are smaller than their rounding error (4e-9 and
+    # 2e-8), and Adam turns that into updates. Experts have no such gradients.
+    experts = [key for key in weights if ".experts." in key]
+    assert_close({key: weights[key] for key in experts}, {key: expected[key] for key in experts})
     _, first = lohan_run(model, data[:1], tmp_path / "first")
     decayed = before * (1 - lr(0) * 0.1)
     idle = [
