@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -111,6 +112,12 @@ class _LossesInFp32(TorchFunctionMode):
         self.__exit__(None, None, None)
 
 
+def _step_gradients(trainer: LohanMixin | None) -> StepGradients | None:
+    """Return the gradients of the step in flight of a Trainer's session, if it has one."""
+    session = None if trainer is None else trainer.session
+    return None if session is None or session.closed else session.executor.step_gradients
+
+
 class LohanMixin(OutputStore):
     """The part of a Trainer that trains out of core.
 
@@ -217,7 +224,10 @@ class LohanMixin(OutputStore):
         """Return the parameter groups of the optimizer, which is created if it does not exist."""
         if self._groups is None:
             self._groups = TorchGroups(moments_of(self.args, self.lohan.moments))
-            self._groups.step_gradients = self._step_gradients
+            # The session has the groups. It must not keep its Trainer alive, because the Trainer's
+            # deletion ends it.
+            trainer = weakref.ref(self)
+            self._groups.step_gradients = lambda: _step_gradients(trainer())
         if self.optimizer is None:
             self.create_optimizer()
         self._groups.take_over(self.optimizer, self.model)
@@ -231,11 +241,6 @@ class LohanMixin(OutputStore):
                     "the same one, or start a new Trainer in another output_dir"
                 )
         return self._groups
-
-    def _step_gradients(self) -> StepGradients | None:
-        if self.session is None or self.session.closed:
-            return None
-        return self.session.executor.step_gradients
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         """Return the session, and attach the model for a batch like this one if there is none.

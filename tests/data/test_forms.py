@@ -214,7 +214,8 @@ def test_folders_and_packed_files_that_cannot_be_read(tmp_path: Path) -> None:
     cut.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 99)[:-12])
     with pytest.raises(DataError, match=r"cut.jsonl.gz: cannot be unpacked: .*download or pack it"):
         list(reading.read_rows(cut, lambda done, total: None))
-    for name, message in (("a.parquet.gz", "unpack it: gunzip"), ("a.zip", "also compressed, as in")):
+    refusals = (("a.parquet.gz", "unpack it: gunzip"), ("a.zip", "also compressed, as in"))
+    for name, message in refusals:
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(DataError, match=message):
             prepare(tmp_path / name, model_dir=tmp_path, cache_dir=tmp_path / "c", seq=8)

@@ -163,5 +163,5 @@ def test_opens_by_name_without_memory_or_link():
     assert isinstance(open_device(UNIFIED_NAME), UnifiedDevice)
     with pytest.raises(ConfigError, match="no memory of its own; leave --device-memory out"):
         open_device(UNIFIED_NAME, memory=MiB)
-    with pytest.raises(ConfigError, match="--link applies only to emulated devices.*leave it out"):
+    with pytest.raises(ConfigError, match=r"--link applies only to emulated devices.*leave it out"):
         open_device(UNIFIED_NAME, link=1e9)

@@ -11,7 +11,7 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.options import PlanOptions
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
-from lohan.planner.forecast import Simulator, most_clipped
+from lohan.planner.forecast import Simulator
 from lohan.planner.machine_plan import (
     PlanRequest,
     layout_of,
@@ -160,21 +160,17 @@ def test_the_forecast_counts_what_the_document_says():
     assert moved == pytest.approx(sum(parts.values()), rel=0.2)
 
 
-@pytest.mark.parametrize("spill_all", [True, False])
-def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
+def test_share_of_clipped_steps_up_to_which_updates_need_not_wait():
     """With so many of them, steps take as long as if all waited for the norm."""
     machine = presets.machine("rtx4090")
-    options = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True, spill_all=spill_all)
+    options = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True)
     model = gpt_shape(6, 16, 2048)
     found = plan_for_machine(
         PlanRequest(
-            model=model, machine=machine, options=options, batch=8, seq=1024, host=8 * 1024 * MiB
+            model=model, machine=machine, options=options, batch=8, seq=1024, host=2048 * MiB
         )
     )
     kept, waiting, share = found.forecast, found.clipped, found.plan.most_clipped
-    assert bool(found.plan.spilled_gradients) is spill_all and 0 < share <= 1
-    if spill_all:  # run again: a step more
-        assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)
-        return
-    slow = replace(machine, drives=tuple(replace(d, read=d.read / 10) for d in machine.drives))
-    assert most_clipped(slow, kept, waiting) < share  # what is cached takes longer to read back
+    assert found.plan.spilled_gradients and 0 < share <= 1
+    # Gradients that were spilled are not in memory, so a clipped step is run again.
+    assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)

@@ -122,7 +122,7 @@ def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch)
 def test_names_of_devices(lohan, model, data, tmp_path):
     for device, says in (
         ("cuda:7", r"no device 7.*2 devices"),
-        ("xpu", r"xpu was asked.*is cuda.*--device cuda"),
+        ("xpu", r"xpu was requested.*is cuda.*--device cuda"),
         ("graphics", r"auto, cpu, cuda"),
     ):
         refused(lohan(*arguments(model, data, tmp_path / "run", "--device", device)), says)
