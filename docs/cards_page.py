@@ -8,6 +8,7 @@ Every figure is a forecast of `lohan plan` for a preset of a machine.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -95,7 +96,7 @@ CHOSEN = [
     ("qwen3-32b", "32 GB", 32),
     ("llama-3-70b", "32 GB", 32),
 ]
-TABLE_BATCH = 16
+FORECAST = re.compile(r"Forecast: ([\d,]+) tokens/s; .* steps take ([^.]+)\.")
 
 
 @cache
@@ -167,15 +168,17 @@ def recipes() -> Iterator[tuple[Path, str]]:
 
 
 def table() -> str:
-    """Return the table of models by cards."""
-    columns = len(MACHINES) + 1
-    lines = ["| all parameters of | " + " | ".join(MACHINES) + " |", "|---" * columns + "|"]
-    for model in MODELS:
-        cells = []
-        for card in MACHINES:
-            plan = forecast(model.preset, card, TABLE_BATCH)
-            cells.append("-" if plan is None else f"{plan['total_s'] / 3600:,.1f} h")
-        lines.append(f"| {model.title} | " + " | ".join(cells) + " |")
+    """Return the table of forecasts, one row per recipe."""
+    titles = {model.preset: model.title for model in MODELS}
+    lines = [
+        "| all parameters of | card | examples per step | tokens/s | 1,000 steps | recipe |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (path, text), (preset, card, batch) in zip(recipes(), CHOSEN, strict=True):
+        flat = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        speed, total = FORECAST.search(flat).groups()  # type: ignore[union-attr]
+        link = f"[{path.stem}](../examples/recipes/{path.name})"
+        lines.append(f"| {titles[preset]} | {card} | {batch} | {speed} | {total} | {link} |")
     return "\n".join(lines)
 
 
