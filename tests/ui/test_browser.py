@@ -33,7 +33,7 @@ from tests.support.word_model import (
     model_fixture,  # noqa: F401 - fixtures
     write_rows,
 )
-from tests.ui.test_server import EVIL, write_run
+from tests.support.written_runs import EVIL, write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
