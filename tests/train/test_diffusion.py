@@ -197,7 +197,7 @@ def test_the_command_line(lohan, place, tmp_path):
     assert exported.code == 0, exported
     names = sorted(path.name for path in (out / "model").iterdir())
     assert names.pop(0) == ".lohan-exported"  # the run's own mark
-    assert names == ["config.json", WEIGHTS]
+    assert names == ["README.md", "config.json", WEIGHTS]
     for name in names:
         assert (tmp_path / "tuned" / name).read_bytes() == (out / "model" / name).read_bytes()
     plan = lohan("plan", "--model", model, "--host", "32MiB", "--batch", 2, "--json")

@@ -309,7 +309,7 @@ ANSWER = {"question": "a", "context": "bcd"}
             "question-answering",
             [{**ANSWER, "answer": "b", "answer_start": 1}],
             {},
-            "at 1 stands 'c'",
+            "at 1 is 'c'",
         ),
         (
             "question-answering",
