@@ -87,7 +87,7 @@ def _collected() -> Taken:
 
 @contextmanager
 def collecting(wanted: tuple[str, ...] = ()) -> Iterator[Taken]:
-    """Of what is collected inside, this and nothing else, and not for collectors outside."""
+    """Capture only the requested outputs, and hide them from outer collectors."""
     variable = _variable()
     taken: Taken = {key: [] for key in wanted}
     if variable is None:

@@ -268,7 +268,7 @@ class _Probe:
         return forward
 
     def _cut(self, module: nn.Module, original: Any, call: SavedCall) -> Cut:
-        """How the call falls into slices, as far as shapes tell."""
+        """Return how the call is divided into slices, judged by shapes alone."""
         if not self._micro_batch or self._micro_batch >= call.batch:
             return call.cut
         key = (type(module), *pattern(call), *(t.shape for t in call.tensors))
@@ -301,7 +301,7 @@ class _Probe:
         """Record what the call could keep; the base class records nothing."""
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
-        """Of one slice, its recomputation included."""
+        """Return the peak of the backward of one slice, including its recomputation."""
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
         with _LiveBytes(self._live_tensors(call)) as counter, torch.enable_grad():
             leaves = pytree.tree_leaves(original(*args, **kwargs))
@@ -316,7 +316,10 @@ class _Probe:
         return [*call.tensors, *(weight for _, _, weight in self._weights)]
 
     def _forward_peak(self, original: Any, call: SavedCall, *, autograd: bool) -> int:
-        """Of one slice. `autograd`: as in training, where nothing is saved either."""
+        """Return the peak of the forward of one slice.
+
+        With `autograd`, it runs as in training, where nothing is saved either.
+        """
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=autograd)
         around = discard_saved_tensors(call.name) if autograd else torch.no_grad()
         with _LiveBytes(self._live_tensors(call)) as counter, around:
@@ -324,7 +327,7 @@ class _Probe:
         return counter.peak
 
     def _new_input_bytes(self, call: SavedCall) -> int:
-        """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
+        """Return the bytes of the inputs that no earlier site has kept; masks are shared."""
         fresh: list[torch.UntypedStorage] = []
         for tensor in call.tensors:
             storage = tensor.untyped_storage()

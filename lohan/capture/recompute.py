@@ -83,7 +83,7 @@ def discard_saved_tensors(name: str) -> Iterator[None]:
 
 
 def fills_cache(inputs: Iterable[Any]) -> bool:
-    """Whether one of them is a cache of keys and values, which knows how much it holds."""
+    """Return whether an input is a cache of keys and values, which reports its length."""
     return any(
         type(value) not in PLAIN and hasattr(value, "get_seq_length") and not is_prefix(value)
         for value in inputs
@@ -115,7 +115,7 @@ class Prefix:
 
 
 def is_prefix(value: Any) -> bool:
-    """Whether it is a cache that was filled before the model runs, with what takes a gradient."""
+    """Return whether a value is a cache that was filled with trained keys before the model runs."""
     if type(value) in PLAIN:
         return False
     layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
@@ -378,7 +378,7 @@ class SlicedCompute:
         return out, None
 
     def evaluate(self, block: Block, call: SavedCall) -> Output:
-        """Without gradients: nothing is kept."""
+        """Run a call without gradients, and keep nothing."""
         self._find_cut(block, call)
         output = Output(call)
         for part in call.slices(self.micro_batch):
@@ -467,7 +467,10 @@ class SlicedCompute:
 def slice_gradients(
     call: SavedCall, grads: tuple[torch.Tensor | None, ...], number: int, part: slice
 ) -> list[torch.Tensor | None]:
-    """Of the outputs of one slice. What all slices have in common gets it in the first."""
+    """Return the gradients of the outputs of one slice.
+
+    An output that all slices share receives its gradient with the first slice.
+    """
     if part == slice(0, call.batch):
         return list(grads)
     found: list[torch.Tensor | None] = []

@@ -196,7 +196,7 @@ def _fills_storage(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements lie side by side in some order of the dimensions."""
+    """Return whether the elements are adjacent in some order of the dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -319,12 +319,12 @@ class Result:
 
     @property
     def repeats(self) -> bool:
-        """Another call with the same arguments has the same."""
+        """True if another call with the same arguments has the same result."""
         held = any(isinstance(leaf, torch.Tensor) for leaf in self.leaves)  # numbers of the host
         return not held and not self.in_place and self.random is None
 
     def fits(self, out: Any) -> bool:
-        """Whether results have these layouts."""
+        """Return whether results have these layouts."""
         if self.spec is None and type(self.leaves[0]) is Layout:
             return self.leaves[0].fits(out)
         found = [out] if self.spec is None else leaves_of(out)
@@ -809,7 +809,7 @@ class _Learner(DispatchMode):
         self._calls: dict[nn.Module, int] = {}
 
     def enters(self, module: nn.Module, _: Any) -> None:
-        """As a hook of submodules. Inside another mode ours cannot begin: it would outlive it."""
+        """Record the entry of a submodule, if this mode is the innermost one."""
         number = self._calls[module] = self._calls.get(module, -1) + 1
         if _get_current_dispatch_mode() is self:
             self._entered.append((SubmoduleCall(module, number), len(self._ops)))
@@ -921,7 +921,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
-    """Where an operation runs: numbers may come from the host. None: it does not matter."""
+    """Return the device of an operation, or None if all its tensors are on the host."""
     found = (t.device for t in tensors_in(args, kwargs) if t.device.type != "cpu")
     return next(found, None)
 
@@ -950,7 +950,7 @@ def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torc
 def _drew(
     func: Any, args: Any, kwargs: Any, before: tuple[torch.device, torch.Tensor] | None
 ) -> bool:
-    """Whether the generator has moved on since it had that state."""
+    """Return whether the random generator has advanced since the state `before`."""
     if before is None:
         return False
     after = _random_state(func, args, kwargs)

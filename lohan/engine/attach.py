@@ -82,7 +82,7 @@ from lohan.util.units import parse_interval
 
 
 def rank_device(device: Device, process_group: ProcessGroup) -> Device:
-    """Where a rank computes: blocks are gathered there, also if it is the CPU."""
+    """Return the device of a rank. Blocks are gathered there, also on the CPU."""
     if process_group.several and not device.has_own_memory:
         if not device.computes_on_cores:
             raise ConfigError(

@@ -460,7 +460,7 @@ def replay_chunk(
 
 
 def _checksum(flat: torch.Tensor, checksums: Sequence[tuple[torch.Tensor, int]]) -> int:
-    """Of a flat buffer, with the known checksums of the arrays that lie in it."""
+    """Return the checksum of a flat buffer from the known checksums of its arrays."""
     first, size = flat.data_ptr(), flat.numel() * flat.itemsize
     starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in checksums]
     parts = sorted((at, at + count, crc) for at, count, crc in starts if 0 <= at < size)

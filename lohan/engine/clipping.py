@@ -37,7 +37,7 @@ RECENT = 8  # steps, of which the plan says how many may be clipped
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` has it; a limit of 0 is none."""
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`. A limit of 0 means none."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 

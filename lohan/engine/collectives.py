@@ -99,7 +99,7 @@ class StepCollectives:
         return torch.full_like(part, self.all_reduce_sum(part.item()))
 
     def absent(self, names: list[str]) -> list[str]:
-        """Those that all ranks name."""
+        """Return the gradients that are absent on all ranks."""
         common = set(names).intersection(*self.process_group.all_gather_object(names))
         return [name for name in names if name in common]
 

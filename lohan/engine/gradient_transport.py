@@ -100,7 +100,7 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
         return float(self._squares)
 
     def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """Where they will be; what a lane reads there must come after the event."""
+        """Return the destinations of the copy, which may be read after the event."""
         return self._grads.items()
 
     def __iter__(self) -> Iterator[int]:

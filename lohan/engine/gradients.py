@@ -235,7 +235,7 @@ class GradientCollector:
         self._scheduler.end_backward(site, handed)
 
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
-        """On the device, where something needs the norm; ranks take it of what they have summed."""
+        """Sum the squares on the device if the norm is needed; ranks use the reduced gradients."""
         alone = not self._collectives.process_group.several
         if self._offload is None or not (self._needs_norm and alone):
             return None
@@ -244,8 +244,8 @@ class GradientCollector:
     def _for_update(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return gradients as the next lane takes them.
 
-        Without copies in the schedule, updates read them on the host. There they already are,
-        except for those of a GPU that shares the host's memory: its allocator's is not readable by
+        Without copies in the schedule, updates read gradients on the host. They are there already,
+        except on a GPU that shares the host's memory, whose allocator's memory is not readable by
         the CPU. Each is freed when it has been copied.
         """
         if self._offload is not None:

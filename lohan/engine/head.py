@@ -369,7 +369,7 @@ class SlicedHead:
 
     @property
     def _routes(self) -> bool:
-        """Whether the model is to add a loss of its routers."""
+        """Return whether the model has to add a loss of its routers."""
         return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

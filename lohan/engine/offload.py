@@ -52,7 +52,7 @@ class Pack:
         return cls(start, at, tuple(parts))
 
     def fits(self, tensors: Sequence[torch.Tensor], start: int) -> bool:
-        """Whether it is the pack of these."""
+        """Return whether the pack was made for these tensors."""
         return (
             start == self.start
             and len(tensors) == len(self.parts)
@@ -73,7 +73,7 @@ class Pack:
             into.copy_(tensor)
 
     def part_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its own part of the memory of a site."""
+        """Return the part of the memory of a site that the pack occupies."""
         return memory[self.start : self.start + self.size]
 
 

@@ -97,7 +97,7 @@ class Replanner:
         return f"{found.why}; {said}"
 
     def after_own_step(self) -> str | None:
-        """As `after_step`, of what happened since the last call."""
+        """Do the same as `after_step` for the time since the last call."""
         then_s, self._last_s = self._last_s, time.perf_counter()
         spans = self._session.executor.trace.take_step()
         return self.after_step(spans, step_s=self._last_s - then_s)

@@ -76,7 +76,7 @@ class Resident:
         return self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
-        """Where compute made them."""
+        """Take the gradients on the device that computed them."""
         grads = {
             index: parameter.grad.contiguous()
             for index, parameter in enumerate(self.parameters)

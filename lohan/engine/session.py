@@ -254,7 +254,7 @@ class Session:
     def export_committed(
         self, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
     ) -> Path:
-        """As `export_store`, of the last step."""
+        """Export the last step, as `export_store` does for a store."""
         self.commit()
         group, made = self.process_group, Path(out)
         with group.all_or_none(), gathering_reader(group, self.store, ema=ema) as read:

@@ -156,7 +156,7 @@ class WrappedSite:
             self.executor.sites_with_weights.remove(self)
 
     def within(self, other: WrappedSite) -> bool:
-        """Whether it is the other, or a part of it."""
+        """Return whether the site is the other one or a part of it."""
         return self is other or self.site.name.startswith(f"{other.site.name}.")
 
 
@@ -377,7 +377,7 @@ class BlockRunner:
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
-        """Of a block's first call; its weights are in place."""
+        """Check the results of the first call of a block, whose weights are in place."""
         call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
         with self.compute.as_in_forward(call), torch.enable_grad():
@@ -400,7 +400,7 @@ class BlockRunner:
         weights: Weights,
         inputs: list[Gathered],
     ) -> None:
-        """Those of the inputs of its first slice."""
+        """Check the gradients of the inputs of the first slice."""
         parts = call.slices(self.compute.micro_batch)
         tensors, args, kwargs = call.restore(parts[0], grad=True)
         leaves, found = {}, dict[str, torch.Tensor | None]()
@@ -442,7 +442,7 @@ class FirstCalls:
         self.checked: list[str] = []  # whose results were compared
 
     def take_first(self, name: str) -> bool:
-        """Whether this call is the one to check."""
+        """Return whether this call is the one to check."""
         if name not in self._left:
             return False
         self._left.discard(name)

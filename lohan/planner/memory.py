@@ -369,7 +369,7 @@ class DeviceMemoryModel:
 
     @cached_property
     def _largest_input(self) -> int:
-        """Of those that are offloaded."""
+        """Return the bytes of the largest input that is offloaded."""
         found = self._host.found
         return max((s.offload_bytes for s in found.sites.values()), default=0) if found else 0
 
@@ -778,7 +778,7 @@ class MemoryModel:
 
     @cached_property
     def _input_bytes(self) -> int:
-        """Of all sites."""
+        """Return the bytes of the inputs of all sites."""
         found = self.found
         return sum(site.input_bytes for site in found.sites.values()) if found else 0
 
