@@ -55,6 +55,8 @@ def build(python: str, target: Path, work: Path) -> Path:
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CXX": f"{own} -m ziglang c++ {target_flag}",
         "CC": f"{own} -m ziglang cc {target_flag}",
+        # nanobind's headers use stderr, and Python's header of the stable ABI does not declare it.
+        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include stdio.h".strip(),
     }
     pip = [own, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
     place = ["-C", f"build-dir={work / 'build'}", "-w", work / "raw"]
