@@ -1,4 +1,4 @@
-"""Write examples/recipes/*.toml and the tables of docs/which-card.md from the planner's forecasts.
+"""Write examples/recipes/*.toml and the tables of docs/planning.md from the planner's forecasts.
 
     python docs/cards_page.py
 
@@ -22,7 +22,7 @@ from lohan.util.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "examples" / "recipes"
-PAGE = ROOT / "docs" / "which-card.md"
+PAGE = ROOT / "docs" / "planning.md"
 STEPS = 1000
 SEQ = 1024
 BEGIN, END = "<!-- forecasts: begin -->", "<!-- forecasts: end -->"

@@ -24,7 +24,7 @@ LANES = {
     "d2h": "link to main memory",
     "optimizer": "optimizer",
 }
-KINDS = {  # tokens of schedules, docs/operations.md; what they are; colour
+KINDS = {  # tokens of schedules, docs/design.md; what they are; colour
     "F": ("forward", "#4c8bf5"),
     "B": ("backward", "#1f4fa8"),
     "RLSGIV": ("weights, state and activations in", "#3a9d6e"),

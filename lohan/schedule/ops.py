@@ -1,7 +1,7 @@
 """The table of operations: everything that the package knows about each kind of action.
 
 An operation has one row. The parser, the validator, the derivation of waits, the simulator, the
-byte counts, the profile measured by a run, the engine and docs/operations.md read the table. A new
+byte counts, the profile measured by a run, the engine and docs/design.md read the table. A new
 operation is a row here and a branch in engine/actions.py.
 
 An operation that reads what an earlier one writes, or writes what an earlier one reads or writes,
@@ -532,7 +532,7 @@ def parse_name(name: str) -> tuple[Operation, int, int] | None:
 
 
 def table() -> list[str]:
-    """Return the table of operations in Markdown, as docs/operations.md shows it."""
+    """Return the table of operations in Markdown, as docs/design.md shows it."""
     lines = ["| token | lane | operation |", "|---|---|---|"]
     lines += [f"| `{row.example}` | {row.lane} | {row.text} |" for row in OPERATIONS.values()]
     return lines

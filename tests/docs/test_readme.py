@@ -61,7 +61,7 @@ def answered(text: str) -> list[tuple[str, str]]:
     ]
 
 
-FORECASTS = [ROOT / name for name in ("README.md", "docs/hardware.md", "docs/how-it-works.md")]
+FORECASTS = [ROOT / name for name in ("README.md", "docs/planning.md", "docs/how-it-works.md")]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_nouns_are_where_the_design_says() -> None:
 
 
 def test_symbols_of_the_paper_have_names() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    section = page.partition("### The paper's symbols")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    section = page.partition("## The paper's symbols")[2].partition("\n## ")[0]
     owners = {kind.__name__: kind for kind in (Traffic, SiteWork, Profile, *SHAPES)}
     named = re.findall(r"`([A-Z]\w+)\.(\w+)`", section)
     assert len(named) > 20

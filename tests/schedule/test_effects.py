@@ -55,7 +55,7 @@ def test_a_missing_effect_changes_a_schedule(op, resource, monkeypatch):
 
 
 def test_the_documentation_shows_the_table():
-    assert "\n".join(table()) in (ROOT / "docs/operations.md").read_text()
+    assert "\n".join(table()) in (ROOT / "docs/design.md").read_text()
 
 
 def action(token: str) -> Action:

@@ -318,11 +318,11 @@ def test_what_is_set_aside_comes_back_when_it_has_left():
 # -- waits of the host -----------------------------------------------------------------------------
 
 LAUNCHING = ("MainThread", "Dummy")  # autograd's device threads have no name of their own
-WAITS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+WAITS = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 
 
 def documented() -> dict[tuple[str, str], int]:
-    """How often a step may wait, by file and function: the table of waits in docs/operations.md."""
+    """How often a step may wait, by file and function: the table of waits in docs/design.md."""
     rows = re.findall(r"^\| `([\w./]+)` \| `([\w.]+)` \|.*\| (\d+) \|$", WAITS.read_text(), re.M)
     return {(file, function): int(count) for file, function, count in rows}
 
@@ -347,7 +347,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         session.commit()
     own = [wait for wait in found if wait.thread.startswith(LAUNCHING)]
     most = documented()
-    assert most, "docs/operations.md has no table of the waits of the host"
+    assert most, "docs/design.md has no table of the waits of the host"
     for site, count in Counter(wait.site for wait in own).items():
         said = "\n".join(str(wait) for wait in own if wait.site == site)
         assert count <= 2 * most.get(site, 0), f"in two steps {count} waits in {site}:\n{said}"
