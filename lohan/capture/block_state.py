@@ -1,4 +1,4 @@
-"""What a model changes while it trains, and its restoration for recomputation."""
+"""The state that a block changes in training, and its restoration for recomputation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from lohan.errors import ModelError
 
-Attribute = tuple[dict[str, Any], str]  # a module's buffers or attributes, and a name in it
+# the dictionary of a module's buffers or attributes, and a key
+Attribute = tuple[dict[str, Any], str]
 
 
 OldValues = list[tuple[Attribute, Any]]
@@ -33,7 +34,8 @@ class Snapshot:
     attributes: list[dict[str, Any]]
 
 
-_HOOKED = "_output_capturing_hooks_installed"  # transformers' note; the hooks stay, and so must it
+# set by transformers when it registers hooks, which stay
+_HOOKED = "_output_capturing_hooks_installed"
 
 
 class BlockState:
@@ -41,7 +43,8 @@ class BlockState:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
-        self._changing: set[int] | None = None  # by number; known after the first forward
+        # indices into `_attributes`; None before the first forward
+        self._changing: set[int] | None = None
         self._modules = list(module.modules())
         self._attributes: list[Attribute] = [
             (child._buffers, key)
@@ -51,7 +54,10 @@ class BlockState:
         ]
 
     def snapshot(self) -> Snapshot:
-        """Before a forward: copies of all buffers at first, then of those known to change."""
+        """Record the state before a forward. Buffers are copied if they may change.
+
+        The first forward shows which buffers change.
+        """
         copied = range(len(self._attributes)) if self._changing is None else self._changing
         buffers = [
             (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
@@ -63,10 +69,11 @@ class BlockState:
         """Return the old values of everything that forward has changed."""
         saved: OldValues = []
         changed: set[int] = set()
-        for number, now in enumerate(self._current()):
+        for number, current in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
-            same = now is tensor and now._version == version
-            if same and (old is None or torch.equal(now, old)):  # BatchNorm counts no versions
+            same = current is tensor and current._version == version
+            # BatchNorm does not change versions
+            if same and (old is None or torch.equal(current, old)):
                 continue
             if old is None:
                 raise ModelError(
@@ -82,12 +89,12 @@ class BlockState:
     def _other_attributes(self, before: Snapshot) -> OldValues:
         saved: OldValues = []
         for module, old in zip(self._modules, before.attributes, strict=True):
-            now = vars(module)
-            if now.keys() == old.keys() and all(map(is_, now.values(), old.values())):
-                continue  # as a rule, and in the same order
-            for key in (now.keys() | old.keys()) - {_HOOKED}:
-                if now.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
-                    saved.append(((now, key), was))
+            current = vars(module)
+            if current.keys() == old.keys() and all(map(is_, current.values(), old.values())):
+                continue  # the usual case, in which the order is the same too
+            for key in (current.keys() | old.keys()) - {_HOOKED}:
+                if current.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
+                    saved.append(((current, key), was))
         return saved
 
     def advanced(self, before: Snapshot) -> str:
@@ -95,10 +102,10 @@ class BlockState:
 
         A block with such state gives other results in several calls than in one.
         """
-        for number, now in enumerate(self._current()):
+        for number, current in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
-            moved = now is not tensor or now._version != version
-            if moved and (old is None or not torch.equal(now, old)):
+            moved = current is not tensor or current._version != version
+            if moved and (old is None or not torch.equal(current, old)):
                 return f"buffer {self._attributes[number][1]}"
         for (attributes, key), was in self._other_attributes(before):
             if isinstance(attributes.get(key), int | float) and isinstance(was, int | float):
@@ -106,11 +113,11 @@ class BlockState:
         return ""
 
     def _current(self) -> list[torch.Tensor]:
-        return [there[key] for there, key in self._attributes]
+        return [owner[key] for owner, key in self._attributes]
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """For a run that must leave no trace."""
+        """Restore buffers and attributes on exit."""
         before = self.snapshot()
         pairs = zip(self._attributes, self._current(), strict=True)
         with with_old_values([(attribute, tensor) for attribute, tensor in pairs]):
@@ -122,11 +129,11 @@ class BlockState:
 
 
 def _put(attribute: Attribute, value: Any) -> None:
-    there, key = attribute
+    owner, key = attribute
     if value is _ABSENT:
-        there.pop(key, None)
+        owner.pop(key, None)
     else:
-        there[key] = value
+        owner[key] = value
 
 
 def restore_values(saved: OldValues) -> None:
@@ -136,7 +143,7 @@ def restore_values(saved: OldValues) -> None:
 
 @contextmanager
 def with_old_values(saved: OldValues) -> Iterator[None]:
-    """Old values in their places for a recomputation, tensors as copies."""
+    """Temporarily restore old values for a recomputation. Tensors are copied."""
     current = [(attribute, attribute[0].get(attribute[1], _ABSENT)) for attribute, _ in saved]
     try:
         restore_values(saved)

@@ -1,4 +1,4 @@
-"""A model cut into blocks: groups of parameters, sites that are called, flat tensors."""
+"""The division of a model into groups of parameters and sites that are called."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from lohan.model.layout import (
 from lohan.model.state import STATE_FORMATS, StateFormat
 from lohan.util.units import align_up
 
-# -- Cuts a model into an ordered list of blocks, each with one flat region of parameters ----------
+# -- Dividing a model into an ordered list of blocks, each with one flat region of parameters ------
 #
-# What becomes what: every child of a ModuleList (and of a Sequential of equal children) is a site
-# with a group of its own, outermost list first; of a list inside a list, every child again.
-# Outside the lists, every leaf module that owns a matrix (embedding, head, projection) likewise.
-# What is left, norms and loose vectors, is one small group that stays in memory for the whole run
-# (`RESIDENT`). Parameters that take no gradient lie in a second group of the same site, which is
-# never updated. A layer with an adapter around it is one site, wherever it stands.
+# Every child of a ModuleList (and of a Sequential of equal children) is a site with a group of its
+# own. For a list inside a list, the children of the inner list are sites. Outside the lists, every
+# leaf module that has a matrix (embedding, head, projection) is a site too. The remaining
+# parameters, norms and single vectors, form one small group that stays in memory for the whole run
+# (`RESIDENT`). Parameters that take no gradient form a second group of the same site, which is
+# never updated. A layer that is wrapped by an adapter is one site, wherever it is.
 
 
 def default_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Matrices decay; norms, biases and other vectors do not."""
+    """Return whether weight decay applies: to matrices, not to norms, biases and other vectors."""
     return parameter.ndim >= 2
 
 
@@ -71,24 +71,24 @@ def site_names(
                 f"blocks names {name!r}, and {type(model).__name__} has no module with parameters "
                 f"of that name; its lists are {', '.join(lists) or 'none'}"
             )
-    found: list[str] = []
+    names: list[str] = []
 
     def walk(module: nn.Module, name: str) -> None:
         if name in resident:
             return
         if name in blocks if blocks else _is_repeated(module):
-            found.extend(inner for inner in _members(module, name) if inner not in resident)
+            names.extend(inner for inner in _members(module, name) if inner not in resident)
             return
         children = list(module.named_children())
         alone = not children or hasattr(module, "base_layer") or hasattr(module, "original_module")
         if alone and name and any(p.ndim >= 2 for p in module.parameters()):
-            found.append(name)
+            names.append(name)
             return
         for key, child in children:
             walk(child, f"{name}.{key}" if name else key)
 
     walk(model, "")
-    return found
+    return names
 
 
 def _is_repeated(module: nn.Module) -> bool:
@@ -110,14 +110,14 @@ def _members(module: nn.Module, name: str) -> list[str]:
     listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if not listed and not _is_repeated(module):
         return [name]
-    found = []
+    names = []
     for key, child in module.named_children():
         inner = f"{name}.{key}" if name else key
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _members(child, inner)
+            names += _members(child, inner)
         elif _owns(child):
-            found.append(inner)
-    return found
+            names.append(inner)
+    return names
 
 
 def _owns(module: nn.Module) -> bool:
@@ -243,17 +243,17 @@ def check_float(model: nn.Module) -> None:
             )
 
 
-# -- What of a model's blocks is used outside their calls, found by one run on fake tensors --------
+# -- Parts of blocks that are used outside the blocks' calls, found by one run on fake tensors -----
 #
-# A model may call a part of a block on its own (an embedding that the first block owns), or read a
-# parameter without calling its module (a head that shares the embedding's weight). The part
-# becomes a site of its own over the block's weights; the parameter stays in memory.
+# A model may call a part of a block separately (an embedding that the first block owns), or read a
+# parameter without calling its module (a head that shares the embedding's weight). The part becomes
+# a separate site over the block's weights; the parameter stays in memory.
 
 
 @dataclass(frozen=True)
 class Outside:
-    modules: tuple[str, ...] = ()  # called on their own, in the order of their calls
-    parameters: tuple[str, ...] = ()  # read without a call
+    modules: tuple[str, ...] = ()  # modules that are called separately, in the order of their calls
+    parameters: tuple[str, ...] = ()  # parameters that are read without a call
 
 
 def cut_for(
@@ -288,7 +288,10 @@ def cut_for(
 
 
 def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str, Any]) -> Outside:
-    """Nothing, if the model cannot run on fake tensors: then its first real run will tell."""
+    """Return the parts of sites that are used outside their calls.
+
+    The result is empty if the model cannot run on fake tensors. Its first real run then finds them.
+    """
 
     def run(known: Known) -> Outside:
         watch = _Watch(model, site_names)
@@ -306,13 +309,13 @@ def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str
 
 
 class _Watch(TorchFunctionMode):
-    """Follows which modules run, and sees every parameter that an operation reads."""
+    """Records which modules run, and every parameter that an operation reads."""
 
     def __init__(self, model: nn.Module, site_names: Sequence[str]) -> None:
         super().__init__()
         self._model, self._site_names = model, site_names
         self._stack: list[str] = []
-        self._owner: dict[int, tuple[str, list[str]]] = {}  # parameter -> its name, its sites'
+        self._owner: dict[int, tuple[str, list[str]]] = {}  # parameter -> its name, its sites
         self.modules: dict[str, None] = {}
         self.parameters: dict[str, None] = {}
 
@@ -339,20 +342,20 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Fake parameters in their places, and hooks that follow the calls."""
+        """Temporarily install fake parameters, and hooks that record calls."""
         handles: list[Any] = []
         fakes: list[tuple[Any, str, torch.Tensor]] = []
-        made: dict[int, nn.Parameter] = {}
+        replacements: dict[int, nn.Parameter] = {}
         for name, module in self._model.named_modules(remove_duplicate=False):
             for key, old in module._parameters.items():
                 if old is not None:
-                    if id(old) not in made:
+                    if id(old) not in replacements:
                         empty = torch.empty(old.shape, dtype=old.dtype)
-                        made[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
-                    fakes.append((module._parameters, key, made[id(old)]))
+                        replacements[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
+                    fakes.append((module._parameters, key, replacements[id(old)]))
                     full = f"{name}.{key}" if name else key
-                    known = self._owner.setdefault(id(made[id(old)]), (full, []))
-                    known[1].extend(s for s in self._site_names if f"{full}.".startswith(f"{s}."))
+                    owner = self._owner.setdefault(id(replacements[id(old)]), (full, []))
+                    owner[1].extend(s for s in self._site_names if f"{full}.".startswith(f"{s}."))
         for name, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(name)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -378,13 +381,14 @@ def dtype_of(state_format: StateFormat) -> torch.dtype:
     return getattr(torch, state_format.dtype)
 
 
-DTYPE_NAMES = {dtype_of(fmt): name for name, fmt in STATE_FORMATS.items()}  # of stored weights
+# names of the dtypes of stored weights
+DTYPE_NAMES = {dtype_of(fmt): name for name, fmt in STATE_FORMATS.items()}
 
 
 def split(
     state_format: StateFormat, flat: torch.Tensor, parameters: int
 ) -> dict[str, torch.Tensor]:
-    """Named arrays inside the state chunk of so many parameters, given as uint8."""
+    """Return the named arrays inside the state chunk of `parameters` parameters, given as uint8."""
     offset, parts = 0, {}
     for array in state_format.arrays:
         size = array.size(parameters)

@@ -1,4 +1,4 @@
-"""What a block's call finds around it, so that its recomputation finds the same."""
+"""The context of a block's call, which its recomputation restores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lohan.device.base import Device
 
 @contextmanager
 def forked_random_state(device: Device) -> Any:
-    """Restores the random state on exit."""
+    """Restore the random state on exit."""
     state = device.random_state()
     try:
         yield
@@ -24,35 +24,37 @@ def forked_random_state(device: Device) -> Any:
 
 
 @contextmanager
-def swapped(others: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Other tensors meanwhile, each in its place in a module's `_parameters` or `_buffers`."""
-    others = list(others)
-    before = [(tensors, key, tensors[key]) for tensors, key, _ in others]
+def swapped(replacements: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Temporarily replace tensors in the `_parameters` or `_buffers` of modules."""
+    replacements = list(replacements)
+    before = [(tensors, key, tensors[key]) for tensors, key, _ in replacements]
     try:
-        for tensors, key, other in others:
+        for tensors, key, other in replacements:
             tensors[key] = other
         yield
     finally:
-        for tensors, key, own in before:
-            tensors[key] = own
+        for tensors, key, old in before:
+            tensors[key] = old
 
 
+# Outputs that transformers collects during a call, by name.
 Taken = dict[str, list[Any]]
 
 
-_OWN = "hidden_states"  # taken where blocks meet, not inside them
+# Collected between blocks, not inside them.
+_HIDDEN_STATES = "hidden_states"
 
 
 @dataclass(frozen=True)
 class CallContext:
-    wanted: tuple[str, ...] = ()  # what is collected
+    wanted: tuple[str, ...] = ()  # the outputs to collect
     autocast: tuple[str, torch.dtype] | None = None
 
     @classmethod
     def current(cls, device: str) -> CallContext:
         enabled = torch.is_autocast_enabled(device)
         autocast = (device, torch.get_autocast_dtype(device)) if enabled else None
-        return cls(tuple(key for key in _collected() if key != _OWN), autocast)
+        return cls(tuple(key for key in _collected() if key != _HIDDEN_STATES), autocast)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
         """Return the result of the call and what was collected inside it."""
@@ -65,11 +67,11 @@ class CallContext:
 
 
 def deliver_collected(out: Any, taken: Taken) -> Any:
-    """Hand what was collected inside a call to the outer collector, and return the result."""
+    """Pass the outputs collected inside a call to the outer collector; return the result."""
     if taken:
         outer = _collected()
-        for key, found in taken.items():
-            outer[key].extend(found)
+        for key, values in taken.items():
+            outer[key].extend(values)
     return out
 
 
@@ -81,8 +83,8 @@ def _variable() -> Any:
 
 def _collected() -> Taken:
     variable = _variable()
-    found = variable.get() if variable is not None else None
-    return {key: value for key, value in (found or {}).items() if not key.startswith("_")}
+    active = variable.get() if variable is not None else None
+    return {key: value for key, value in (active or {}).items() if not key.startswith("_")}
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Float inputs of layers whose weights were given a narrower type, as autocast treats them.
+"""Casts of float inputs to the narrower type of a layer's weights, as autocast does.
 
-`dtype="bf16"` gives a model's parameters another type than its owner did, and inputs, buffers and
-intermediate results of the owner's code may stay in fp32. torch refuses layers with mixed types.
-Autocast would cast the input of such a layer, and so does this module. What it installs works
-wherever the layer runs, also in recomputation and in the fake runs that a plan is made from.
+`dtype="bf16"` changes the type of a model's parameters, while inputs, buffers and intermediate
+results of the user's code may stay in fp32. torch refuses layers with mixed types. Autocast would
+cast the input of such a layer, and so does this module. The hooks that it installs take effect
+wherever the layer runs, also in recomputation and in runs on fake tensors for planning.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _WiderWeights(TorchFunctionMode):
-    """Weight and bias of a normalisation in fp32, as its running statistics are."""
+    """Converts weight and bias of a normalisation to fp32, the type of its running statistics."""
 
     FUNCTIONS = (nn.functional.batch_norm, nn.functional.instance_norm)
 
@@ -75,20 +75,20 @@ def _float(value: Any) -> Any:
 class _WithWiderStatistics:
     """A BatchNorm or InstanceNorm with 16-bit weights and fp32 statistics, which torch refuses."""
 
-    plain: type[nn.Module]  # the class that the module's owner gave it
+    plain: type[nn.Module]  # the class before `cast_inputs` replaced it
 
     def forward(self, *inputs: Any) -> Any:
         with _WiderWeights():
             return self.plain.forward(self, *inputs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle as the plain class: a copy has weights of the type that was given."""
+        """Copy and pickle as the plain class, because the copy has weights of the original type."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         return make, (self.plain, *arguments[1:]), *rest
 
 
-_CLASSES: dict[type, Any] = {}  # by the class that they are derived from
+_CLASSES: dict[type, Any] = {}  # keys are the classes that they are derived from
 
 
 def _with_wider_statistics(plain: type) -> Any:

@@ -1,8 +1,8 @@
-"""Fake tensors: shapes without memory; where a model needs them, with the values of its inputs.
+"""Fake tensors: shapes without memory, and with the values of some inputs if a model needs them.
 
-Some models choose what to run by integers and masks: where the tokens of images are, how long each
-sequence is; a few by other inputs: which images are padding. What is `known` of them is real: an
-operation that reads only real tensors runs for real, and everything that depends on weights is
+Some models choose operations by integers and masks, such as the positions of images and the lengths
+of sequences, and a few by other inputs, such as padding images. Values that are `known` are real:
+an operation that reads only real tensors really runs, and everything that depends on weights is
 fake.
 """
 
@@ -40,18 +40,21 @@ _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 _FACTORIES = tuple(
     f"aten.{name}" for name in ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
 )
-SMALL = 2**20  # elements of a constant that is known; what is larger is fake
+MAX_KNOWN_ELEMENTS = (
+    2**20
+)  # constants with at most this many elements have values; larger ones are fake
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 CPU = torch.device("cpu")
-UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)  # a value is needed
+# raised when a value is needed
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Known(IntEnum):
-    """Of which inputs a run on fake tensors has the values."""
+    """The inputs whose values are available in a run on fake tensors."""
 
-    SHAPES = 0  # of none
-    NUMBERS = 1  # of whole numbers
+    SHAPES = 0  # none
+    NUMBERS = 1  # integers and masks
     INPUTS = 2
 
 
@@ -66,9 +69,10 @@ def faking(known: Known = Known.SHAPES) -> Iterator[None]:
         return
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what does not fit is tried, and its error comes anyway
+    log.setLevel(logging.CRITICAL)  # failing attempts are expected, and errors are raised anyway
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode._allow_unsafe_data_ptr_access = False  # a kernel would get 0, and write there
+    # the pointer would be 0, and a kernel would write there
+    mode._allow_unsafe_data_ptr_access = False
     try:
         with mode, _Shapes(known):
             yield
@@ -77,12 +81,12 @@ def faking(known: Known = Known.SHAPES) -> Iterator[None]:
 
 
 def with_least_values(
-    model: nn.Module, run: Callable[[Known], Found], *, least: Known = Known.SHAPES
-) -> Found:
+    model: nn.Module, run: Callable[[Known], Result], *, least: Known = Known.SHAPES
+) -> Result:
     """Return the result of a run on fake tensors with as few values as it needs.
 
-    The run is tried without values, then with more and more of them, at last with all layers, of
-    which some are dropped at random in training. Raises UNKNOWN if it needs more values than are
+    The run is tried without values, then with more and more of them, and finally with all layers,
+    because some are dropped at random in training. Raises UNKNOWN if it needs more values than are
     known, and ModelError if it calls a kernel that needs memory.
     """
     for known in Known:
@@ -92,15 +96,16 @@ def with_least_values(
             except UNKNOWN:
                 continue
             except RuntimeError as error:
-                if (refused := pointer_error(model, error)) is not None:
-                    raise refused from error
+                if (message := pointer_error(model, error)) is not None:
+                    raise message from error
                 raise
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         return run(Known.INPUTS)
     finally:
-        for module, training in modes:  # a part may be in eval mode, a frozen tower say
+        # restores parts that were in eval mode, such as a frozen tower
+        for module, training in modes:
             module.training = training
 
 
@@ -135,7 +140,7 @@ def buffers_at(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
     hidden states would be collected several times.
     """
     modules = list(model.modules())
-    kinds = (dict, OrderedDict, list, set)  # containers, of which copies are kept
+    kinds = (dict, OrderedDict, list, set)  # containers whose contents are restored
     before = [
         (dict(vars(m)), {name: copy(one) for name, one in vars(m).items() if type(one) in kinds})
         for m in modules
@@ -149,14 +154,14 @@ def buffers_at(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
         yield
     finally:
         for module, (attributes, contents) in zip(modules, before, strict=True):
-            now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
-            for name, held in contents.items():
-                there = now[name]
-                there.clear()
-                there.extend(held) if isinstance(there, list) else there.update(held)
+            current = vars(module)
+            for name in current.keys() - attributes.keys():
+                del current[name]
+            current.update(attributes)
+            for name, saved in contents.items():
+                container = current[name]
+                container.clear()
+                container.extend(saved) if isinstance(container, list) else container.update(saved)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -201,11 +206,14 @@ class _Shapes(DispatchMode):
             return True
         if self._known < Known.INPUTS or not str(func).startswith(_FACTORIES):
             return False
-        return func(*args, **{**kwargs, "device": "meta"}).numel() <= SMALL
+        return func(*args, **{**kwargs, "device": "meta"}).numel() <= MAX_KNOWN_ELEMENTS
 
 
 def _makes_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a factory makes whole numbers. `arange` and `full` do so if they are given such."""
+    """Return whether a factory creates integers.
+
+    `arange` and `full` do so for integer arguments.
+    """
     dtype = kwargs.get("dtype")
     if dtype is None:
         return str(func).startswith(("aten.arange", "aten.full", "aten.randint")) and all(

@@ -1,8 +1,8 @@
-"""How much memory a model's blocks need for a batch, found without running them for real.
+"""The memory that a model's blocks need for a batch, measured on fake tensors.
 
-The model runs once on fake tensors (shapes without memory), its sites in turn forward and
-backward. Every storage that comes to life is counted until it dies, so the peak is the one the
-real allocator will see, attention kernels and temporaries included.
+The model runs once on fake tensors (shapes without memory), each site forward and backward. Every
+storage is counted from its creation to its release, so the peak is the one that the real allocator
+will have, including attention kernels and temporaries.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lohan.capture.fake import (
     CPU,
     UNKNOWN,
     DispatchMode,
-    Found,
     Known,
+    Result,
     buffers_at,
     fake_like,
     faking,
@@ -47,13 +47,16 @@ from lohan.util.units import align_up
 
 
 class _LiveBytes(DispatchMode):
-    """Counts the bytes of storages made while it is active; `there` were made before."""
+    """Counts the bytes of storages created while it is active.
 
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+    `existing` tensors are not counted.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.counts = True
-        self._live_tensors = {tensor.untyped_storage()._cdata for tensor in there}
+        self._live_tensors = {tensor.untyped_storage()._cdata for tensor in existing}
         self._seen: dict[int, weakref.finalize] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +70,7 @@ class _LiveBytes(DispatchMode):
         return out
 
     def without(self, storages: Iterable[torch.UntypedStorage]) -> int:
-        """Bytes alive now, but for these."""
+        """Return the bytes that are alive, without those of the given storages."""
         return self.live - sum(s.nbytes() for s in storages if s._cdata in self._seen)
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -122,16 +125,16 @@ def measure(
 ) -> Footprint:
     """Run `model(**batch)` on fake tensors and return the memory that each site needs.
 
-    `batch` holds meta or real tensors. `torch_device` is the device of the later run, which
-    determines for example the attention kernels. Without `training`, nothing is kept and there
-    is no backward. `tiles` has the meaning that it has in `Plan`.
+    `batch` contains meta or real tensors. `torch_device` is the device of the later run, which
+    determines for example the attention kernels. Without `training`, nothing is kept and there is
+    no backward. `tiles` has the same meaning as in `Plan`.
     """
     kind = _Probe if training else _ForwardProbe
 
     def run(known: Known) -> Footprint:
         return _run(model, batch, kind(model, blocks, micro_batch, torch_device, tiles), known)
 
-    return _somehow(model, run, long=bool(tiles))
+    return _with_known_values(model, run, long=bool(tiles))
 
 
 def inventories(
@@ -145,26 +148,25 @@ def inventories(
 ) -> tuple[dict[str, Inventory], Footprint]:
     """Return what each repeated site could keep, and the footprint of a micro-batch.
 
-    The inventories are by name of the site and refer to the whole batch. Sites that are called
-    more than once are left out, because their activations have no place of their own. Sites
-    with kernels that planning has replaced are left out too, since they do not run the
-    operations that were traced.
+    The inventories are by name of the site and refer to the whole batch. Sites that are called more
+    than once are omitted, because activations are stored per site. Sites with kernels that planning
+    has replaced are omitted too, since they do not run the operations that were traced.
     """
 
     def run(known: Known) -> tuple[dict[str, Inventory], Footprint]:
         probe = _InventoryProbe(model, blocks, micro_batch, torch_device, tiles)
         footprint = _run(model, batch, probe, known)
-        found = {
+        once_called = {
             name: inventory
             for name, inventory in probe.found.items()
             if probe.calls[name] == 1 and not has_replaced_forward(model.get_submodule(name))
         }
-        return found, footprint
+        return once_called, footprint
 
-    return _somehow(model, run, long=bool(tiles))
+    return _with_known_values(model, run, long=bool(tiles))
 
 
-def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> Found:
+def _with_known_values(model: nn.Module, run: Callable[[Known], Result], *, long: bool) -> Result:
     """Run a measurement with as few known values as the model accepts.
 
     For `long` sequences integer values are known from the start. They let a model see that it
@@ -186,14 +188,14 @@ def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, known: Known
     with faking(known), random, plain, buffers, probe:
         fake = partial(fake_like, known=known, torch_device=probe.torch_device)
         inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
-        # With gradients, so that a site's inputs say which of them take one.
+        # Gradients are enabled so that the inputs of a site show which of them take one.
         with torch.enable_grad(), probe.between:
             model(**inputs)
     return probe.footprint
 
 
 class _Probe:
-    """Takes the place of all parameters and site forwards for the duration of one fake run."""
+    """Replaces all parameters and the forwards of sites for the duration of one fake run."""
 
     _trains = True
 
@@ -208,27 +210,28 @@ class _Probe:
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
         self.torch_device = torch_device
         self._tiling = Tiling(tiles, brief=True) if tiles else None  # only bytes are counted
-        self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
+        self._kept: list[torch.UntypedStorage] = []  # storages that are already counted as inputs
         self._cuts: dict[Any, Cut] = {}
-        self._peaks: dict[Any, tuple[int, int]] = {}  # in backward and in forward, by kind of call
+        # peaks of backward and of forward, by kind of call
+        self._peaks: dict[Any, tuple[int, int]] = {}
         self._inside = False
         self.footprint = Footprint()
 
     def __enter__(self) -> None:
-        blocks, made = self._blocks, {}
+        blocks, replacements = self._blocks, {}
         self._weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for ref in (*(r for site in blocks.sites for r in site.parameters), *blocks.resident):
             parameters = self._model.get_submodule(ref.module)._parameters
             spec, key = blocks.by_key[ref.group].tensors[ref.tensor], (ref.group, ref.tensor)
-            if key not in made:
+            if key not in replacements:
                 old = parameters[ref.attribute]
                 assert old is not None
                 empty = torch.empty(spec.shape, dtype=old.dtype, device=self.torch_device)
-                made[key] = nn.Parameter(empty, requires_grad=spec.trainable)
-            self._weights.append((parameters, ref.attribute, made[key]))
+                replacements[key] = nn.Parameter(empty, requires_grad=spec.trainable)
+            self._weights.append((parameters, ref.attribute, replacements[key]))
         self._swap = swapped(self._weights)
         self._swap.__enter__()
-        self.between = _LiveBytes([*made.values(), *self._model.buffers()])
+        self.between = _LiveBytes([*replacements.values(), *self._model.buffers()])
         self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
         for site, module in zip(blocks.sites, self._modules, strict=True):
             module.forward = self._stand_in(site, module, module.forward)
@@ -240,17 +243,17 @@ class _Probe:
 
     def _stand_in(self, site: Site, module: nn.Module, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # part of another site
+            if self._inside:  # the call of a site inside another site
                 return original(*args, **kwargs)
             if self._trains:
                 refuse_cache(site.name, args, kwargs)
             self.footprint.outside = self.between.without(self._kept)
             call = SavedCall(site.name, args, kwargs)
             learns = any(parameter.requires_grad for parameter in module.parameters())
-            still = not any(call.wants_grad) and not learns
-            if still:
+            without_backward = not any(call.wants_grad) and not learns
+            if without_backward:
                 self.footprint.no_backward.add(site.name)
-            self._inside, self.between.counts = True, False  # no trial's tensors, freed or not
+            self._inside, self.between.counts = True, False  # tensors of trials are not counted
             try:
                 with collecting():
                     call.cut = self._cut(module, original, call)
@@ -259,11 +262,13 @@ class _Probe:
                 self.between.counts = True
                 with torch.no_grad():
                     if any(map(is_prefix, pytree.tree_leaves((args, kwargs)))):
-                        args, kwargs = call.arguments(call.tensors)  # a cache of its own
+                        args, kwargs = call.arguments(call.tensors)  # a separate cache for this run
                     result = original(*args, **kwargs)
             finally:
                 self._inside = False
-            return result if still else pytree.tree_map_only(torch.Tensor, _tracked, result)
+            return (
+                result if without_backward else pytree.tree_map_only(torch.Tensor, _tracked, result)
+            )
 
         return forward
 
@@ -281,20 +286,20 @@ class _Probe:
 
         Equal modules whose inputs have equal shapes share one measurement.
         """
-        still = site.name in self.footprint.no_backward
-        kind = still, kind_of_call(module, call.arguments(call.tensors))
+        without_backward = site.name in self.footprint.no_backward
+        kind = without_backward, kind_of_call(module, call.arguments(call.tensors))
         if kind not in self._peaks:
-            ahead = self._forward_peak(original, call, autograd=not still)
-            self._peaks[kind] = self._backward_peak(original, call), ahead
-        peak, ahead = self._peaks[kind]
-        inputs = 0 if still else self._new_input_bytes(call)
-        leaving = sum(tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
+            forward_peak = self._forward_peak(original, call, autograd=not without_backward)
+            self._peaks[kind] = self._backward_peak(original, call), forward_peak
+        backward_peak, forward_peak = self._peaks[kind]
+        inputs = 0 if without_backward else self._new_input_bytes(call)
+        offload_bytes = sum(tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
             before.input_bytes + inputs,
-            max(before.peak_bytes, peak),
-            max(before.forward_bytes, ahead),
-            max(before.offload_bytes, leaving),
+            max(before.peak_bytes, backward_peak),
+            max(before.forward_bytes, forward_peak),
+            max(before.offload_bytes, offload_bytes),
         )
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
@@ -349,7 +354,7 @@ class _ForwardProbe(_Probe):
 
 
 class _InventoryProbe(_Probe):
-    """Takes the inventory of sites, too."""
+    """Also takes the inventories of sites."""
 
     def __init__(
         self,
@@ -372,7 +377,8 @@ class _InventoryProbe(_Probe):
         if call.batch <= (self._micro_batch or 0) or not call.cut.whole:
             self.footprint.rows = max(self.footprint.rows, call.batch)
         wanted = call.wants_grad
-        if site.name in self.footprint.no_backward:  # as if it learnt: its FLOPs are the same
+        # traced as if it were trained, because the FLOPs are the same
+        if site.name in self.footprint.no_backward:
             call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
         _, args, kwargs = call.restore(slice(0, call.batch), grad=True)
         run = _tiled(self._all_tiles, module, original, call)

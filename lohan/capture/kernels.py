@@ -1,12 +1,12 @@
 """Kernels that torch does not dispatch: Triton, pybind and ctypes code that takes data pointers.
 
-Planning runs a model on fake tensors, which have no memory. An operator that torch dispatches runs
-as a rule about shapes there. A kernel that takes pointers would write to address 0, so fake tensors
-refuse to give a pointer, and `pointer_error` turns the refusal into a message that names the
+Planning runs a model on fake tensors, which have no memory. An operator that torch dispatches only
+computes shapes there. A kernel that takes pointers would write to address 0. Fake tensors therefore
+refuse to return a pointer, and `pointer_error` converts the error to a message that names the
 module.
 
-Liger replaces the forward of modules by such kernels, for the same results. The plain forward of
-the class is planned instead (`plain_forwards`): it has the same shapes and needs no less memory.
+Liger replaces the forward of modules by such kernels, with the same results. The forward of the
+class is planned instead (`plain_forwards`): it has the same shapes and needs no less memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from lohan.errors import ModelError
 
 LIGER = "liger_kernel"
-_NO_POINTER = "Cannot access data pointer"  # of a fake tensor, in torch's words
+_NO_POINTER = "Cannot access data pointer"  # part of torch's message
 
 
 def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
@@ -100,5 +100,5 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-# Functions that Liger puts in the place of a modeling module's own, by name.
+# The plain versions of functions that Liger replaces in modeling modules, by Liger's name.
 _PLAIN = {"liger_rotary_pos_emb": _rotary}

@@ -1,12 +1,11 @@
 """Parameters of an attached model, as user code sees them between the calls of its blocks.
 
-A parameter that belongs to a block is a placeholder (`OffloadedParameter`): it answers questions
-about shape, type and device at once, as models ask them (`x.to(weight.device)`,
-`weight.new_zeros(n)`), and streams its values from the store for every operation that needs them.
-Parameters that stay in memory are `ResidentParameter`. Both refuse what LoHan could not honour: an
-operation that writes values in place, and gradients that are read or set after backward has
-consumed them. Views of a parameter's values, such as `weight[0]`, can be read but not written
-(`ParameterView`).
+A parameter that belongs to a block is a placeholder (`OffloadedParameter`). It has shape, type and
+device, which models use (`x.to(weight.device)`, `weight.new_zeros(n)`), and reads its values from
+the store for every operation that needs them. Parameters that stay in memory are
+`ResidentParameter`. Both raise an error for what LoHan cannot support: an operation that writes
+values in place, and gradients that are read or set after backward has consumed them. Views of a
+parameter's values, such as `weight[0]`, can be read but not written (`ParameterView`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 class ParameterValues(Protocol):
-    """The store of a model, as far as its parameters use it."""
+    """The methods of a model's store that its parameters use."""
 
     def read(self, parameter: AttachedParameter) -> torch.Tensor: ...
 
@@ -41,12 +40,12 @@ class ParameterValues(Protocol):
 
 
 class StepGradients:
-    """What the parameters of an attached model know about the gradients of the current step.
+    """The state of the current step's gradients, shared by all parameters of a model.
 
-    `consumed`: backward has handed the gradients to the optimizer, and `zero_grad` was not called
-    since, so PyTorch would have a gradient where LoHan has none. `in_backward`: backward runs, and
-    hooks may set gradients. `updates`: backward updates the weights; without it, gradients are kept
-    in `.grad` as in PyTorch. `refresh` brings resident parameters up to date.
+    `consumed`: backward has passed the gradients to the optimizer, and `zero_grad` has not been
+    called since, so PyTorch would have a gradient where LoHan has none. `in_backward`: backward
+    runs, and hooks may set gradients. `updates`: backward updates the weights; otherwise gradients
+    are kept in `.grad` as in PyTorch. `refresh` brings resident parameters up to date.
     """
 
     def __init__(self, refresh: Callable[[], None] = lambda: None) -> None:
@@ -56,16 +55,16 @@ class StepGradients:
 
 
 class AttachedParameter(nn.Parameter):
-    """A parameter of an attached model. `label` is its name and that of its block."""
+    """A parameter of an attached model. `label` contains its name and that of its block."""
 
     label: tuple[str, str] = ("(a copy)", "(unknown)")
-    stored_weights: Any = None  # ParameterValues: where its values are
-    stored_as: str = ""  # and their name there
+    stored_weights: Any = None  # the ParameterValues that hold its values
+    stored_as: str = ""  # the name of the values in the store
     step_gradients: StepGradients | None = None  # shared by all parameters of a model
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient. After a step that has consumed it, reading it is refused."""
+        """The gradient. Reading it after a step that has consumed it raises an error."""
         gradient = self._stored_gradient()
         step = self.step_gradients
         if gradient is None and step is not None and step.consumed and self.requires_grad:
@@ -98,10 +97,10 @@ class AttachedParameter(nn.Parameter):
             _TENSOR_GRAD.__set__(self, gradient)
 
     def _check_gradient_read(self, step: StepGradients) -> None:
-        """Refuse a read of a consumed gradient by user code.
+        """Raise an error if user code reads a consumed gradient.
 
-        Libraries that only ask whether there is a gradient (`Module.zero_grad`,
-        `Module.to`) are told that there is none.
+        Libraries that only check whether there is a gradient (`Module.zero_grad`, `Module.to`) get
+        None.
         """
         frame = sys._getframe(2)  # of the code that reads `.grad`
         module = frame.f_globals.get("__name__", "")
@@ -123,7 +122,7 @@ class AttachedParameter(nn.Parameter):
 
 
 class OffloadedParameter(AttachedParameter):
-    """A placeholder with shape, type, device and name, on torch's meta device underneath."""
+    """A placeholder with shape, type, device and name, based on a tensor on torch's meta device."""
 
     compute_device = torch.device("cpu")  # where its block computes
     _kept_gradient: torch.Tensor | None = None
@@ -135,7 +134,10 @@ class OffloadedParameter(AttachedParameter):
         self._kept_gradient = gradient
 
     def values(self) -> torch.Tensor:
-        """Stream the current values into memory, differentiably where gradients are on."""
+        """Read the current values into memory.
+
+        The result is differentiable if gradients are enabled.
+        """
         if self.stored_weights is None:
             raise _not_in_memory(self)
         values: torch.Tensor = self.stored_weights.read(self)
@@ -156,20 +158,21 @@ class OffloadedParameter(AttachedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name, asked = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         leaves = pytree.tree_leaves((args, kwargs))
         one = next((x for x in leaves if isinstance(x, cls)), None)
-        if one is None:  # a resident parameter together with none of ours
+        if one is None:  # a resident parameter without any offloaded one
             return ResidentParameter.__torch_function__(func, types, args, kwargs)
-        if name == "__get__" and asked in _DEVICE_PROPERTIES:
-            return _DEVICE_PROPERTIES[asked](one.compute_device)
+        if name == "__get__" and owner in _DEVICE_PROPERTIES:
+            return _DEVICE_PROPERTIES[owner](one.compute_device)
         if name == "get_device":
             return -1 if one.compute_device.type == "cpu" else one.compute_device.index or 0
-        if name in ("to", "type_as") and not isinstance(args[0], cls):  # another tensor to its kind
+        # converts another tensor to the type of this one
+        if name in ("to", "type_as") and not isinstance(args[0], cls):
             how = {key: value for key, value in kwargs.items() if key != "other"}
             return args[0].to(one.compute_device, one.dtype, **how)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if _is_written(name, asked, args, kwargs):
+        if _is_written(name, owner, args, kwargs):
             return _write(name, args, kwargs, caller)
         if name in _HOOKS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -192,7 +195,7 @@ class OffloadedParameter(AttachedParameter):
             return _with_values(func, args, kwargs)
         if makes or out is one:
             return out
-        if name in _ALIASES or (name == "__get__" and asked is torch.Tensor.data):
+        if name in _ALIASES or (name == "__get__" and owner is torch.Tensor.data):
             return _alias(one, out)
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out)):
             return _with_values(func, args, kwargs)
@@ -208,10 +211,10 @@ class ResidentParameter(AttachedParameter):
         leaves = (*args, *kwargs.values())
         if any(isinstance(x, OffloadedParameter) for x in leaves):
             return OffloadedParameter.__torch_function__(func, types, args, kwargs)
-        name, asked = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         one = next((x for x in pytree.tree_leaves(leaves) if isinstance(x, cls)), None)
         if one is not None and one.step_gradients is not None:
-            if _is_written(name, asked, args, kwargs):
+            if _is_written(name, owner, args, kwargs):
                 caller = sys._getframe(1).f_globals.get("__name__", "")
                 return _write(name, args, kwargs, caller)
             one.step_gradients.refresh()
@@ -219,7 +222,7 @@ class ResidentParameter(AttachedParameter):
             out = func(*args, **kwargs)
         if one is None or out is one:
             return out
-        if name == "detach" or (name == "__get__" and asked is torch.Tensor.data):
+        if name == "detach" or (name == "__get__" and owner is torch.Tensor.data):
             return _alias(one, out)
         if one.step_gradients is not None:
             return _read_only(out, {one.label[0]: one})
@@ -246,8 +249,8 @@ class ParameterView(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         views = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        name, asked = getattr(func, "__name__", ""), getattr(func, "__self__", None)
-        written = next(iter(_written(name, asked, args, kwargs, cls)), None)
+        name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        written = next(iter(_written(name, owner, args, kwargs, cls)), None)
         if written is not None:
             raise _refused_write(written.parameter_name)
         if any(issubclass(kind, AttachedParameter) for kind in types):
@@ -313,17 +316,17 @@ _DEVICE_PROPERTIES = {
 }
 
 
-def _is_written(name: str, asked: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_written(name: str, owner: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation changes the values of an attached parameter."""
-    return bool(_written(name, asked, args, kwargs, AttachedParameter))
+    return bool(_written(name, owner, args, kwargs, AttachedParameter))
 
 
 def _written(
-    name: str, asked: Any, args: Any, kwargs: Mapping[str, Any], kind: type[torch.Tensor]
+    name: str, owner: Any, args: Any, kwargs: Mapping[str, Any], kind: type[torch.Tensor]
 ) -> list[Any]:
     """Return the tensors of class `kind` whose values an operation changes."""
     if name == "__set__":
-        is_data = asked is torch.Tensor.data and not isinstance(args[1], kind)
+        is_data = owner is torch.Tensor.data and not isinstance(args[1], kind)
         return [args[0]] if is_data and isinstance(args[0], kind) else []
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     targets = [kwargs.get("out")]
@@ -384,12 +387,12 @@ def _converted(func: Any, one: OffloadedParameter, args: Any, kwargs: Any, calle
 
 
 def _parsed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    known = ("device", "dtype", "non_blocking", "copy", "memory_format")
-    return {key: value for key, value in kwargs.items() if key in known}
+    accepted = ("device", "dtype", "non_blocking", "copy", "memory_format")
+    return {key: value for key, value in kwargs.items() if key in accepted}
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on values that are streamed into memory for it."""
+    """Run an operation on values that are read from the store for it."""
     streamed: dict[int, torch.Tensor] = {}
 
     def fetch(leaf: OffloadedParameter) -> torch.Tensor:
@@ -405,7 +408,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _alias(one: AttachedParameter, out: torch.Tensor) -> Any:
-    """Return a tensor that stands for the same values as a parameter, such as its `.data`."""
+    """Return a tensor that has the same values as a parameter, such as its `.data`."""
     alias: Any = out.as_subclass(type(one))
     alias.label, alias.step_gradients = one.label, None
     alias.stored_weights, alias.stored_as = one.stored_weights, one.stored_as
@@ -439,11 +442,11 @@ def lacks_values(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, OffloadedParameter) or tensor.is_meta
 
 
-# -- Parameters in the place of others -------------------------------------------------------------
+# -- Replacing parameters --------------------------------------------------------------------------
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let a parameter have the gradient hooks of the parameter that it replaces.
+    """Transfer the gradient hooks of a parameter to its replacement.
 
     The dictionaries of hooks are shared, so that handles in user code still remove their hooks.
     """
@@ -455,7 +458,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) -> None:
-    """Replace the parameter at `ref`, bypassing the checks of `setattr`; its store stays known."""
+    """Replace the parameter at `ref`, bypassing the checks of `setattr`, and keep its store."""
     parameters = model.get_submodule(ref.module)._parameters
     old = parameters[ref.attribute]
     if old is not None and old is not parameter:

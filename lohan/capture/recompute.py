@@ -1,7 +1,7 @@
 """One call of a block, computed in slices.
 
-The module keeps the context of the call, what it saves and what it changes, so that backward can
-compute it again.
+The call is recorded with its context, its saved tensors and the state that it changes, so that
+backward can compute it again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lohan.errors import ModelError
 if TYPE_CHECKING:
     from lohan.capture.tracing import SavePlans
 
-# -- A forward that runs what its recomputation will run, and keeps nothing for it -----------------
+# -- A forward that runs the operations of its recomputation and saves nothing ---------------------
 #
-# Operations may depend on whether a graph is made: attention kernels also give what backward
-# wants, a matrix product folds otherwise where an input takes a gradient, modules ask whether
-# gradients are on. A result that is kept in forward can only take its place in recomputation if
-# both run the same. So forward makes a graph too, but one that saves no tensor and is gone when
-# the call ends.
+# Operations may depend on whether a graph is recorded: attention kernels also return what backward
+# needs, a matrix product folds dimensions differently if an input takes a gradient, and modules
+# check whether gradients are enabled. A result that is kept in forward can only be reused in
+# recomputation if both run the same operations. Forward therefore records a graph too, but one that
+# saves no tensor and is discarded at the end of the call.
 
 
-IN_PLACE = "in-place operation"  # what torch calls it when an input is changed
+IN_PLACE = "in-place operation"  # part of torch's message when a leaf is changed
 
 
 def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
@@ -61,7 +61,7 @@ def changed_input(name: str) -> str:
 
 @contextmanager
 def discard_saved_tensors(name: str) -> Iterator[None]:
-    """Record a graph inside, and save no tensor for it. `name` is the block's."""
+    """Record a graph inside the context, and save no tensor for it. `name` is that of the block."""
 
     def refuse(saved: Any) -> torch.Tensor:
         raise ModelError(
@@ -76,10 +76,10 @@ def discard_saved_tensors(name: str) -> Iterator[None]:
         yield
 
 
-# -- What a block call leaves behind in forward, and how backward takes it up again ----------------
+# -- What a block call keeps in forward for backward -----------------------------------------------
 #
 # A call keeps its tensor inputs, the layout of its arguments, and the random state before each
-# micro-batch slice. Recomputation therefore repeats the forward exactly, dropout included.
+# micro-batch slice. Recomputation therefore repeats the forward exactly, including dropout.
 
 
 def fills_cache(inputs: Iterable[Any]) -> bool:
@@ -110,12 +110,12 @@ class Prefix:
 
     @staticmethod
     def rebuild(tensors: Iterable[Any], kind: Any) -> Any:
-        held = list(tensors)
-        return kind(list(zip(held[::2], held[1::2], strict=True)))
+        flat = list(tensors)
+        return kind(list(zip(flat[::2], flat[1::2], strict=True)))
 
 
 def is_prefix(value: Any) -> bool:
-    """Return whether a value is a cache that was filled with trained keys before the model runs."""
+    """Return whether a value is a cache that contains trained keys before the model runs."""
     if type(value) in PLAIN:
         return False
     layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
@@ -127,7 +127,10 @@ pytree.register_pytree_node(Prefix, lambda prefix: (prefix.tensors, prefix.kind)
 
 
 class SavedCall:
-    """Inputs of one block call: save on construction, `restore` slice by slice in backward."""
+    """The inputs of one block call.
+
+    The constructor saves them; `restore` returns them by slices.
+    """
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = name
@@ -139,12 +142,12 @@ class SavedCall:
         self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
         self.wants_grad = [t.requires_grad for t in self.tensors]
         self.rng: list[torch.Tensor] = []
-        self.saved_ops: list[Any] = []  # results of each slice, where the plan keeps any
+        self.saved_ops: list[Any] = []  # saved results of each slice, or None
         self.evicted = False
         self.cut = Cut(whole="it was not asked for")
-        self.checked = False  # compared with a plain call
-        self.changed: OldValues = []  # what forward has changed, as it was
-        self.context: Any = None  # what forward found around it
+        self.checked = False  # whether the cut was compared with a plain call
+        self.changed: OldValues = []  # buffers that forward has changed, with their old values
+        self.context: Any = None  # the CallContext of forward
         for i in self._where:
             self._leaves[i] = None
         self.objects = [leaf for leaf in self._leaves if type(leaf) not in PLAIN]
@@ -163,15 +166,15 @@ class SavedCall:
         return [t for t, wants in zip(self.tensors, self.wants_grad, strict=True) if wants]
 
     def evict_inputs(self) -> None:
-        """Frees those inputs: they are in another memory, or on SSD."""
+        """Free the inputs that take a gradient, after they were copied to another tier."""
         self.restore_inputs([tensor.new_empty(0) for tensor in self.grad_inputs])
         self.evicted = True
 
     def restore_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace evicted inputs by tensors with the same values."""
-        coming = iter(tensors)
+        remaining = iter(tensors)
         pairs = zip(self.tensors, self.wants_grad, strict=True)
-        self.tensors = [next(coming) if wants else tensor for tensor, wants in pairs]
+        self.tensors = [next(remaining) if wants else tensor for tensor, wants in pairs]
         self.evicted = False
 
     def slices(self, micro_batch: int | None) -> list[slice]:
@@ -181,7 +184,10 @@ class SavedCall:
     def restore(
         self, part: slice, *, grad: bool
     ) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
-        """Tensors, args and kwargs of one slice; with `grad`, fresh leaves for backward."""
+        """Return tensors, args and kwargs of one slice.
+
+        With `grad`, the tensors are leaves for backward.
+        """
         tensors = self.inputs(part, grad=grad)
         return tensors, *self.arguments(tensors)
 
@@ -215,16 +221,16 @@ class ActivationHooks:
     """
 
     def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
-        """Forward begins. `buffers` are those that the schedule names."""
+        """Handle the start of forward. `buffers` are those that the schedule names."""
 
     def save_slice(self, site: int, call: SavedCall) -> None:
-        """One more slice has run."""
+        """Handle the end of one slice of forward."""
 
     def forward_done(self, site: int, call: SavedCall) -> None:
-        """Forward has ended."""
+        """Handle the end of forward."""
 
     def load_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
-        """Backward begins and needs the inputs."""
+        """Provide the inputs at the start of backward."""
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
         """Provide the saved results of a slice that is about to be recomputed."""
@@ -233,7 +239,7 @@ class ActivationHooks:
         """Release the saved results of a slice whose backward has been launched."""
 
     def release(self, site: int, call: SavedCall) -> None:
-        """Backward has ended."""
+        """Handle the end of backward."""
 
 
 class Gathered:
@@ -244,7 +250,7 @@ class Gathered:
         self.value: torch.Tensor | None = None
 
     def put(self, part: slice, piece: torch.Tensor, *, rows: int = 1) -> None:
-        """`rows` belong to each sample."""
+        """Add the piece of one slice. Each sample has `rows` rows."""
         if part == slice(0, self._batch):
             self.value = piece
             return
@@ -257,7 +263,7 @@ class Gathered:
 
 
 class Output:
-    """What a call returns, put together from its slices."""
+    """The return value of a call, joined from its slices."""
 
     def __init__(self, call: SavedCall) -> None:
         self._batch, self._call = call.batch, call
@@ -285,19 +291,19 @@ class Output:
         ]
 
 
-# -- Computing a call, slice by slice --------------------------------------------------------------
+# -- Computing a call slice by slice ---------------------------------------------------------------
 #
-# Forward keeps the inputs and what the plan saves besides. Backward runs the block once more, from
-# what was saved.
+# Forward keeps the inputs and the results that the plan saves. Backward runs the block again from
+# them.
 
 
 class Block(Protocol):
-    """A block whose weights are in place."""
+    """A block whose weights are in memory."""
 
     number: int
     name: str
     module: nn.Module
-    original: Callable[..., Any]  # its own forward
+    original: Callable[..., Any]  # the forward before it was wrapped
     state: BlockState
 
 
@@ -321,7 +327,7 @@ class SlicedCompute:
     def forward(
         self, block: Block, call: SavedCall, buffers: Sequence[int], *, backward_follows: bool
     ) -> Output:
-        """`buffers`: where the schedule has room for its activations."""
+        """Compute a call. `buffers` are those that the schedule reserves for its activations."""
         output = Output(call)
         self._find_cut(block, call)
         if backward_follows:
@@ -391,9 +397,9 @@ class SlicedCompute:
     def backward(
         self, block: Block, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[Gathered]:
-        """Return the gradients of the inputs.
+        """Compute the gradients of a call and return those of the inputs.
 
-        The gradients of the weights go to the hooks on their leaves.
+        The gradients of the weights are passed to the hooks on their leaves.
         """
         inputs = [Gathered(call.batch) for _ in call.tensors]
         old_values = with_old_values(call.changed) if call.changed else nullcontext()
@@ -415,13 +421,14 @@ class SlicedCompute:
         part: slice,
         inputs: list[Gathered],
     ) -> None:
-        """Forward and backward of one slice, of which nothing is left but gradients."""
+        """Run forward and backward of one slice. Only the gradients remain."""
         saved = call.saved_ops[number]
         tensors = call.inputs(part, grad=True)
         fast = self.compiled.recompute(block.number) if saved is None else None
 
         def run() -> Any:
-            args, kwargs = call.arguments(tensors)  # it may run twice, and fill what it is given
+            # created for each run, since a run may change containers
+            args, kwargs = call.arguments(tensors)
             return call.context.run(fast or block.original, *args, **kwargs)
 
         with torch.enable_grad():
@@ -453,7 +460,7 @@ class SlicedCompute:
         for position, (gathered, tensor) in enumerate(zip(inputs, tensors, strict=True)):
             if tensor.grad is not None and (whole or call.cut.inputs[position]):
                 gathered.put(part, tensor.grad)
-            elif tensor.grad is not None:  # what all slices have in common
+            elif tensor.grad is not None:  # an input that all slices share
                 gathered.add(tensor.grad)
 
     @contextmanager
@@ -473,9 +480,9 @@ def slice_gradients(
     """
     if part == slice(0, call.batch):
         return list(grads)
-    found: list[torch.Tensor | None] = []
+    sliced: list[torch.Tensor | None] = []
     for grad, rows in zip(grads, call.cut.outputs, strict=True):
         if grad is not None and rows:
             grad = grad[part.start * rows : part.stop * rows]
-        found.append(grad if rows or number == 0 else None)
-    return found
+        sliced.append(grad if rows or number == 0 else None)
+    return sliced

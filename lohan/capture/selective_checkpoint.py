@@ -19,60 +19,62 @@ from lohan.capture.fake import DispatchMode
 from lohan.device import accelerator
 from lohan.errors import LohanError
 
-# -- What must be known of an operation before its result may be stored ----------------------------
+# -- What an operation must satisfy for its result to be stored or left out ------------------------
 #
-# Replaced or left out.
+# This is decided from the operation's schema and from the tensors themselves. Names matter in three
+# cases: operations that autograd and fake tensors insert by themselves are not counted, one view
+# does not declare in its schema that it is a view, and ATen's factories (`empty_like`, `new_zeros`)
+# read no values.
 #
-# It comes from the operation's schema and from the tensors themselves. Names matter in three
-# cases: operations that autograd and fake tensors add on their own do not count, one view does not
-# say in its schema that it is one, and ATen's factories (`empty_like`, `new_zeros`) read no
-# values.
-#
-# Views do not count either. They cost nothing and work without values, and how many there are
-# depends on how a module is called: an assignment to a slice makes more of them on fake tensors.
+# Views are not counted either. They cost nothing and work without values, and their number depends
+# on how a module is called: an assignment to a slice creates more of them on fake tensors.
 
 
-OpKey = tuple[str, int]  # an operation, and how many of the same came before it in the call
+# The name of an operation, and how many operations of the same name precede it in the call.
+OpKey = tuple[str, int]
 
 _UNCOUNTED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 _HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default}
 
 
 class Traits(NamedTuple):
-    """What is known of an operation whatever it is called with."""
+    """Properties of an operation that do not depend on its arguments."""
 
     func: Any
     name: str
-    counts: bool  # as part of the sequence that forward and recomputation share
-    reads_values: bool  # not so a factory, which takes only shape and kind from its tensors
+    # True if the operation is part of the sequence that forward and recomputation share.
+    counts: bool
+    reads_values: bool  # False for a factory, which uses only shapes and types of its tensors.
     mutates: bool
-    may_draw: bool  # it may move a random generator on; foreign operations may, tagged or not
+    # True if the operation may advance a random generator. Operations outside ATen may do so even
+    # if they have no tag.
+    may_draw: bool
 
     @classmethod
     def of(cls, func: Any) -> Traits:
-        name, own = str(func), getattr(func, "namespace", "") == "aten"
+        name, is_aten = str(func), getattr(func, "namespace", "") == "aten"
         schema = getattr(func, "_schema", None)
         return cls(
             func,
             name,
             counts=func not in _UNCOUNTED and not _is_view(func),
-            reads_values=not own
+            reads_values=not is_aten
             or not (name.split(".")[1].endswith("_like") or name.startswith("aten.new_")),
             mutates=schema is not None and schema.is_mutable,
-            may_draw=not own or torch.Tag.nondeterministic_seeded in func.tags,
+            may_draw=not is_aten or torch.Tag.nondeterministic_seeded in func.tags,
         )
 
 
-_TRAITS: dict[
-    int, Traits
-] = {}  # by id: an operation's own hash is Python, and asked for every time
+# Keys are ids, because the hash of an operation is computed in Python and is looked up every time.
+_TRAITS: dict[int, Traits] = {}
 
 
 def traits_of(func: Any) -> Traits:
-    found = _TRAITS.get(id(func))
-    if found is None:
-        found = _TRAITS[id(func)] = Traits.of(func)  # it holds the operation, so its id stays its
-    return found
+    traits = _TRAITS.get(id(func))
+    if traits is None:
+        # keeps the operation alive, so that its id is not reused
+        traits = _TRAITS[id(func)] = Traits.of(func)
+    return traits
 
 
 def counts(func: Any) -> bool:
@@ -88,7 +90,7 @@ def _is_view(func: Any) -> bool:
 
 
 class Counter:
-    """Gives the operations of one call their keys."""
+    """Assigns keys to the operations of one call."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
@@ -105,19 +107,19 @@ def leaves_of(*trees: Any) -> list[Any]:
     They may be nested in lists, tuples and dicts. torch's own function for this takes as long
     as launching the operation.
     """
-    found: list[Any] = []
+    leaves: list[Any] = []
     for tree in trees:
         kind = type(tree)
         if kind is torch.Tensor:
-            found.append(tree)
+            leaves.append(tree)
         elif issubclass(kind, (tuple, list)):
-            found += leaves_of(*tree)
+            leaves += leaves_of(*tree)
         elif issubclass(kind, dict):
             if tree:
-                found += leaves_of(*tree.values())
+                leaves += leaves_of(*tree.values())
         else:
-            found.append(tree)
-    return found
+            leaves.append(tree)
+    return leaves
 
 
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
@@ -135,7 +137,7 @@ def makes_empty(func: Any) -> bool:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Arguments that the operation changes."""
+    """Return the arguments that the operation changes."""
     if not traits_of(func).mutates:
         return []
     return tensors_in(list(_written_arguments(func._schema, args, kwargs)))
@@ -165,8 +167,10 @@ def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     changed = written(func, args, kwargs)
     if changed:
         return len(changed) == 1 and out is changed[0] and out is args[0]
-    own = {storage_key(result) for result in results}
-    return len(own) == len(results) and own.isdisjoint(map(storage_key, tensors_in(args, kwargs)))
+    storages = {storage_key(result) for result in results}
+    return len(storages) == len(results) and storages.isdisjoint(
+        map(storage_key, tensors_in(args, kwargs))
+    )
 
 
 def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool:
@@ -208,7 +212,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-# -- What one slice of a block call keeps besides its inputs: results of chosen operations ---------
+# -- Saved results of one slice of a block call ----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,13 +226,12 @@ class SavePlan:
     keep: frozenset[OpKey]
     skip: frozenset[OpKey] = frozenset()
     ops: tuple[str, ...] = ()
-    known: list[Known] = field(
-        default_factory=list, compare=False, repr=False
-    )  # from the last call
+    # The operations of the last call with this plan.
+    known: list[Known] = field(default_factory=list, compare=False, repr=False)
 
 
 class Layout(NamedTuple):
-    """A tensor without its values."""
+    """Shape, strides, type and device of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -253,16 +256,17 @@ class Layout(NamedTuple):
 
     def over(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this layout over flat values. Autograd does not see it as a view."""
-        made = flat.new_empty(0)
-        return made.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.stride)
+        tensor = flat.new_empty(0)
+        return tensor.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.stride)
 
 
 class Signature(NamedTuple):
-    """What an operation is called with, without values of tensors."""
+    """The arguments of an operation without the values of tensors."""
 
-    plain: bool  # its arguments are these leaves
-    leaves: list[Any]  # of a tensor a tuple: shape, dtype and device
-    numbers: list[tuple[int, Any]]  # those of them that are no tensors, and their places
+    plain: bool  # True if the arguments are exactly the leaves, without nesting and keywords.
+    # The leaves of the arguments; each tensor is replaced by its shape, dtype and device.
+    leaves: list[Any]
+    numbers: list[tuple[int, Any]]  # The positions and values of the leaves that are not tensors.
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Signature:
@@ -277,15 +281,15 @@ class Signature(NamedTuple):
     def same_numbers(self, args: Any, kwargs: Any) -> bool:
         """Return whether the arguments that are not tensors are the same.
 
-        Tensors of another kind that give results of the same kind are detected when
-        backward calls the operation again.
+        A tensor of another type or shape that leads to a result of the same layout is not detected
+        here, but when backward calls the operation again.
         """
         given = args if self.plain and not kwargs else leaves_of(args, kwargs)
         if len(given) != len(self.leaves):
             return False
-        for number, known in self.numbers:
+        for number, expected in self.numbers:
             leaf = given[number]
-            if leaf is not known and (isinstance(leaf, torch.Tensor) or leaf != known):
+            if leaf is not expected and (isinstance(leaf, torch.Tensor) or leaf != expected):
                 return False
         return True
 
@@ -293,26 +297,26 @@ class Signature(NamedTuple):
         given = args if self.plain and not kwargs else leaves_of(args, kwargs)
         if len(given) != len(self.leaves):
             return False
-        for leaf, known in zip(given, self.leaves, strict=True):
+        for leaf, expected in zip(given, self.leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                if type(known) is not tuple or (leaf.shape, leaf.dtype, leaf.device) != known:
+                if type(expected) is not tuple or (leaf.shape, leaf.dtype, leaf.device) != expected:
                     return False
-            elif leaf is not known and leaf != known:
+            elif leaf is not expected and leaf != expected:
                 return False
         return True
 
 
 @dataclass
 class Result:
-    """What replaces one operation in recomputation.
+    """The replacement of one operation in recomputation.
 
-    It holds the layouts of the results, the position of their values in `SavedOps.tensors`
-    (None if the values are not needed), and the random state after the operation.
+    It holds the layouts of the results, the position of their values in `SavedOps.tensors` (None if
+    the values are not needed), and the random state after the operation.
     """
 
     called_with: Signature
     leaves: list[Any]
-    spec: Any  # None: the one leaf is the result
+    spec: Any  # None if the only leaf is the result itself
     first: int | None
     in_place: bool
     random: tuple[torch.device, torch.Tensor] | None
@@ -320,17 +324,18 @@ class Result:
     @property
     def repeats(self) -> bool:
         """True if another call with the same arguments has the same result."""
-        held = any(isinstance(leaf, torch.Tensor) for leaf in self.leaves)  # numbers of the host
-        return not held and not self.in_place and self.random is None
+        # such as the seed of an attention kernel
+        has_host_tensors = any(isinstance(leaf, torch.Tensor) for leaf in self.leaves)
+        return not has_host_tensors and not self.in_place and self.random is None
 
     def fits(self, out: Any) -> bool:
         """Return whether results have these layouts."""
         if self.spec is None and type(self.leaves[0]) is Layout:
             return self.leaves[0].fits(out)
-        found = [out] if self.spec is None else leaves_of(out)
-        return len(found) == len(self.leaves) and all(
+        leaves = [out] if self.spec is None else leaves_of(out)
+        return len(leaves) == len(self.leaves) and all(
             layout.fits(leaf) if isinstance(layout, Layout) else leaf == layout
-            for leaf, layout in zip(found, self.leaves, strict=True)
+            for leaf, layout in zip(leaves, self.leaves, strict=True)
         )
 
     def join(self, leaves: list[Any]) -> Any:
@@ -340,15 +345,15 @@ class Result:
 class Known(NamedTuple):
     """An operation of an earlier call with the same save plan.
 
-    As a rule the next call runs the same operation at the same position, so that what was
-    determined about it is used again.
+    The next call usually runs the same operation at the same position, so that its properties need
+    not be determined again.
     """
 
     func: Any
     key: OpKey
-    quick: bool  # nothing depends on what it is called with, but for `result`
-    may_draw: bool  # `result` holds if it has drawn no random numbers
-    result: Result | None  # None: it is neither saved nor skipped
+    quick: bool  # True if nothing but `result` depends on the arguments.
+    may_draw: bool  # True if `result` is only valid for a call that draws no random numbers.
+    result: Result | None  # None if it is neither saved nor skipped
 
     @classmethod
     def of(cls, func: Any, key: OpKey, result: Result | None) -> Known:
@@ -370,7 +375,8 @@ class SavedOps:
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
-    lost: str = ""  # why the slice has to be recomputed in full
+    # The reason why the slice has to be recomputed in full; empty if it need not be.
+    lost: str = ""
     ops: list[Any] = field(default_factory=list)
     results: dict[int, Result] = field(default_factory=dict)
     _versions: list[int] = field(default_factory=list)
@@ -378,22 +384,22 @@ class SavedOps:
 
     @property
     def count(self) -> int:
-        """Of the tensors that `hand_over` gives and `adopt` takes."""
+        """The number of tensors that `hand_over` gives away and `adopt` takes back."""
         return 0 if self.lost else len(self._sizes)
 
     def hand_over(self) -> list[torch.Tensor]:
-        """Hands the tensors over; none, if there is nothing that backward can use."""
+        """Give the tensors away. The list is empty if backward cannot use any."""
         self.check()
         taken, self.tensors, self._versions = self.tensors, [], []
         return taken
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take back tensors with the values that `hand_over` gave away."""
-        found = [(tensor.dtype, tensor.numel()) for tensor in tensors]
-        if found != self._sizes and not (self.lost and not tensors):
+        sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
+        if sizes != self._sizes and not (self.lost and not tensors):
             raise LohanError(
                 f"a slice keeps {len(self._sizes)} results of {self._sizes} elements and got back "
-                f"{len(found)} of {found}; return what export gave, in its order"
+                f"{len(sizes)} of {sizes}; return what export gave, in its order"
             )
         self.tensors, self._versions = list(tensors), []
 
@@ -419,32 +425,32 @@ class SavedOps:
 
     def take(self, result: Result) -> list[Any]:
         """Return the results of an operation, and remove them from the saved tensors."""
-        made, position = [], result.first
+        results, position = [], result.first
         for leaf in result.leaves:
             if isinstance(leaf, Layout) and position is not None:
-                made.append(leaf.over(self.tensors[position]))
+                results.append(leaf.over(self.tensors[position]))
                 self.tensors[position] = _NOTHING
                 position += 1
             else:
-                made.append(leaf.empty() if isinstance(leaf, Layout) else leaf)
-        return made
+                results.append(leaf.empty() if isinstance(leaf, Layout) else leaf)
+        return results
 
 
-# -- Results of chosen operations ------------------------------------------------------------------
+# -- Saving and reusing results of chosen operations -----------------------------------------------
 #
-# Saved in forward and put in their place when backward recomputes.
+# Results are saved in forward and reused when backward recomputes.
 #
-# Both runs go through a dispatch mode, below autograd. In forward the mode holds on to the results
-# that the save plan names. In recomputation it compares every operation with the one that forward
-# ran at that point; a saved result takes the operation's place, and operations that only led to
-# saved results are skipped: they return tensors without values. Such a tensor may be viewed and
-# passed on, but no operation may compute with it, and none may outlive the recomputation, neither
-# saved by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed
-# in full, so a wrong save plan costs time and never changes a result.
+# Both runs use a dispatch mode, which sees the operations below autograd. In forward the mode keeps
+# the results that the save plan names. In recomputation it compares every operation with the one
+# that forward ran at that position; a saved result replaces the operation, and operations that only
+# led to saved results are skipped: they return tensors without values. Such a tensor may be viewed
+# and passed on, but no operation may compute with it, and nothing may refer to it after the
+# recomputation, neither autograd nor other code. If any of this is violated, the slice is
+# recomputed in full, so that a wrong save plan costs time and never changes a result.
 
 
 class _Disagreement(Exception):
-    """Recomputation does something else than forward did; says what."""
+    """Raised when recomputation differs from forward. The message says how."""
 
 
 def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
@@ -461,7 +467,7 @@ def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, Save
 def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
     """Call `run` again, with a graph, and return the leaves of its result.
 
-    Leaves whose values backward does not need have no values. `saved` is consumed.
+    Leaves that backward does not need have no values. `saved` is consumed.
     """
     saved.check()
     if not saved.lost:
@@ -483,7 +489,7 @@ def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
 
 
 class SkipUnneededOps:
-    """Recomputation, for calls that keep nothing, without operations that backward does not need.
+    """Recomputation of calls that keep nothing, without operations that backward does not need.
 
     An example is the last projection of a block. The operations are determined in the first
     recomputation of each kind of call. The dispatch mode that skips them starts at the last
@@ -492,7 +498,7 @@ class SkipUnneededOps:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Ending | None] = {}  # None: all operations run
+        self._known: dict[Hashable, Ending | None] = {}  # None if all operations run
 
     def run(
         self, kind: Hashable, module: nn.Module, run: Callable[[], Any], rewind: Callable[[], None]
@@ -503,35 +509,35 @@ class SkipUnneededOps:
         to what it was before the call.
         """
         if kind not in self._known:
-            leaves, self._known[kind] = _learnt(run, module)
+            leaves, self._known[kind] = _learn_ending(run, module)
             return leaves
-        known = self._known[kind]
-        if known is None:
+        ending = self._known[kind]
+        if ending is None:
             return pytree.tree_leaves(run())
-        again = _restored(run, SavedOps(ops=known.ops, results=known.results), known.begins)
-        if again is not None:
-            return again
+        restored = _restored(run, SavedOps(ops=ending.ops, results=ending.results), ending.begins)
+        if restored is not None:
+            return restored
         self._known[kind] = None  # what it runs depends on more than its shapes
         rewind()
         return pytree.tree_leaves(run())
 
 
 class SubmoduleCall(NamedTuple):
-    """A point in the call of a block."""
+    """A point in the call of a block: the entry of a submodule."""
 
     module: nn.Module
-    number: int  # of its calls by then
+    number: int  # the number of earlier calls of this module
 
 
 class Ending(NamedTuple):
-    """The operations of a call from one of its submodules on, and which of them can be left out."""
+    """The operations of a call after the entry of a submodule, and which of them can be skipped."""
 
-    begins: SubmoduleCall | None  # None: with the call
+    begins: SubmoduleCall | None  # None: at the start of the call
     ops: list[Any]
     results: dict[int, Result]
 
 
-def _learnt(run: Callable[[], Any], module: nn.Module) -> tuple[list[Any], Ending | None]:
+def _learn_ending(run: Callable[[], Any], module: nn.Module) -> tuple[list[Any], Ending | None]:
     """Return the leaves of a call, and how to recompute it without unneeded operations."""
     mode = _Learner()
     hooks = [child.register_forward_pre_hook(mode.enters) for child in module.modules()]
@@ -541,7 +547,7 @@ def _learnt(run: Callable[[], Any], module: nn.Module) -> tuple[list[Any], Endin
     finally:
         for hook in hooks:
             hook.remove()
-    return leaves, mode.found()
+    return leaves, mode.ending()
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -602,26 +608,26 @@ class _Recorder(DispatchMode):
         traits = _TRAITS.get(id(func)) or traits_of(func)
         if not traits.counts or self._saved.lost:
             return func(*args, **kwargs)
-        index, known = len(self._saved.ops), self._known
+        index, expected_ops = len(self._saved.ops), self._known
         self._saved.ops.append(func)
-        found = known[index] if index < len(known) else None
-        if found is None or found.func is not func:
+        expected = expected_ops[index] if index < len(expected_ops) else None
+        if expected is None or expected.func is not func:
             self._leave_known()
-            return self._look(index, self._counter.key(func), func, args, kwargs)
-        if not found.quick:
-            return self._look(index, found.key, func, args, kwargs)
-        before = _random_state(func, args, kwargs) if found.may_draw else None
+            return self._run_unknown(index, self._counter.key(func), func, args, kwargs)
+        if not expected.quick:
+            return self._run_unknown(index, expected.key, func, args, kwargs)
+        before = _random_state(func, args, kwargs) if expected.may_draw else None
         out = func(*args, **kwargs)
-        result = found.result
+        result = expected.result
         if result is not None and (
             _drew(func, args, kwargs, before) or not self._repeats(index, result, args, kwargs, out)
         ):
             keep = result.first is not None
-            self._note(index, func, args, kwargs, out, keep=keep, before=before)
+            self._record_result(index, func, args, kwargs, out, keep=keep, before=before)
         return out
 
-    def _look(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation about which the previous call does not tell enough."""
+    def _run_unknown(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that the previous call does not determine."""
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
@@ -632,22 +638,24 @@ class _Recorder(DispatchMode):
             return func(*args, **kwargs)
         before = _random_state(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._note(index, func, args, kwargs, out, keep=key in self._save_plan.keep, before=before)
+        self._record_result(
+            index, func, args, kwargs, out, keep=key in self._save_plan.keep, before=before
+        )
         return out
 
-    def _repeats(self, index: int, known: Result, args: Any, kwargs: Any, out: Any) -> bool:
-        """Whether an operation was called as before; then what is known of it holds again."""
-        if known.first is not None and known.first != len(self._held):
+    def _repeats(self, index: int, earlier: Result, args: Any, kwargs: Any, out: Any) -> bool:
+        """Reuse the result of the previous call, if it applies, and return whether it does."""
+        if earlier.first is not None and earlier.first != len(self._held):
             return False
-        if not known.called_with.same_numbers(args, kwargs) or not known.fits(out):
+        if not earlier.called_with.same_numbers(args, kwargs) or not earlier.fits(out):
             return False
-        self._saved.results[index] = known
-        if known.first is None:
+        self._saved.results[index] = earlier
+        if earlier.first is None:
             return True
-        if known.spec is None:
+        if earlier.spec is None:
             self._held.append(out)
         else:
-            pairs = zip(leaves_of(out), known.leaves, strict=True)
+            pairs = zip(leaves_of(out), earlier.leaves, strict=True)
             self._held.extend(leaf for leaf, layout in pairs if isinstance(layout, Layout))
         return True
 
@@ -666,7 +674,7 @@ class _Recorder(DispatchMode):
             for index, func in enumerate(self._saved.ops)
         ]
 
-    def _note(
+    def _record_result(
         self,
         index: int,
         func: Any,
@@ -681,18 +689,18 @@ class _Recorder(DispatchMode):
             self._lose(f"the result of {func} is not a tensor of its own")
             return
         leaves, spec = ([out], None) if type(out) is torch.Tensor else pytree.tree_flatten(out)
-        own = _device_of(args, kwargs)
+        device = _device_of(args, kwargs)
         drew = _drew(func, args, kwargs, before)
         self._saved.results[index] = Result(
             called_with=Signature.of(args, kwargs),
-            leaves=[Layout.of(x) if _is_at(x, own) else x for x in leaves],
+            leaves=[Layout.of(x) if _is_at(x, device) else x for x in leaves],
             spec=spec,
             first=len(self._held) if keep else None,
             in_place=bool(written(func, args, kwargs)),
             random=_random_state(func, args, kwargs) if drew else None,
         )
         if keep:
-            self._held.extend(leaf for leaf in leaves if _is_at(leaf, own))
+            self._held.extend(leaf for leaf in leaves if _is_at(leaf, device))
 
     def _copy_before_change(self, changed: list[torch.Tensor]) -> None:
         storages = set(map(storage_key, changed))
@@ -710,7 +718,8 @@ class _Recorder(DispatchMode):
             self._lose(f"it ends where {ops[len(saved.ops)]} was planned for")
         if not saved.lost and len(self._known) != len(saved.ops):
             self._learn()
-        # Detached, since an output of the block will get a history that leads back to this call.
+        # The tensors are detached, because an output of the block will get a history that leads
+        # back to this call.
         saved.tensors = [t.detach().as_strided((t.numel(),), (1,)) for t in self._held]
         saved.seal()
         self._held.clear()
@@ -721,7 +730,7 @@ class _Replay(DispatchMode):
     def __init__(self, saved: SavedOps) -> None:
         super().__init__()
         self._saved, self._index = saved, 0
-        # Weak, yet no other storage gets the address of one of these while they are here.
+        # The references are weak, but they keep the addresses of the storages from being reused.
         self._valueless: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -746,10 +755,10 @@ class _Replay(DispatchMode):
             set_generator_state(*result.random)
         if result.in_place:
             return self._replace_in_place(func, result, args[0])
-        made = self._saved.take(result)
+        leaves = self._saved.take(result)
         if result.first is None:
-            self._mark(func, [leaf for leaf in made if isinstance(leaf, torch.Tensor)])
-        return result.join(made)
+            self._mark(func, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return result.join(leaves)
 
     def _replace_in_place(self, func: Any, result: Result, target: torch.Tensor) -> torch.Tensor:
         if result.first is None:
@@ -768,8 +777,8 @@ class _Replay(DispatchMode):
 
     def _check_values(self, func: Any, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            if (found := self._valueless.get(storage_key(tensor))) is not None:
-                raise _Disagreement(f"{func} needs the result of {found[1]}, which was skipped")
+            if (skipped := self._valueless.get(storage_key(tensor))) is not None:
+                raise _Disagreement(f"{func} needs the result of {skipped[1]}, which was skipped")
 
     def finish(self) -> None:
         if self._index < len(self._saved.ops):
@@ -787,12 +796,14 @@ class _Replay(DispatchMode):
 
 
 class _Learner(DispatchMode):
-    """Finds the operations of a call whose results neither autograd saves nor a needed one reads.
+    """Finds the operations of a call whose results backward does not need.
 
-    An operation that draws random numbers, or changes something from outside, is needed. So is one
-    whose result is read without an operation: by the host, or by a kernel that takes its address.
-    A kernel called from C++ takes addresses unseen. It shows only by what it writes: a tensor that
-    was made empty and is read although nothing has filled it. Then every operation is needed.
+    An operation is needed if autograd saves its result or a needed operation reads it. It is also
+    needed if it draws random numbers, or changes a tensor from outside the call. It is also needed
+    if its result is read without an operation: by the host, or by a kernel that takes its address.
+    A kernel that is called from C++ takes addresses without being seen. It can only be recognized
+    by what it writes: a tensor was allocated empty and is read although no operation has filled it.
+    In this case every operation is needed.
     """
 
     def __init__(self) -> None:
@@ -801,11 +812,16 @@ class _Learner(DispatchMode):
         self._results: dict[int, Result] = {}  # of operations that could be left out
         self._reads: list[set[int]] = []
         self._needed: set[int] = set()
-        # By storage: what made its value. Weak, yet no other storage gets the address meanwhile.
+        # The operation that computed the value of each storage. The references are weak, but they
+        # keep the addresses of the storages from being reused.
         self._maker: dict[int, tuple[StorageWeakRef, int | None]] = {}
-        self._unfilled: set[int] = set()  # storages that were made empty and not written to since
-        self._reads_unseen = False  # something was written by no operation, so reads are unknown
-        self._entered: list[tuple[SubmoduleCall, int]] = []  # and operations by then
+        # Storages that were allocated empty and have not been written to.
+        self._unfilled: set[int] = set()
+        # True if something that is not an operation has written a tensor, so that reads are
+        # unknown.
+        self._reads_unseen = False
+        # The calls of submodules, each with the number of operations before it.
+        self._entered: list[tuple[SubmoduleCall, int]] = []
         self._calls: dict[nn.Module, int] = {}
 
     def enters(self, module: nn.Module, _: Any) -> None:
@@ -815,17 +831,18 @@ class _Learner(DispatchMode):
             self._entered.append((SubmoduleCall(module, number), len(self._ops)))
 
     def need(self, tensor: torch.Tensor) -> None:
-        """Note that something other than an operation reads the tensor, or may fill it."""
+        """Mark a tensor as needed that is read, or may be written, without an operation."""
         self._unfilled.discard(storage_key(tensor))
         _, maker = self._maker.get(storage_key(tensor), (None, None))
         if maker is not None:
             self._needed.add(maker)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As a hook of autograd."""
+        """Mark a tensor as needed that autograd saves."""
         self._look_for_unseen_writes([tensor])
         self.need(tensor)
-        return tensor.detach()  # the graph would hold itself through a result of its own
+        # Returning the tensor itself would let the graph refer to itself through its result.
+        return tensor.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -842,7 +859,7 @@ class _Learner(DispatchMode):
         fresh = [t for t in tensors_in(out) if storage_key(t) not in self._maker]
         self._ops.append(func)
         self._reads.append({maker for maker in given if maker is not None and reads_values(func)})
-        counted = not all(t.is_floating_point() for t in tensors_in(out))  # as lengths are
+        counted = not all(t.is_floating_point() for t in tensors_in(out))  # such as lengths
         if (
             outside
             or counted
@@ -869,8 +886,8 @@ class _Learner(DispatchMode):
         reference = StorageWeakRef(tensor.untyped_storage())
         return self._maker.setdefault(reference.cdata, (reference, None))[1]
 
-    def found(self) -> Ending | None:
-        """Return what can be left out, or None if every operation is needed."""
+    def ending(self) -> Ending | None:
+        """Return the operations that can be skipped, or None if every operation is needed."""
         if self._reads_unseen:
             return None
         needed, waiting = set(self._needed), list(self._needed)
@@ -886,7 +903,7 @@ class _Learner(DispatchMode):
         return Ending(begins, self._ops[at:], {n - at: one for n, one in results.items()})
 
 
-# Ways to the values of a tensor that are no operations.
+# Functions that read the values of a tensor without an operation.
 _READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
@@ -922,8 +939,8 @@ class _StandIn(torch.autograd.Function):
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     """Return the device of an operation, or None if all its tensors are on the host."""
-    found = (t.device for t in tensors_in(args, kwargs) if t.device.type != "cpu")
-    return next(found, None)
+    devices = (t.device for t in tensors_in(args, kwargs) if t.device.type != "cpu")
+    return next(devices, None)
 
 
 def _is_at(leaf: Any, device: torch.device | None) -> bool:
@@ -940,7 +957,7 @@ def _at(ops: Sequence[Any], index: int) -> str:
 
 
 def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torch.Tensor] | None:
-    """State of the generator that the operation may draw from."""
+    """Return the state of the generator that the operation may draw from."""
     if not may_draw(func):
         return None
     device = next((t.device for t in tensors_in(args, kwargs)), kwargs.get("device"))
@@ -960,10 +977,10 @@ def _drew(
 def generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
     """Return the device of the random generator and its state.
 
-    The generator of the host serves devices that have none of their own.
+    Devices without a generator use that of the host.
     """
-    own = None if device.type == "cpu" else accelerator.random_state(device)
-    return (torch.device("cpu"), torch.get_rng_state()) if own is None else (device, own)
+    state = None if device.type == "cpu" else accelerator.random_state(device)
+    return (torch.device("cpu"), torch.get_rng_state()) if state is None else (device, state)
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:

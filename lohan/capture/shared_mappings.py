@@ -1,4 +1,4 @@
-"""Mappings that blocks are given and write into, as Gemma 4 shares keys and values of layers."""
+"""Mutable mappings among the arguments of blocks. Gemma 4 shares keys and values of layers so."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ pytree.register_pytree_node(
 
 
 def wrap_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
-    """Arguments with their mappings wrapped, and the caller's own mappings in their order."""
-    own = [value for value in (*args, *kwargs.values()) if _is_mapping(value)]
-    if not own:
-        return args, kwargs, own
+    """Return the arguments with their mappings wrapped, and the caller's mappings in order."""
+    mappings = [value for value in (*args, *kwargs.values()) if _is_mapping(value)]
+    if not mappings:
+        return args, kwargs, mappings
     wrapped = tuple(map(_wrapped, args))
-    return wrapped, {key: _wrapped(value) for key, value in kwargs.items()}, own
+    return wrapped, {key: _wrapped(value) for key, value in kwargs.items()}, mappings
 
 
-def write_back_mappings(out: Any, own: list[Any]) -> Any:
+def write_back_mappings(out: Any, mappings: list[Any]) -> Any:
     """Return the result of a call, after adding what it wrote to the mappings."""
-    if not own:
+    if not mappings:
         return out
     out, written = out
-    for mapping, entries in zip(own, written, strict=True):
+    for mapping, entries in zip(mappings, written, strict=True):
         mapping.update(entries)
     return out
 
@@ -48,19 +48,19 @@ def with_writes(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, SharedMapping) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
-        made: list[tuple[Any, dict[Any, Any]]] = []
+        unwrapped_mappings: list[tuple[Any, dict[Any, Any]]] = []
 
         def unwrapped(value: Any) -> Any:
             if not isinstance(value, SharedMapping):
                 return value
-            made.append((value.kind(value.contents), value.contents))
-            return made[-1][0]
+            unwrapped_mappings.append((value.kind(value.contents), value.contents))
+            return unwrapped_mappings[-1][0]
 
         args = tuple(map(unwrapped, args))
         out = forward(*args, **{key: unwrapped(value) for key, value in kwargs.items()})
         return out, [
             {key: value for key, value in now.items() if value is not before.get(key)}
-            for now, before in made
+            for now, before in unwrapped_mappings
         ]
 
     return run

@@ -1,9 +1,10 @@
-"""How a block's call falls into slices of samples, found by trying it on two samples.
+"""The division of a block's call into slices of samples, determined by a trial on two samples.
 
-Sizes alone do not say which tensors have samples in their first dimension: there may be as many
-tokens as samples. So two samples run together and one by one, and the results must agree. Then the
-inputs of the first sample are made invalid (NaN): if that reaches the second, the block mixes
-samples, as BatchNorm does, and must run as a whole. Random numbers are taken out of it.
+Sizes alone do not show which tensors have samples in their first dimension, because there may be as
+many tokens as samples. Two samples therefore run together and one by one, and the results must
+agree. Then the inputs of the first sample are made invalid (NaN). If that changes the second, the
+block mixes samples, as BatchNorm does, and must run on the whole batch. In trials, random results
+are constant.
 """
 
 from __future__ import annotations
@@ -30,37 +31,39 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Result = TypeVar("Result")
-TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}  # of the norm; rounding is far below
+# share of the norm; rounding errors are far smaller
+TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
 TOLERANCE_16_BIT = 0.1
-MOST_TENSORS = 6  # as long as the batch: for more of them not every choice is tried
+MAX_TENSORS = 6  # tensors as long as the batch for which every combination is tried
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a call can be divided into slices.
+    """The division of a call into slices.
 
-    `inputs` says which tensors have samples in their first dimension. `outputs` says how many
-    rows of each output belong to one sample; 0 means that the output is the same for all
-    samples.
+    `inputs` shows which tensors have samples in their first dimension. `outputs` contains the
+    number of rows of each output that belong to one sample; 0 means that the output is the same for
+    all samples.
     """
 
     inputs: tuple[bool, ...] = ()
     outputs: tuple[int, ...] = ()
-    whole: str = ""  # why it cannot be cut
-    failed: bool = False  # because the block raised an error in each trial, maybe one of its own
+    whole: str = ""  # the reason why the call cannot be divided; empty if it can
+    # True if the block raised an error in each trial, which may have another cause
+    failed: bool = False
 
 
 class Cuts:
-    """The cuts of all calls, each tried once per block and kind of input.
+    """The cuts of all calls. There is one trial per block and kind of input.
 
-    `needs` holds the bytes of blocks that run a whole batch, where they are known, and `room`
-    the bytes that are available.
+    `needs` contains the bytes of blocks that run a whole batch, if they are known, and `room` the
+    bytes that are available.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, Cut] = {}
         self._unconfirmed: tuple[Any, str, int, Cut] | None = None  # key, name, batch
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.needs: Mapping[str, int] = {}
         self.room = 0
 
@@ -95,8 +98,8 @@ class Cuts:
             return
         key, name, batch, cut = self._unconfirmed
         self._known[key], self._unconfirmed = cut, None
-        if cut.whole and cut.whole not in self._told:
-            self._told.add(cut.whole)
+        if cut.whole and cut.whole not in self._warned:
+            self._warned.add(cut.whole)
             warnings.warn(
                 f"micro-batches are off for block {name} and others like it: {cut.whole}; "
                 f"it runs all {batch} samples at once, and needs memory for them",
@@ -122,9 +125,9 @@ def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> C
     for number, inputs in enumerate(_hypotheses(call)):
 
         def trial(number: int = number, inputs: tuple[bool, ...] = inputs) -> Cut:
-            cut = _tried(call, Cut(inputs), run, values=values)
-            if number and values:  # The first hypothesis was wrong, so sizes are not enough.
-                _check_truth(call, cut, run)
+            cut = _try_cut(call, Cut(inputs), run, values=values)
+            if number and values:  # the first hypothesis was wrong, so sizes are not enough
+                _check_whole_batch(call, cut, run)
             return cut
 
         try:
@@ -132,17 +135,17 @@ def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> C
         except AlwaysFails as error:
             reason = f"{type(module).__name__} does not run on a slice of them ({error})"
             failed = True
-        except NotSliceable as found:
-            reason = f"{type(module).__name__} {found}"
+        except NotSliceable as obstacle:
+            reason = f"{type(module).__name__} {obstacle}"
     return Cut(whole=reason, failed=failed)
 
 
 class NotSliceable(Exception):
-    """What speaks against a cut."""
+    """The reason why a call cannot be divided in a given way."""
 
 
 class AlwaysFails(NotSliceable):
-    """The first line of an error that a trial raises whenever it runs."""
+    """Raised with the first line of an error that a trial raises every time."""
 
 
 def attempt(trial: Callable[[], Result]) -> Result:
@@ -161,17 +164,17 @@ def attempt(trial: Callable[[], Result]) -> Result:
             raise
         try:
             trial()
-        except Exception as again:
-            if is_out_of_memory(again):
+        except Exception as repeated:
+            if is_out_of_memory(repeated):
                 raise
             raise AlwaysFails((str(error).splitlines() or [""])[0]) from error
         raise
 
 
 def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
-    """Yield which tensors may have samples in their first dimension, the likeliest choice first.
+    """Yield the choices of tensors that may have samples in their first dimension, likeliest first.
 
-    All tensors whose first dimension has the size of the batch come first, then subsets of
+    The first choice is all tensors whose first dimension has the size of the batch, then subsets of
     them.
     """
     fits = [t.ndim > 0 and 1 < t.shape[0] == call.batch for t in call.tensors]
@@ -180,7 +183,7 @@ def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
         for least in (1, 2, 3)
     ]
     choices: Iterable[tuple[bool, ...]] = ()
-    if sum(fits) <= MOST_TENSORS:
+    if sum(fits) <= MAX_TENSORS:
         choices = itertools.product(*([True, False] if fit else [False] for fit in fits))
     seen = set()
     for flags in itertools.chain(likely, choices):
@@ -189,8 +192,8 @@ def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
             yield flags
 
 
-def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
-    with torch.no_grad(), NoChance():
+def _try_cut(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
+    with torch.no_grad(), ConstantRandomness():
         both, first, second = (
             pytree.tree_leaves(_slice(call, cut, run, part))
             for part in (slice(0, 2), slice(0, 1), slice(1, 2))
@@ -204,8 +207,8 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
         )
         cut = Cut(cut.inputs, rows)
         if values:
-            spoilt = tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True))
-            for count, before, after in zip(cut.outputs, tensors_in(both), spoilt, strict=True):
+            with_nan = tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True))
+            for count, before, after in zip(cut.outputs, tensors_in(both), with_nan, strict=True):
                 if count:
                     before, after = before[count:], after[count:]
                 if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
@@ -213,13 +216,13 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
     return cut
 
 
-def _check_truth(call: SavedCall, cut: Cut, run: Run) -> None:
+def _check_whole_batch(call: SavedCall, cut: Cut, run: Run) -> None:
     """Compare the results of two samples with those of the same two in the whole batch."""
-    with torch.no_grad(), NoChance():
+    with torch.no_grad(), ConstantRandomness():
         whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))
-    for rows, all_of_it, part in zip(cut.outputs, whole, two, strict=True):
-        if not agree(all_of_it[: 2 * rows] if rows else all_of_it, part):
+    for rows, expected, part in zip(cut.outputs, whole, two, strict=True):
+        if not agree(expected[: 2 * rows] if rows else expected, part):
             raise NotSliceable("gives other results for two samples than for all")
 
 
@@ -236,7 +239,7 @@ def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, spoilt: bool = F
 
 
 def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
-    """How many rows of an output belong to a sample; 0 if it is the same for all."""
+    """Return the rows of an output that belong to a sample; 0 if the output is the same for all."""
     if first.shape == second.shape == both.shape:
         if values and not (agree(both, first) and agree(both, second)):
             raise NotSliceable("has a result that depends on all samples")
@@ -259,8 +262,8 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).norm() <= limit * one.norm() + 1e-30)
 
 
-class NoChance(DispatchMode):
-    """Random results are constant, so that runs can be compared."""
+class ConstantRandomness(DispatchMode):
+    """Makes random results constant, so that runs can be compared."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -275,7 +278,7 @@ class NoChance(DispatchMode):
                 return func(*args, **{**kwargs, "dropout_p": 0.0})
             return func(*args[:index], 0.0, *args[index + 1 :], **kwargs)
         out = func(*args, **kwargs)
-        for made in tensors_in(out):
-            chance = 0.5 if made.is_floating_point() else 0
-            made.fill_(1 if "bernoulli" in str(func) else chance)
+        for result in tensors_in(out):
+            value = 0.5 if result.is_floating_point() else 0
+            result.fill_(1 if "bernoulli" in str(func) else value)
         return out

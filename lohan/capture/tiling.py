@@ -1,14 +1,14 @@
-"""Position-wise parts of a block (MLP, norms) in tiles of tokens: sequences longer than the device.
+"""Position-wise parts of a block (MLP, norms) in tiles of tokens, for very long sequences.
 
-A part is a submodule whose result for a token depends on that token alone. That is found by trying,
-never taken from a name: its call inside the block is seen on fake tensors, and the part runs on two
-tiles of a few tokens together and one by one. The results must agree, and what is invalid (NaN) in
-one tile must not reach the other. Where a part is called for the first time, the same is tried once
-more with its own weights and inputs, on two tiles of the size that it will have.
+A part is a submodule whose result for a token depends on that token alone. This is determined by
+trial, not by name: the calls inside the block are observed on fake tensors, and each part runs on
+two tiles of a few tokens, first together and then one by one. The results must agree, and invalid
+values (NaN) in one tile must not reach the other. When a part is called for the first time, the
+trial is repeated with its real weights and inputs, on two tiles of the real size.
 
-Forward then runs a part tile by tile and saves its inputs alone; backward runs every tile once more
-and adds up the gradients of its weights, tile after tile, in fp32 or wider. That is exact but for
-the order of these sums, and random numbers are drawn in another order than without tiles.
+Forward then runs a part tile by tile and saves only its inputs. Backward runs every tile again and
+adds the gradients of its weights in fp32 or wider. The result is exact except for the order of
+these sums, and random numbers are drawn in another order than without tiles.
 """
 
 from __future__ import annotations
@@ -37,51 +37,54 @@ from lohan.capture.selective_checkpoint import (
     storage_key,
     tensors_in,
 )
-from lohan.capture.slicing import AlwaysFails, NoChance, NotSliceable, agree, attempt
+from lohan.capture.slicing import AlwaysFails, ConstantRandomness, NotSliceable, agree, attempt
 from lohan.capture.tracing import faked, kind_of_call
 
-TRIED = 8  # tokens of each of the two tiles that a part is tried with
-LEAST = 0.5  # of the bytes of its inputs: what autograd must save inside a part for tiles to pay
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # arguments besides tensors
+TRIAL_TOKENS = 8  # tokens of each of the two tiles of a trial
+# Tiles are used for a part if autograd saves at least this share of the bytes of its inputs inside.
+MIN_SAVED_SHARE = 0.5
+# types of arguments besides tensors
+PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class TileCut:
-    """How a call of a part of a block can be divided into tiles.
+    """The division of a call of a part into tiles.
 
-    It holds the dimension of tokens, and which inputs and results have that dimension. The
-    other tensors are the same for all tokens.
+    It contains the dimension of tokens, and which inputs and results have that dimension. The other
+    tensors are the same for all tokens.
     """
 
     dim: int
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
-    draws: bool  # random numbers
+    draws: bool  # whether the call draws random numbers
 
 
-Cuts = dict[str, TileCut]  # by name of the part, relative to its block
+Cuts = dict[str, TileCut]  # keys are names of parts relative to their block
 
 
 class Tiling:
     """Wrappers that run the position-wise parts of blocks in tiles of `tokens`.
 
-    `brief` is for fake tensors whose bytes are counted: only two tiles run, because more of
-    them take no more memory.
+    `brief` is for fake tensors whose bytes are counted: only two tiles run, because more of them
+    take no more memory.
     """
 
     def __init__(self, tokens: int, *, brief: bool = False) -> None:
         self.tokens, self.brief = tokens, brief
         self.alike: dict[Hashable, Cuts] = {}  # by kind of call
-        self.sound: dict[Hashable, bool] = {}  # by kind of part: what trials with real values show
+        # The results of trials with real values, by kind of part.
+        self.sound: dict[Hashable, bool] = {}
 
     def forward(self, module: nn.Module, original: Forward) -> TiledForward:
         return TiledForward(self, module, original)
 
 
 class TiledForward:
-    """The forward of one block."""
+    """The forward of one block with its parts in tiles."""
 
     def __init__(self, tiling: Tiling, module: nn.Module, original: Forward) -> None:
         self._tiling, self._module, self._original = tiling, module, original
@@ -94,18 +97,18 @@ class TiledForward:
             with _installed(self._parts.get(kind, ())):
                 return self._original(*args, **kwargs)
         except Exception:
-            if not self._parts.get(kind, True):  # The same error may have hidden the parts.
+            if not self._parts.get(kind, True):  # the same error may have hidden the parts
                 del self._parts[kind]
             raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the parts of a kind of call; to be done before one is recorded or measured."""
+        """Find the parts of a kind of call. This must happen before such a call is recorded."""
         stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
         if stream is None or kind in self._parts:
             return
         if stream.numel() // stream.shape[-1] > self._tiling.tokens:
             alike, state = self._tiling.alike, BlockState(type(self._module).__name__, self._module)
-            # Trials leave no trace in the block, and their tensors are not those of inference mode.
+            # Trials leave the block unchanged, and their tensors are not tensors of inference mode.
             with torch.inference_mode(False), state.preserved():
                 cuts = find_parts(self._module, self._original, args, kwargs, alike=alike)
             self._parts[kind] = [
@@ -114,7 +117,7 @@ class TiledForward:
             ]
 
     def _kind(self, args: Any, kwargs: Any) -> Hashable:
-        """Sizes do not matter: a cut holds for any."""
+        """Return a key of calls that can share cuts. A cut is valid for any size."""
         return self._module.training, *(
             (leaf.ndim, leaf.dtype)
             for leaf in pytree.tree_leaves((args, kwargs))
@@ -125,15 +128,15 @@ class TiledForward:
 def _stream(arguments: Any) -> torch.Tensor | None:
     """Return the hidden state among the arguments of a block.
 
-    Tokens are its last dimension but one.
+    The dimension before the last is that of tokens.
     """
-    found = (t for t in tensors_in(arguments) if t.is_floating_point() and t.ndim >= 2)
-    return next(found, None)
+    tensors = (t for t in tensors_in(arguments) if t.is_floating_point() and t.ndim >= 2)
+    return next(tensors, None)
 
 
 @contextmanager
 def _installed(parts: Sequence[_Part]) -> Iterator[None]:
-    """Parts take the place of their modules' forwards for the duration of a call."""
+    """Replace the forwards of the modules by those of the parts for the duration of a call."""
     before = [vars(part.module).get("forward") for part in parts]
     try:
         for part in parts:
@@ -141,39 +144,39 @@ def _installed(parts: Sequence[_Part]) -> Iterator[None]:
             part.module.forward = part
         yield
     finally:
-        for part, own in zip(parts, before, strict=True):
-            if own is None:
+        for part, forward in zip(parts, before, strict=True):
+            if forward is None:
                 del part.module.forward
             else:
-                part.module.forward = own
+                part.module.forward = forward
 
 
 # -- A part's call in tiles ------------------------------------------------------------------------
 
 
 class _Part:
-    """The forward of one part."""
+    """The forward of one part in tiles."""
 
     def __init__(self, module: nn.Module, cut: TileCut, tiling: Tiling) -> None:
         self.module, self.cut = module, cut
         self._tokens, self._sound = tiling.tokens, tiling.sound
-        self.most = 2 if tiling.brief else None  # tiles that are run
+        self.most = 2 if tiling.brief else None  # the number of tiles to run; None means all
         self.forward: Forward = module.forward
-        self._is_sound: bool | None = None  # it was not called with real values
+        self._is_sound: bool | None = None  # None before the first call with real values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = _TiledCall(self, args, kwargs)
         tiles = call.tiles(self._tokens)
-        if len(tiles) < 2 or not self._found_sound(call, tiles):
+        if len(tiles) < 2 or not self._tiles_are_independent(call, tiles):
             return self.forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return pytree.tree_unflatten(call.run(call.tensors, tiles), call.made)
+            return pytree.tree_unflatten(call.run(call.tensors, tiles), call.result_spec)
         weights = call.weights()
         out = _TileFunction.apply(call, tiles, *call.release(), *weights)
-        return pytree.tree_unflatten(call.with_results(out), call.made)
+        return pytree.tree_unflatten(call.with_results(out), call.result_spec)
 
-    def _found_sound(self, call: _TiledCall, tiles: Sequence[slice]) -> bool:
-        """Whether two tiles of the real size, with real values, do not mix."""
+    def _tiles_are_independent(self, call: _TiledCall, tiles: Sequence[slice]) -> bool:
+        """Return whether two tiles of the real size, with real values, do not mix."""
         if self._is_sound is not None:
             return self._is_sound
         if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
@@ -185,12 +188,12 @@ class _Part:
             try:
                 with _disable_current_modes(), torch.inference_mode(False):
                     pair = call.narrowed(call.tensors, slice(0, 2 * size))
-                    found = attempt(
-                        lambda: _try(
+                    outputs = attempt(
+                        lambda: _try_tiles(
                             self.module, self.forward, call.arguments, pair, self.cut, size
                         )
                     )
-                self._sound[kind] = found == self.cut.outputs
+                self._sound[kind] = outputs == self.cut.outputs
                 why = "" if self._sound[kind] else "has other results than it had on fewer tokens"
             except NotSliceable as refused:
                 self._sound[kind], why = False, str(refused) or "fails on two"
@@ -208,7 +211,7 @@ class _Part:
 
 
 class _TiledCall:
-    """One call of a part. Its tensors are autograd's to hold once `release` gave them away."""
+    """One call of a part. After `release`, only autograd holds its tensors."""
 
     def __init__(self, part: _Part, args: Any, kwargs: Any) -> None:
         self._part, self._cut, self._most = part, part.cut, part.most
@@ -217,21 +220,23 @@ class _TiledCall:
         self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
         self.count = len(self.tensors)
         self._results: list[Any] = []
-        self.made: Any = None  # the layout of what it returns
+        self.result_spec: Any = None  # the tree structure of the result
         self._context = CallContext()
         self._random: Any = None
-        self._weights: list[tuple[dict[str, Any], str, int]] = []  # of weights, by number
+        # For every use of a weight: the dictionary of its module, its name, and its index in
+        # `weights()`.
+        self._weights: list[tuple[dict[str, Any], str, int]] = []
 
     def weights(self) -> list[torch.Tensor]:
-        """Those that the part has now."""
-        found: dict[int, torch.Tensor] = {}
+        """Return the current weights of the part."""
+        weights: dict[int, torch.Tensor] = {}
         for child in self._part.module.modules():
             for name, weight in child._parameters.items():
                 if weight is not None:
-                    found.setdefault(id(weight), weight)
-                    number = list(found).index(id(weight))
+                    weights.setdefault(id(weight), weight)
+                    number = list(weights).index(id(weight))
                     self._weights.append((child._parameters, name, number))
-        return list(found.values())
+        return list(weights.values())
 
     def release(self) -> list[torch.Tensor]:
         tensors, self.tensors = self.tensors, []
@@ -240,7 +245,7 @@ class _TiledCall:
         return tensors
 
     def tiles(self, tokens: int) -> list[slice]:
-        """None where the call is not as it was when the cut was found."""
+        """Return the tiles, or an empty list if the cut does not apply to the call."""
         cut = self._cut
         if len(self.tensors) != len(cut.inputs):
             return []
@@ -275,7 +280,7 @@ class _TiledCall:
         length, joined = tiles[-1].stop, list[Any]()
         for tile in tiles[: self._most]:
             args, kwargs = self.arguments(self.narrowed(tensors, tile))
-            leaves, self.made = pytree.tree_flatten(self._part.forward(*args, **kwargs))
+            leaves, self.result_spec = pytree.tree_flatten(self._part.forward(*args, **kwargs))
             joined = joined or [None] * len(leaves)
             has = iter(self._cut.outputs)
             for index, leaf in enumerate(leaves):
@@ -291,15 +296,15 @@ class _TiledCall:
         return joined
 
     def keep_others(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """Remembers results that are no tensors; returns the others."""
+        """Remember the results that are not tensors, and return the tensors."""
         self._results = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         return tensors_in(leaves)
 
     def with_results(self, out: Any) -> list[Any]:
-        found = iter(out if isinstance(out, tuple) else (out,))
+        tensors = iter(out if isinstance(out, tuple) else (out,))
         return [
-            next(found) if tensor else leaf
+            next(tensors) if tensor else leaf
             for tensor, leaf in zip(self._tensor, self._results, strict=True)
         ]
 
@@ -315,17 +320,20 @@ class _TiledCall:
         Every tile is computed again.
         """
         count = self.count
-        # Parameters, since a parametrization inside the part, such as PEFT's of expert tensors,
-        # puts back what it finds, and a plain tensor would become an attribute of the module.
+        # Parameters are needed because a parametrization inside the part, such as PEFT's for expert
+        # tensors, puts back what it replaced, and a plain tensor would become an attribute of the
+        # module.
         weights: list[torch.Tensor] = [
             nn.Parameter(weight.detach(), requires_grad=wants)
             for weight, wants in zip(tensors[count:], wanted[count:], strict=True)
         ]
-        made: list[torch.Tensor | None] = [None] * len(tensors)
+        totals: list[torch.Tensor | None] = [None] * len(tensors)
         tiled = [*self._cut.inputs, *(False for _ in weights)]
         context = CallContext(autocast=self._context.autocast)
-        own = [(there, name, weights[number]) for there, name, number in self._weights]
-        with swapped(own), self._as_in_forward(tensors[0].device):
+        replacements = [
+            (parameters, name, weights[number]) for parameters, name, number in self._weights
+        ]
+        with swapped(replacements), self._as_in_forward(tensors[0].device):
             for number, tile in enumerate(tiles[: self._most]):
                 pieces = self.narrowed(tensors[:count], tile)
                 inputs = [
@@ -344,31 +352,31 @@ class _TiledCall:
                 ]
                 if not pairs:
                     continue
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     [result for result, _ in pairs],
                     [leaves[index] for index in indices],
                     [grad for _, grad in pairs],
                     allow_unused=True,
                 )
                 del out, pairs, args, kwargs
-                for index, grad in zip(indices, found, strict=True):
+                for index, grad in zip(indices, gradients, strict=True):
                     if grad is None:
                         continue
                     if tiled[index]:
-                        if made[index] is None:
-                            made[index] = torch.zeros_like(tensors[index], dtype=grad.dtype)
-                        made[index][_at(self._cut.dim, tile)] = grad  # type: ignore[index]
+                        if totals[index] is None:
+                            totals[index] = torch.zeros_like(tensors[index], dtype=grad.dtype)
+                        totals[index][_at(self._cut.dim, tile)] = grad  # type: ignore[index]
                     else:
-                        made[index] = _added(made[index], grad)
-                del found, leaves, inputs, pieces
+                        totals[index] = _added(totals[index], grad)
+                del gradients, leaves, inputs, pieces
         return [
             None if grad is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(made, tensors, strict=True)
+            for grad, tensor in zip(totals, tensors, strict=True)
         ]
 
     @contextmanager
     def _as_in_forward(self, device: torch.device) -> Iterator[None]:
-        """Random numbers are those that forward drew."""
+        """Use the random numbers that forward drew."""
         if self._random is None:
             yield
             return
@@ -405,15 +413,15 @@ class _TileFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[2:]
-        made = ctx.call.gradients(ctx.saved_tensors, wanted, ctx.tiles, grads)
-        return (None, None, *made)
+        gradients = ctx.call.gradients(ctx.saved_tensors, wanted, ctx.tiles, grads)
+        return (None, None, *gradients)
 
 
 # -- Which parts of a block are position-wise ------------------------------------------------------
 
 
 @dataclass
-class _Seen:
+class _RecordedCall:
     """A call of a submodule on fake tensors.
 
     `saved` holds the bytes that autograd saved inside it, by storage, without inputs, weights
@@ -434,13 +442,13 @@ class _Seen:
         return self.spec, tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in self.leaves)
 
     @property
-    def pays(self) -> bool:
+    def saves_memory(self) -> bool:
         inputs = sum(t.numel() * t.itemsize for t in self.tensors if t.is_floating_point())
-        return sum(self.saved.values()) >= LEAST * inputs > 0
+        return sum(self.saved.values()) >= MIN_SAVED_SHARE * inputs > 0
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        coming = iter(tensors)
-        leaves = [next(coming) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -459,14 +467,14 @@ def find_parts(
     leaves = [*module.parameters(), *pytree.tree_leaves((args, kwargs))]
     shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
     kind = type(module), str(module), module.training, shapes
-    known = _KNOWN.setdefault(module, {})
-    if kind not in known:
+    cached = _KNOWN.setdefault(module, {})
+    if kind not in cached:
         cuts = alike[kind] if kind in alike else _find_cuts(module, forward, args, kwargs)
         if cuts is None:
             return {}
-        known[kind] = cuts
-    alike[kind] = known[kind]
-    return known[kind]
+        cached[kind] = cuts
+    alike[kind] = cached[kind]
+    return cached[kind]
 
 
 def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts | None:
@@ -475,40 +483,40 @@ def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> C
     assert stream is not None
     sizes = stream.shape[-2], stream.numel() // stream.shape[-1]
     try:
-        seen = attempt(lambda: _seen_calls(module, forward, args, kwargs))
-    except AlwaysFails as error:  # a block that decides by its values what to run
+        seen = attempt(lambda: _record_calls(module, forward, args, kwargs))
+    except AlwaysFails as error:  # the block depends on values
         warnings.warn(
             f"tiles are off for {type(module).__name__}: it does not run on shapes alone ({error})",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-    found: Cuts = {}
+    cuts: Cuts = {}
     for name, calls in sorted(seen.items(), key=lambda item: item[0].count(".")):
-        if any(name.startswith(f"{larger}.") for larger in found):
+        if any(name.startswith(f"{larger}.") for larger in cuts):
             continue
         cut = _cut_of(module.get_submodule(name), calls, sizes)
         if cut is not None:
-            found[name] = cut
-    return found
+            cuts[name] = cut
+    return cuts
 
 
-def _seen_calls(
+def _record_calls(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any
-) -> dict[str, list[_Seen]]:
+) -> dict[str, list[_RecordedCall]]:
     """Run the block on fake tensors, with a graph, and return the calls of its submodules."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    seen: dict[str, list[_Seen]] = {}
-    running: list[_Seen] = []
-    alive: list[torch.Tensor] = []  # so that no storage gets the address of another
+    seen: dict[str, list[_RecordedCall]] = {}
+    running: list[_RecordedCall] = []
+    alive: list[torch.Tensor] = []  # keeps addresses of storages from being reused
 
     def begin(_: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
-        running.append(_Seen(name, *pytree.tree_flatten((args, kwargs))))
+        running.append(_RecordedCall(name, *pytree.tree_flatten((args, kwargs))))
         seen.setdefault(name, []).append(running[-1])
 
     def end(_: nn.Module, __: Any, out: Any) -> None:
         call = running.pop()
-        for result in tensors_in(out):  # who reads it saves it anyway
+        for result in tensors_in(out):  # the operation that reads it saves it anyway
             call.saved.pop(storage_key(result), None)
 
     def save(tensor: torch.Tensor) -> None:
@@ -521,8 +529,8 @@ def _seen_calls(
     handles = []
     with collecting(), faked(module, leaves) as (inputs, parameters):
         weights = {storage_key(p.requires_grad_(p.is_floating_point())) for p in parameters}
-        # What autograd saves depends on which inputs take a gradient. The parts are kept for later
-        # calls, so they must not depend on it: the first call may be one without gradients.
+        # What autograd saves depends on which inputs take a gradient. The parts are used for later
+        # calls too, so they must not depend on it: the first call may have no gradients.
         inputs = [_with_gradient(leaf) for leaf in inputs]
         a, k = pytree.tree_unflatten(inputs, spec)
         for name, child in module.named_modules():
@@ -557,12 +565,22 @@ def _nothing(_: Any) -> torch.Tensor:
     raise AssertionError("a trial has no backward")
 
 
-def _cut_of(part: nn.Module, calls: Sequence[_Seen], sizes: tuple[int, int]) -> TileCut | None:
-    """`sizes`: tokens of a sample, and of all of them."""
+def _cut_of(
+    part: nn.Module, calls: Sequence[_RecordedCall], sizes: tuple[int, int]
+) -> TileCut | None:
+    """Return how a part can be divided into tiles, or None.
+
+    `sizes` are the tokens of one sample, and those of all samples.
+    """
     call = calls[0]
     hooked = any(has_hooks(child) for child in part.modules() if child is not part)
-    plain = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in call.leaves)
-    if hooked or not plain or not call.pays or any(c.pattern != call.pattern for c in calls):
+    plain = all(isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) for leaf in call.leaves)
+    if (
+        hooked
+        or not plain
+        or not call.saves_memory
+        or any(c.pattern != call.pattern for c in calls)
+    ):
         return None
     first = next((t for t in call.tensors if t.is_floating_point()), None)
     if first is None:
@@ -576,23 +594,25 @@ def _cut_of(part: nn.Module, calls: Sequence[_Seen], sizes: tuple[int, int]) -> 
         for inputs in dict.fromkeys((having, alone)):
             random = torch.random.fork_rng(devices=[])
             with _disable_current_modes(), collecting(), random, _stand_ins(part):
-                cut = _tried(part, call, dim, inputs)
+                cut = _try_cut(part, call, dim, inputs)
             if cut is not None:
                 return cut
     return None
 
 
-def _tried(part: nn.Module, call: _Seen, dim: int, inputs: tuple[bool, ...]) -> TileCut | None:
+def _try_cut(
+    part: nn.Module, call: _RecordedCall, dim: int, inputs: tuple[bool, ...]
+) -> TileCut | None:
     tensors = []
     for tensor, has in zip(call.tensors, inputs, strict=True):
         shape = list(tensor.shape)
         if has:
-            shape[dim] = 2 * TRIED
+            shape[dim] = 2 * TRIAL_TOKENS
         tensors.append(_stand_in(shape, tensor.dtype, windows=False))
     cut = TileCut(dim, inputs, (), False)
 
     def trial() -> TileCut:
-        outputs = _try(part, part.forward, call.arguments, tensors, cut, TRIED)
+        outputs = _try_tiles(part, part.forward, call.arguments, tensors, cut, TRIAL_TOKENS)
         with torch.no_grad():
             before = torch.get_rng_state()
             args, kwargs = call.arguments(tensors)
@@ -606,7 +626,7 @@ def _tried(part: nn.Module, call: _Seen, dim: int, inputs: tuple[bool, ...]) -> 
         return None
 
 
-def _try(
+def _try_tiles(
     part: nn.Module,
     forward: Forward,
     arguments: Callable[[Sequence[torch.Tensor]], tuple[Any, Any]],
@@ -614,7 +634,7 @@ def _try(
     cut: TileCut,
     size: int,
 ) -> tuple[bool, ...]:
-    """Which results have tokens, if two tiles of this size do not mix."""
+    """Return which results have a dimension of tokens. Raises `NotSliceable` if two tiles mix."""
     state = BlockState(type(part).__name__, part)
 
     def run(tile: slice, spoilt: slice | None = None) -> list[torch.Tensor]:
@@ -635,7 +655,7 @@ def _try(
         return tensors_in(out)
 
     both, one, other = slice(0, 2 * size), slice(0, size), slice(size, 2 * size)
-    with torch.no_grad(), NoChance(), state.preserved():
+    with torch.no_grad(), ConstantRandomness(), state.preserved():
         whole, first, second = run(both), run(one), run(other)
         if not whole or not len(whole) == len(first) == len(second):
             raise NotSliceable("returns something else for fewer tokens")
@@ -677,8 +697,10 @@ def _stand_ins(part: nn.Module) -> Iterator[None]:
     for child in part.modules():
         for name, weight in child._parameters.items():
             if weight is not None:
-                made = _stand_in(weight.shape, weight.dtype, windows=True)
-                others.append((child._parameters, name, nn.Parameter(made, requires_grad=False)))
+                substitute = _stand_in(weight.shape, weight.dtype, windows=True)
+                others.append(
+                    (child._parameters, name, nn.Parameter(substitute, requires_grad=False))
+                )
         for name, buffer in child._buffers.items():
             if buffer is not None and (
                 isinstance(buffer, FakeTensor) or buffer.device.type != "cpu"
@@ -691,7 +713,11 @@ def _stand_ins(part: nn.Module) -> Iterator[None]:
 
 
 def _stand_in(shape: Sequence[int], dtype: torch.dtype, *, windows: bool) -> torch.Tensor:
-    """In fp32; `windows`: over one row of random numbers, each next to the one before."""
+    """Return an fp32 tensor of random numbers, a tensor of zeros, or for masks one of ones.
+
+    With `windows`, rows are overlapping windows into one short row of random numbers, so that the
+    tensor takes little memory.
+    """
     if dtype == torch.bool:
         return torch.ones(tuple(shape), dtype=dtype)
     if not dtype.is_floating_point:

@@ -1,7 +1,7 @@
-"""One call of a module as a graph of operations, found on fake tensors.
+"""The graph of operations of one call of a module, recorded on fake tensors.
 
-Values are storages between two changes: an operation in place reads the old value of a storage and
-makes a new one, and a view is the value that it looks at.
+A value is the content of a storage between two changes: an operation in place reads the old value
+of a storage and creates a new one, and a view has the value of its base.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ from lohan.capture.selective_checkpoint import (
 from lohan.errors import ModelError
 from lohan.model.shapes import Activation, BlockShape
 
-# One name for all kernels of it: which one runs depends on the device, the mask and the dtype.
+# All attention kernels get one name, since device, mask and dtype determine which one runs.
 _ATTENTION = re.compile(r"_?scaled_dot_product_\w*attention\w*")
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operation. `reads` are the nodes that made the values it needs, views looked through."""
+    """An operation. `reads` are the nodes that computed the values it needs; views are resolved."""
 
     index: int
     key: OpKey
-    module: str  # innermost, relative to the traced one
+    module: str  # the innermost module, relative to the traced one
     reads: tuple[int, ...]
-    bytes: int  # of its results
-    moved_bytes: int  # read and written
-    flops: float  # matrix products, attention, convolution
-    context_flops: float  # of these, in attention: they grow with the sequence
-    must_run: bool  # does more than make its results, or they are lengths, which Python may read
+    bytes: int  # bytes of the results
+    moved_bytes: int  # bytes that are read and written
+    flops: float  # FLOPs of matrix products, attention and convolutions
+    # The part of `flops` that is spent in attention and grows with the length of the sequence.
+    context_flops: float
+    # True if the operation has other effects than its results, or if its results may be lengths
+    # that Python reads.
+    must_run: bool
     storable: bool
 
     @property
@@ -64,21 +67,21 @@ class Node:
 @dataclass(frozen=True)
 class Graph:
     nodes: tuple[Node, ...]
-    saved: frozenset[int]  # nodes that made a value which autograd saves
+    saved: frozenset[int]  # nodes that computed a value that autograd saves
 
     @property
     def ops(self) -> tuple[str, ...]:
         return tuple(node.key[0] for node in self.nodes)
 
     def cone(self, start: int, *, bounds: frozenset[int]) -> set[int]:
-        """`start` and all that it takes to make it, where the results of `bounds` are there."""
-        found, waiting = {start}, [start]
+        """Return `start` and all nodes that it depends on, given the results of `bounds`."""
+        cone, waiting = {start}, [start]
         while waiting:
             for read in self.nodes[waiting.pop()].reads:
-                if read not in found and read not in bounds:
-                    found.add(read)
+                if read not in cone and read not in bounds:
+                    cone.add(read)
                     waiting.append(read)
-        return found
+        return cone
 
 
 def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
@@ -90,7 +93,7 @@ def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
         with tracer.names_of(module), hooks, tracer:
             run()
     finally:
-        tracer.let_go()
+        tracer.release()
     return Graph(tuple(tracer.nodes), frozenset(tracer.saved))
 
 
@@ -114,32 +117,34 @@ def _fake_inputs(leaves: list[Any]) -> list[Any]:
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return leaf
-        made = torch.empty_strided(
+        tensor = torch.empty_strided(
             leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_device_of(leaf)
         )
-        return made.requires_grad_(id(leaf) in wanted)
+        return tensor.requires_grad_(id(leaf) in wanted)
 
     return [fake(leaf) for leaf in leaves]
 
 
 @contextmanager
 def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Fake tensors in the place of all parameters that are not fake already."""
+    """Temporarily replace all parameters that are not fake tensors by fake ones."""
     parameters = [
         (child._parameters, attribute, parameter)
         for child in module.modules()
         for attribute, parameter in child._parameters.items()
         if parameter is not None
     ]
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for _, _, old in parameters:
-        if id(old) not in made:
+        if id(old) not in replacements:
             new: torch.Tensor = old
             if not isinstance(old, FakeTensor):
                 new = torch.empty(old.shape, dtype=old.dtype, device=_device_of(old))
-            made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
-    with swapped((tensors, attribute, made[id(old)]) for tensors, attribute, old in parameters):
-        yield list(made.values())
+            replacements[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
+    with swapped(
+        (tensors, attribute, replacements[id(old)]) for tensors, attribute, old in parameters
+    ):
+        yield list(replacements.values())
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
@@ -153,11 +158,12 @@ class _Tracer(DispatchMode):
         self.nodes: list[Node] = []
         self.saved: set[int] = set()
         self._counter = Counter()
-        self._maker: dict[int, int | None] = {}  # by storage: node of its value, None from outside
-        self._alive: list[torch.Tensor] = []  # so that no storage gets the address of another
+        # The node that computed the value of each storage; None for a value from outside.
+        self._maker: dict[int, int | None] = {}
+        self._alive: list[torch.Tensor] = []  # keeps addresses of storages from being reused
         self._modules: list[str] = []
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the tensors of the traced call.
 
         The hooks in the graph of the call refer to the tracer. References from the tracer
@@ -167,7 +173,7 @@ class _Tracer(DispatchMode):
         self._alive.clear()
 
     def save(self, tensor: torch.Tensor) -> int:
-        """As a hook of autograd: the number of the tensor stands for it."""
+        """Record a tensor that autograd saves, and return its number, which replaces it."""
         maker = self._maker.get(storage_key(tensor))
         if maker is not None:
             self.saved.add(maker)
@@ -189,7 +195,7 @@ class _Tracer(DispatchMode):
         results = tensors_in(out)
         self._alive += [*given, *results]
         fresh = {storage_key(t): t for t in results if storage_key(t) not in self._maker}
-        made = {**fresh, **{storage_key(t): t for t in changed}}
+        values = {**fresh, **{storage_key(t): t for t in changed}}
         flops, context = _flops(func, args, kwargs, out)
         index, needs = len(self.nodes), reads_values(func)
         counted = bool(results) and not any(t.is_floating_point() for t in (*given, *results))
@@ -199,7 +205,7 @@ class _Tracer(DispatchMode):
                 key=self._counter.key(func),
                 module=self._modules[-1] if self._modules else "",
                 reads=tuple({maker for maker in makers if maker is not None} if needs else ()),
-                bytes=sum(tensor.untyped_storage().nbytes() for tensor in made.values()),
+                bytes=sum(tensor.untyped_storage().nbytes() for tensor in values.values()),
                 moved_bytes=_bytes([*(given if needs else ()), *results]),
                 flops=flops,
                 context_flops=context,
@@ -207,12 +213,12 @@ class _Tracer(DispatchMode):
                 storable=not outside and storable(func, args, kwargs, out),
             )
         )
-        self._maker.update(dict.fromkeys(made, index))
+        self._maker.update(dict.fromkeys(values, index))
         return out
 
     @contextmanager
     def names_of(self, module: nn.Module) -> Iterator[None]:
-        """Follows which submodule is running."""
+        """Record which submodule is running."""
 
         def leave(*_: Any) -> None:
             self._modules.pop()
@@ -235,7 +241,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[float, float]:
-    """FLOPs, and the part of them that grows with the length of the sequence."""
+    """Return the FLOPs, and the part of them that grows with the length of the sequence."""
     if not tensors_in(out):
         return 0.0, 0.0
     schema = getattr(func, "_schema", None)
@@ -248,23 +254,23 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[float
             causal = args[names.index("is_causal")]
         flops = 2.0 * pairs * (key[-1] + value[-1]) / (2 if causal else 1)
         return flops, flops
-    if str(func).startswith("aten._grouped_mm"):  # rows by groups: experts
+    if str(func).startswith("aten._grouped_mm"):  # the shape is rows by groups, as of experts
         return 2.0 * out.numel() * args[0].shape[-1], 0.0
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     return (float(formula(*args, **kwargs, out_val=out)) if formula else 0.0), 0.0
 
 
-# -- What a block could keep for backward, class by class, and what each class is worth ------------
+# -- Classes of activations that a block could keep for backward, and their benefits ---------------
 #
-# Found from one traced run of the real module on fake tensors, with nothing known of its names.
-# What autograd saves must be there again in backward: kept, or made from other saved results. So
-# each saved result has the operations between it and those others to itself, and keeping it saves
-# their work. Results that share a matrix product belong together. Where a smaller tensor on the
-# way holds all the expensive work (a 16-bit sum whose 32-bit copy is saved), that one is a class
-# of its own.
+# Classes are derived from one traced run of the real module on fake tensors, without names of
+# modules. What autograd saves must exist again in backward: kept, or computed from other saved
+# results. So each saved result has a set of operations between it and the other saved results, and
+# keeping it saves their work. Results that share a matrix product belong to one class. If a smaller
+# tensor between them contains all expensive work (a 16-bit sum whose 32-bit copy is saved), it
+# becomes a class by itself.
 
 
-FLOPS_PER_BYTE = 1.0  # work of an operation without FLOPs of its own, per byte that it moves
+FLOPS_PER_BYTE = 1.0  # Assumed work per byte moved of an operation for which no FLOPs are counted.
 
 
 @dataclass(frozen=True)
@@ -288,12 +294,15 @@ class KeepClass:
 
 @dataclass(frozen=True)
 class Inventory:
-    """`shape.activations` stand in forward's order, `classes` by falling benefit."""
+    """The classes of results that a block could keep, with its shape and graph.
+
+    `shape.activations` are in the order of forward, `classes` are sorted by falling benefit.
+    """
 
     shape: BlockShape
     classes: tuple[KeepClass, ...]
     tokens: int
-    context: int  # of them in a sequence
+    context: int  # tokens in a sequence
     graph: Graph
     _bytes: dict[frozenset[str], int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -302,7 +311,7 @@ class Inventory:
         return {part.name: part.keys for part in self.classes}
 
     def save_plan(self, names: Iterable[str]) -> SavePlan:
-        """How to keep these classes: nothing is stored that no operation and no gradient needs."""
+        """Return the plan that keeps these classes, without results that nothing needs."""
         stored, runs = self._needed(names)
         nodes = self.graph.nodes
         skip = (node for node in nodes if node.index not in stored and node.index not in runs)
@@ -313,7 +322,7 @@ class Inventory:
         )
 
     def kept_bytes(self, names: Iterable[str]) -> int:
-        """Bytes that a slice of the traced size holds with that save plan."""
+        """Return the bytes that a slice of the traced size keeps of these classes."""
         chosen = frozenset(names)
         if chosen not in self._bytes:
             nodes = self.graph.nodes
@@ -321,7 +330,7 @@ class Inventory:
         return self._bytes[chosen]
 
     def _needed(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
-        """Nodes whose results are taken from what was kept, and nodes that run again."""
+        """Return the nodes whose results are kept, and the nodes that run again."""
         keys, names = self.keys, list(names)
         if unknown := [name for name in names if name not in keys]:
             raise ModelError(
@@ -375,7 +384,7 @@ def kind_of_call(module: nn.Module, arguments: Any) -> Hashable:
 
 
 class Inventories:
-    """Inventories of calls; equal modules with inputs of equal shapes share one."""
+    """Inventories of calls. Equal modules with inputs of equal shapes share one."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Inventory] = {}
@@ -395,17 +404,17 @@ class Inventories:
 
 
 def shapes_together(
-    found: Mapping[str, Inventory], batch: tuple[int, ...]
+    inventories: Mapping[str, Inventory], batch: tuple[int, ...]
 ) -> tuple[int, dict[str, BlockShape]]:
     """Return the tokens per sample, and the shapes of all blocks relative to that count.
 
     Blocks of one model may see different numbers of tokens; the largest one counts. `batch` is
     the shape of the model's input: samples and, if there are no blocks, tokens.
     """
-    most = max((one.tokens for one in found.values()), default=math.prod(batch[:2]))
+    most = max((one.tokens for one in inventories.values()), default=math.prod(batch[:2]))
     seq = max(1, most // batch[0])
     shapes = {}
-    for name, one in found.items():
+    for name, one in inventories.items():
         more = one.tokens / (batch[0] * seq)
         shapes[name] = one.shape.scaled(more, context=more * one.context / seq)
     return seq, shapes
@@ -419,14 +428,14 @@ def _shape(leaf: Any) -> Any:
 
 @dataclass
 class _Part:
-    """Results to be kept together and the operations that need not run again then."""
+    """Results to be kept together, and the operations that then need not run again."""
 
     saved: list[Node]
     saved_work: set[int]
 
 
 class _Block:
-    """The classes of a traced graph."""
+    """A traced graph that is divided into classes of activations."""
 
     def __init__(
         self,
@@ -462,7 +471,7 @@ class _Block:
         return Inventory(shape, tuple(ordered), self._tokens, self._context, self._graph)
 
     def _parts(self) -> list[_Part]:
-        """One for each group of saved results that share expensive work."""
+        """Return one part for each group of saved results that share expensive work."""
         saved = self._graph.saved
         cones = {root: self._graph.cone(root, bounds=saved - {root}) for root in sorted(saved)}
         groups: list[list[int]] = []
@@ -484,7 +493,7 @@ class _Block:
         Two parts are made if a smaller one holds the expensive work.
         """
         saved = [self._nodes[root] for root in sorted(roots)]
-        heavy, own = self._heavy(work), work - shared
+        heavy, exclusive = self._heavy(work), work - shared
         smaller = [
             node
             for node in (self._nodes[index] for index in sorted(work))
@@ -493,14 +502,14 @@ class _Block:
             and self._holds(node.index, roots, heavy)
         ]
         if not heavy or not smaller:
-            return [_Part(saved, own)]
+            return [_Part(saved, exclusive)]
         cheapest = min(smaller, key=lambda node: (node.bytes, -node.index))
         bounds = self._graph.saved - {cheapest.index}
-        before = self._graph.cone(cheapest.index, bounds=bounds) & own
-        return [_Part([cheapest], before), _Part(saved, own - before)]
+        before = self._graph.cone(cheapest.index, bounds=bounds) & exclusive
+        return [_Part([cheapest], before), _Part(saved, exclusive - before)]
 
     def _holds(self, index: int, roots: list[int], heavy: set[int]) -> bool:
-        """Whether no root needs an expensive operation if the results of this one are there."""
+        """Return whether the results of this node spare all roots their expensive operations."""
         if index in roots:
             return False
         bounds = self._graph.saved | {index}
@@ -508,23 +517,23 @@ class _Block:
         return not any(cone & heavy for cone in cones)
 
     def _merged(self, parts: list[_Part]) -> list[_Part]:
-        """Parts that are alike in operations, bytes and work become one."""
+        """Merge parts that have the same operations, bytes and work."""
         alike: dict[Any, _Part] = {}
         for part in parts:
             ops = tuple(node.op for node in part.saved)
             size = sum(node.bytes for node in part.saved)
             work = sorted((self._nodes[i].op, self._nodes[i].moved_bytes) for i in part.saved_work)
-            known = alike.setdefault((ops, size, tuple(work)), _Part([], set()))
-            known.saved += part.saved
-            known.saved_work |= part.saved_work
+            merged = alike.setdefault((ops, size, tuple(work)), _Part([], set()))
+            merged.saved += part.saved
+            merged.saved_work |= part.saved_work
         return [part for part in alike.values() if sum(node.bytes for node in part.saved)]
 
     def _classes(self, parts: list[_Part]) -> list[KeepClass]:
-        made: dict[str, KeepClass] = {}
+        classes: dict[str, KeepClass] = {}
         for part in parts:
             name = label = self._label(part)
             count = 1
-            while name in made:
+            while name in classes:
                 count += 1
                 name = f"{label} {count}"
             size = sum(node.bytes for node in part.saved)
@@ -536,18 +545,18 @@ class _Block:
                 context / self._tokens / self._context,
             )
             keys = frozenset(node.key for node in part.saved)
-            made[name] = KeepClass(activation, keys, size, plain + context)
-        return list(made.values())
+            classes[name] = KeepClass(activation, keys, size, plain + context)
+        return list(classes.values())
 
     def _label(self, part: _Part) -> str:
-        """Return the operation and the module in which its most expensive work is done."""
+        """Return a name made of the operations of a part and the modules of its main work."""
         heavy = [self._nodes[index] for index in sorted(self._heavy(part.saved_work))]
         modules = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.saved)
         ops = dict.fromkeys(_ATTENTION.sub("attention", node.op) for node in part.saved)
         return f"{'+'.join(ops)} {'+'.join(filter(None, modules))}".strip()
 
     def _work(self, indices: Iterable[int]) -> tuple[float, float]:
-        """FLOPs that do not grow with the sequence, and those that do."""
+        """Return the FLOPs that do not grow with the length of the sequence, and those that do."""
         nodes = [self._nodes[index] for index in indices]
         context = sum(node.context_flops for node in nodes)
         other = sum(node.flops or self._rate * node.moved_bytes for node in nodes)
@@ -560,13 +569,14 @@ class _Block:
         return size / self._first.itemsize / self._tokens
 
 
-# -- Which results each call keeps, found when a block runs for the first time ---------------------
+# -- The results that each call keeps, determined when a block runs for the first time -------------
 #
-# A plan names classes of activations; which operations make them is known only with the real
-# inputs, since models choose their operations by them (a mask or none, say).
+# A plan names classes of activations. The operations that compute them depend on the real inputs,
+# because models choose their operations by them, for example with or without a mask.
 
 
-MORE_KEPT = 1.05  # than planned: real calls may have a mask that fake ones have not
+# A call may keep this many times the planned bytes, since only real calls may have a mask.
+KEPT_TOLERANCE = 1.05
 
 
 class SavePlans:
@@ -581,7 +591,7 @@ class SavePlans:
     ) -> None:
         self._saved_classes, self._planned_bytes = saved_classes, planned_bytes
         self._inventories = Inventories()
-        self._made: dict[tuple[Any, ...], SavePlan | None] = {}
+        self._save_plans: dict[tuple[Any, ...], SavePlan | None] = {}
 
     def of(self, block: Block, call: SavedCall, part: slice) -> SavePlan | None:
         """Return the save plan of one slice of a call, or None if nothing is kept.
@@ -594,13 +604,14 @@ class SavePlans:
             return None
         rows = part.stop - part.start
         key = (block.number, rows, *(tuple(t.shape) for t in call.tensors))
-        if key not in self._made:
+        if key not in self._save_plans:
             _, args, kwargs = call.restore(part, grad=True)
-            self._made[key] = None
-            with block.state.preserved(), suppress(*UNKNOWN):  # it decides by values: recomputed
-                found = self._inventories.of(block.module, args, kwargs, forward=block.original)
-                names = classes & found.keys.keys()
+            self._save_plans[key] = None
+            # a block that depends on values is recomputed
+            with block.state.preserved(), suppress(*UNKNOWN):
+                inventory = self._inventories.of(block.module, args, kwargs, forward=block.original)
+                names = classes & inventory.keys.keys()
                 most = self._planned_bytes.get(block.number, math.inf)
-                fits = found.kept_bytes(names) * call.batch <= MORE_KEPT * most * rows
-                self._made[key] = found.save_plan(names) if names and fits else None
-        return self._made[key]
+                fits = inventory.kept_bytes(names) * call.batch <= KEPT_TOLERANCE * most * rows
+                self._save_plans[key] = inventory.save_plan(names) if names and fits else None
+        return self._save_plans[key]

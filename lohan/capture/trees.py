@@ -1,4 +1,4 @@
-"""Leaves of arguments and results."""
+"""A fast replacement of pytree for the arguments and results of calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
 
-Spec = Any  # None: a leaf; pytree's own; or kind, keys and specs of what is inside
+# None for a leaf, pytree's own specification, or type, keys and specifications of the contents.
+Spec = Any
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
@@ -42,18 +43,18 @@ def _flatten(tree: Any, leaves: list[Any]) -> Spec:
         return kind, None, [_flatten(part, leaves) for part in tree]
     if kind is dict:
         return kind, tuple(tree), [_flatten(part, leaves) for part in tree.values()]
-    found, spec = pytree.tree_flatten(tree)
-    leaves += found
+    inner, spec = pytree.tree_flatten(tree)
+    leaves += inner
     return spec
 
 
-def _unflatten(coming: Iterator[Any], spec: Spec) -> Any:
+def _unflatten(remaining: Iterator[Any], spec: Spec) -> Any:
     if spec is None:
-        return next(coming)
+        return next(remaining)
     if isinstance(spec, pytree.TreeSpec):
-        return pytree.tree_unflatten([next(coming) for _ in range(spec.num_leaves)], spec)
+        return pytree.tree_unflatten([next(remaining) for _ in range(spec.num_leaves)], spec)
     kind, keys, parts = spec
-    made = [_unflatten(coming, part) for part in parts]
+    children = [_unflatten(remaining, part) for part in parts]
     if kind is dict:
-        return dict(zip(keys, made, strict=True))
-    return made if kind is list else tuple(made)
+        return dict(zip(keys, children, strict=True))
+    return children if kind is list else tuple(children)

@@ -3,9 +3,9 @@
 A *group* is a set of parameters that are stored, read and updated together; every parameter belongs
 to exactly one group. A *site* is a module whose call needs the weights of one or more groups (in
 FSDP, a wrapped module); schedules refer to a site by its number. Most groups have one site. Tied
-weights are one group with two sites. Frozen parameters have groups of their own (`KEY/frozen`), so
-a block with both trained and frozen parameters is one site with two groups. `blocks.cut` creates
-them.
+weights are one group with two sites. The frozen parameters of a site form a separate group
+(`KEY/frozen`), so a block with both trained and frozen parameters is one site with two groups.
+`blocks.cut` creates them.
 """
 
 from __future__ import annotations

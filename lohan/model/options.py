@@ -55,10 +55,10 @@ LOGGED_MODES = ("optimized", "balanced")  # modes of updates that a log can be c
 
 
 def with_log(
-    options: PlanOptions, asked: str | int, *, commit_every: str | int, world: int
+    options: PlanOptions, setting: str | int, *, commit_every: str | int, world: int
 ) -> PlanOptions:
     """Return the options with a log of gradients, or raise ConfigError if it is not possible."""
-    steps = log_steps(asked)
+    steps = log_steps(setting)
     if not steps:
         return options
     problem = ""
@@ -71,7 +71,7 @@ def with_log(
     elif options.commit not in (None, EVERY_STEP):
         problem = f"it commits every step, but commit_every is {commit_every!r}; leave that out"
     if problem:
-        raise ConfigError(f"log_gradients = {asked}: {problem}, or set log_gradients = off")
+        raise ConfigError(f"log_gradients = {setting}: {problem}, or set log_gradients = off")
     return replace(options, log_gradients=steps, commit=Interval(steps, 0.0))
 
 
@@ -97,16 +97,16 @@ def options_of(
     return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
 
 
-def activation_policy_of(asked: str) -> str | Kept:
+def activation_policy_of(policy: str) -> str | Kept:
     """Return the policy, or the kept activations of the plan file that it names."""
-    if not asked.endswith(".json"):
-        return asked
+    if not policy.endswith(".json"):
+        return policy
     try:
         # The file holds a plan, or the output of `lohan plan --json`.
-        data = load_json(Path(asked))
+        data = load_json(Path(policy))
         whole = isinstance(data, dict) and "plan" in data
         return Plan.from_json(data["plan"] if whole else data).kept
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"[train] activations: {asked} is not a plan ({error}); `lohan plan --json` writes one"
+            f"[train] activations: {policy} is not a plan ({error}); `lohan plan --json` writes one"
         ) from None

@@ -1,4 +1,7 @@
-"""Plans: made by the planner, followed by the executor, and convertible to and from JSON."""
+"""Plans, which the planner makes and the executor follows.
+
+They are convertible to and from JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.files import from_json
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
-# Owners in the host ledger.
-LOG = "log of gradients"  # in the ledger of the drives
+# Owners in the ledger that other modules look up.
+LOG = "log of gradients"  # an owner in the ledger of the drives
 CACHED_WEIGHTS, CACHED_STATE = "cached weights", "cached optimizer state"
 
 

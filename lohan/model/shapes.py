@@ -1,7 +1,7 @@
-"""A model as numbers: parameters, FLOPs and activations for planner, cost model and simulator.
+"""A model as numbers: parameters, FLOPs and activations, for planner, cost model and simulator.
 
-A shape comes from a preset, from a config.json, or from the traced blocks of a real model. FLOPs
-count a multiply-add as two.
+A shape is made from a preset, from a config.json, or from the traced blocks of a real model. A
+multiply-add counts as two FLOPs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lohan.errors import ConfigError, LohanError
 
 @dataclass(frozen=True)
 class Activation:
-    """Tensors of one class in a block that backward needs, and the work that keeping them saves.
+    """A class of tensors in a block that backward needs, and the work that keeping them saves.
 
     Elements and FLOPs are per token. `flops` is the forward work that need not be repeated if the
     class is kept; `flops_per_context` is added to it once for every token of the sequence
@@ -474,7 +474,10 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Gated:
-    """The differences of a family from Llama, and its defaults; None: derived from other keys."""
+    """The differences of a family from Llama, and its defaults.
+
+    None means derived from other keys.
+    """
 
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -522,9 +525,9 @@ def _gated_layer(keys: _Keys, family: _Gated, h: int) -> BlockShape:
     head = keys.number("head_dim", default=head_default or h // heads)
     queries = heads * head
     kv = keys.number("num_key_value_heads", default=kv_default or heads) * head
-    asked = keys.flag("attention_bias", default=False)
-    bias = (queries + 2 * kv) if family.qkv_bias or (family.qkv_bias is None and asked) else 0
-    bias += h if family.qkv_bias is None and asked else 0
+    has_bias = keys.flag("attention_bias", default=False)
+    bias = (queries + 2 * kv) if family.qkv_bias or (family.qkv_bias is None and has_bias) else 0
+    bias += h if family.qkv_bias is None and has_bias else 0
     if family.mlp_bias and keys.flag("mlp_bias", default=False):
         bias += 2 * inner + h
     norms = (4 if family.sandwich else 2) * h + (2 * head if family.qk_norm else 0)

@@ -56,7 +56,8 @@ class BatchWorkload:
     hidden: int = 0
     vocabulary: int = 0  # 0: the head is an ordinary site.
     head_group: str | None = None
-    text: bool = True  # True if `seq` is the value of --seq, not the size of images or latents.
+    # true if `seq` is the value of --seq, not the number of tokens of an image or latent
+    text: bool = True
     # The block of each site, with the work that keeping activations saves.
     shapes: Mapping[str, BlockShape] = field(default_factory=dict)
     tiles: int = 0  # Tokens per tile, as in Plan.

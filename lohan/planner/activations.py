@@ -133,14 +133,14 @@ class _Pricer:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
         free, out = max(0.0, self.free_bytes - activations), max(0.0, activations - self.free_bytes)
-        known, key = self.memory.priced, (self.profile, kept, gate_of(plan) is Gate.NORM)
-        compute = known[key] = known.get(key) or self._compute(plan)
-        made = []
+        cache, key = self.memory.priced, (self.profile, kept, gate_of(plan) is Gate.NORM)
+        compute = cache[key] = cache.get(key) or self._compute(plan)
+        choices = []
         for share in shares:
             traffic = self._traffic(compute, share, free, out, activations)
             written = traffic.state_written + traffic.out + traffic.held
-            made.append(Choice(kept, traffic.deferred, step_s(self.profile, traffic), written))
-        return made
+            choices.append(Choice(kept, traffic.deferred, step_s(self.profile, traffic), written))
+        return choices
 
     def _traffic(
         self,
@@ -234,7 +234,7 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
     """Return the compute and the activation bytes of every site that has any, by name."""
     moved, staying = set(plan.spilled_sites), set(plan.staying)
     works: dict[str, SiteWork] = {}
-    made: dict[tuple[object, ...], SiteWork] = {}
+    cache: dict[tuple[object, ...], SiteWork] = {}
     for name in memory.block_sites:
         classes = memory.sizes.classes_of(plan.kept, name)
         size, share = float(memory.site_bytes(plan, name)), memory.shares[name]
@@ -248,15 +248,15 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
             name in moved,
             name in staying,
         )
-        if key not in made:
-            made[key] = replace(
+        if key not in cache:
+            cache[key] = replace(
                 _block_work(
                     memory, workload, plan, name, classes, trained=share, unpacked=unpacked
                 ),
                 kept_bytes=0.0 if name in staying else size,
                 out_bytes=size if name in moved else 0.0,
             )
-        works[name] = made[key]
+        works[name] = cache[key]
     return works | _other_works(memory, workload, plan)
 
 
@@ -427,7 +427,7 @@ def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> lis
     """
     profile, width = step.profile, step.width
     rate = profile.flops_at(tokens / step.slices)
-    found = [
+    classes = [
         Candidate(
             number,
             part.name,
@@ -439,7 +439,7 @@ def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> lis
         for number, block in enumerate(model.blocks)
         for part in block.activations
     ]
-    return sorted(found, key=lambda one: (-one.benefit, one.name, -one.block))
+    return sorted(classes, key=lambda one: (-one.benefit, one.name, -one.block))
 
 
 @dataclass(frozen=True)
@@ -492,9 +492,9 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
     It ignores the cost of transfers. An integer program determines how many candidates of each kind
     are kept.
     """
-    found = candidates(step, model, tokens=tokens, seq=seq)
-    start = _start(step, model, found, tokens)
-    alike = groupby(found, key=lambda c: (c.name, c.bytes, c.recompute_s))
+    classes = candidates(step, model, tokens=tokens, seq=seq)
+    start = _start(step, model, classes, tokens)
+    alike = groupby(classes, key=lambda c: (c.name, c.bytes, c.recompute_s))
     kinds = [list(kind) for _, kind in alike]
     counts = _least_recompute(kinds, step.room / step.profile.gpus - start.bytes)
     taken = [one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count]]
@@ -556,42 +556,42 @@ def _choose(
     go_on: GoOn,
     order: Callable[[Candidate], float] | None = None,
 ) -> PolicyChoice:
-    found = candidates(step, model, tokens=tokens, seq=seq)
+    classes = candidates(step, model, tokens=tokens, seq=seq)
     if order is not None:
-        found.sort(key=order)
-    before, taken = _start(step, model, found, tokens), 0
-    for now in _walk(step, before, found):
+        classes.sort(key=order)
+    before, taken = _start(step, model, classes, tokens), 0
+    for now in _walk(step, before, classes):
         if not go_on(before, now):
             break
         before, taken = now, taken + 1
-    return _kept(model, found[:taken], before)
+    return _kept(model, classes[:taken], before)
 
 
-def _kept(model: ModelShape, taken: Sequence[Candidate], so: _So) -> PolicyChoice:
+def _kept(model: ModelShape, taken: Sequence[Candidate], totals: _So) -> PolicyChoice:
     classes: list[set[str]] = [set() for _ in model.blocks]
     for one in taken:
         classes[one.block].add(one.name)
-    return PolicyChoice(tuple(map(frozenset, classes)), so.bytes, so.iteration_s)
+    return PolicyChoice(tuple(map(frozenset, classes)), totals.bytes, totals.iteration_s)
 
 
-def _start(step: Step, model: ModelShape, found: Sequence[Candidate], tokens: float) -> _So:
+def _start(step: Step, model: ModelShape, classes: Sequence[Candidate], tokens: float) -> _So:
     kept = input_bytes(model, tokens, step.width)
-    recompute_s = sum(one.recompute_s for one in found)
+    recompute_s = sum(one.recompute_s for one in classes)
     return _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
-def _walk(step: Step, start: _So, found: Sequence[Candidate]) -> Iterator[_So]:
+def _walk(step: Step, start: _So, classes: Sequence[Candidate]) -> Iterator[_So]:
     kept, recompute_s = start.bytes, start.recompute_s
-    for one in found:
+    for one in classes:
         kept, recompute_s = kept + one.bytes, max(0.0, recompute_s - one.recompute_s)
         yield _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
 def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tuple[float, float]]:
     """Return (bytes kept, T_iter) from block inputs only to everything, in order of benefit."""
-    found = candidates(step, model, tokens=tokens, seq=seq)
-    start = _start(step, model, found, tokens)
-    return [(so.bytes, so.iteration_s) for so in (start, *_walk(step, start, found))]
+    classes = candidates(step, model, tokens=tokens, seq=seq)
+    start = _start(step, model, classes, tokens)
+    return [(totals.bytes, totals.iteration_s) for totals in (start, *_walk(step, start, classes))]
 
 
 def _seconds_at(amount: float, rate: float) -> float:
@@ -627,8 +627,8 @@ def resolve_activation_policy(
     """
     if isinstance(asked, tuple):
         shapes = workload.shapes.values() if workload is not None else ()
-        known = {part.name for shape in shapes for part in shape.activations}
-        if unknown := [name for name, _ in asked if name not in known]:
+        existing = {part.name for shape in shapes for part in shape.activations}
+        if unknown := [name for name, _ in asked if name not in existing]:
             raise ConfigError(
                 f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
                 "--classes` lists the classes of a model folder"
@@ -656,10 +656,10 @@ def resolve_activation_policy(
 def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Kept:
     """Convert the classes of each block to the blocks of each class; `first` orders the result."""
     names = dict.fromkeys([*first, *(name for kept in classes for name in sorted(kept))])
-    found = {name: tuple(n for n, kept in enumerate(classes) if name in kept) for name in names}
+    blocks_of = {name: tuple(n for n, kept in enumerate(classes) if name in kept) for name in names}
     return tuple(
         (name, len(blocks) if len(blocks) == len(classes) else blocks)
-        for name, blocks in found.items()
+        for name, blocks in blocks_of.items()
         if blocks
     )
 

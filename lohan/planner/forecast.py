@@ -140,7 +140,7 @@ class Simulator:
         last = phases[-(len(phases) // STEPS) :]
         written = sum(work.written(a) for phase in last for a in phase if a.kind.writes)
         lane_s, world = _lane_s(costs, last), plan.world
-        made = Forecast(
+        forecast = Forecast(
             plan,
             timeline,
             world * workload.tokens,
@@ -152,9 +152,9 @@ class Simulator:
             _bus_s(profile, work, last),
         )
         if every:
-            return made
+            return forecast
         later = tuple(phase for step in chain for phase in step.values())
-        return _with_commits(made, profile, spec, later)
+        return _with_commits(forecast, profile, spec, later)
 
     def spec(self, plan: Plan) -> ScheduleSpec:
         return spec_of(self.blocks, plan)
@@ -170,16 +170,16 @@ def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpe
     cached, kept = set(spec.host_cached_state), list[tuple[int, int]]()
     chunk_sizes: list[tuple[int, ...]] = []
     for group, chunks in enumerate(spec.chunks):
-        own: list[int] = []
+        joined: list[int] = []
         for first in range(0, chunks, count):
             sizes = {True: 0, False: 0}
             for number in range(first, min(first + count, chunks)):
                 sizes[(group, number) in cached] += work.chunk(group, number)
             for stays, size in sizes.items():
                 if size:
-                    kept += [(group, len(own))] if stays else []
-                    own.append(size)
-        chunk_sizes.append(tuple(own))
+                    kept += [(group, len(joined))] if stays else []
+                    joined.append(size)
+        chunk_sizes.append(tuple(joined))
     spec = replace(spec, chunks=tuple(map(len, chunk_sizes)), host_cached_state=tuple(kept))
     return spec, replace(work, chunk_sizes=tuple(chunk_sizes), joined=True)
 
@@ -201,7 +201,7 @@ def most_clipped(profile: Profile, accepted: Forecast, waiting: Forecast) -> flo
 
 
 def _with_commits(
-    made: Forecast, profile: Profile, spec: ScheduleSpec, later: tuple[Schedule, ...]
+    forecast: Forecast, profile: Profile, spec: ScheduleSpec, later: tuple[Schedule, ...]
 ) -> Forecast:
     """Return the forecast with the cost of commits added.
 
@@ -209,20 +209,20 @@ def _with_commits(
     what the commit adds.
     """
     machine = replace(profile, commit_s=0.0)
-    timeline, _ = _timed(machine, made.phases + later, made.work)
-    step_s, world, interval = made.step_s, made.plan.world, made.plan.commit
+    timeline, _ = _timed(machine, forecast.phases + later, forecast.work)
+    step_s, world, interval = forecast.step_s, forecast.plan.world, forecast.plan.commit
     longer_s = timeline.step_ends[-1] - timeline.step_ends[1] - 2 * step_s
     added = Commit(
         steps=max(1.0, min(interval.steps or inf, (interval.seconds or inf) / step_s)),
         seconds=max(0.0, round(longer_s, 6)) + profile.commit_s,
-        written_bytes=world * commit_bytes(made.work, spec),
+        written_bytes=world * commit_bytes(forecast.work, spec),
     )
     per_step = added.written_bytes / added.steps
     ssd_s = per_step / world / (profile.ssd_mixed or profile.ssd_write)
-    lane_s = {**made.busy_s, "ssd": made.busy_s["ssd"] + ssd_s}
+    lane_s = {**forecast.busy_s, "ssd": forecast.busy_s["ssd"] + ssd_s}
     return replace(
-        made,
-        written_bytes=made.written_bytes + per_step,
+        forecast,
+        written_bytes=forecast.written_bytes + per_step,
         busy_s=lane_s,
         shared_s=shared_s(profile, lane_s),
         commit=added,
@@ -239,13 +239,13 @@ def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
     return params * (work.per_parameter.state + work.per_parameter.weight)
 
 
-def on_machine(made: Forecast, profile: Profile) -> Forecast:
+def on_machine(forecast: Forecast, profile: Profile) -> Forecast:
     """Return the forecast of the same plan and schedule on another machine."""
-    timeline, costs = _timed(profile, made.phases, made.work)
-    lane_s = _lane_s(costs, tuple(made.steady_phases().values()))
-    bus_s = _bus_s(profile, made.work, tuple(made.steady_phases().values()))
+    timeline, costs = _timed(profile, forecast.phases, forecast.work)
+    lane_s = _lane_s(costs, tuple(forecast.steady_phases().values()))
+    bus_s = _bus_s(profile, forecast.work, tuple(forecast.steady_phases().values()))
     shared = shared_s(profile, lane_s)
-    return replace(made, timeline=timeline, busy_s=lane_s, shared_s=shared, bus_s=bus_s)
+    return replace(forecast, timeline=timeline, busy_s=lane_s, shared_s=shared, bus_s=bus_s)
 
 
 def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> float:
@@ -256,11 +256,11 @@ def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> floa
 
 def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
     total = dict.fromkeys(LANES, 0.0)
-    known = costs.known.get  # Looked up once, because the loop runs once per action.
+    seconds_of = costs.known.get  # Looked up once, because the loop runs once per action.
     for phase in phases:
         for action in phase:
             kind, _, _, _, _, name = action
-            took_s = known(name)
+            took_s = seconds_of(name)
             total[kind.lane] += costs.seconds(action) if took_s is None else took_s
     return total
 

@@ -1,4 +1,4 @@
-"""Plans that the caller gives: reading them, and checking them against the model and the budget."""
+"""Plans that the caller gives: reading them, and checking them against model and budget."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_plan(given: GivenPlan) -> Plan:
 
 
 def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
-    """Return a given plan with its ledger for this run, or raise an error that says what differs.
+    """Return a given plan with its ledger for this run, or raise an error that says why not.
 
     The plan decides what leaves memory and when updates run (`update_mode`, `overlap`). Everything
     that changes numbers must be as in the run, and the plan must fit into the budgets.
@@ -89,7 +89,7 @@ def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
 def _check_options(plan: Plan, options: PlanOptions) -> None:
     """Raise a ConfigError if the plan is for a run with other numbers.
 
-    What the run leaves to the planner is decided by the plan.
+    Options that the run leaves to the planner are decided by the plan.
     """
     fixed: dict[str, tuple[object, object]] = {
         "dtype": (plan.dtype, options.dtype),
@@ -172,13 +172,13 @@ def _check_names(plan: Plan, problem: PlanProblem) -> None:
         _check_known("kept", dict(plan.kept), "class of activations", classes)
 
 
-def _check_known(field: str, given: Iterable[str], kind: str, known: Collection[str]) -> None:
+def _check_known(field: str, given: Iterable[str], kind: str, existing: Collection[str]) -> None:
     for name in given:
-        if name not in known:
-            some = ", ".join(sorted(known)[:3])
+        if name not in existing:
+            some = ", ".join(sorted(existing)[:3])
             raise ConfigError(
                 f"plan: {field} names {name!r}, and this model has no such {kind} (it has "
-                f"{len(known)}: {some}{', ...' if len(known) > 3 else ''}); {AGAIN}"
+                f"{len(existing)}: {some}{', ...' if len(existing) > 3 else ''}); {AGAIN}"
             )
 
 

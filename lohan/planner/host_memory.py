@@ -1,4 +1,4 @@
-"""How the host memory is used that buffers and activations leave free.
+"""The use of the host memory that buffers and activations leave free.
 
 The closed form and the fill of a plan both follow this module, so that they agree. A further use of
 host memory is added to `Use`, priced in `_Pricer._traffic` of planner/activations.py, and placed by
@@ -26,10 +26,10 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class FillOrder:
-    """What the search varies about the use of free host memory."""
+    """Variations of the use of free host memory that the search compares."""
 
-    spill_all: bool = False  # All held gradients go to SSD, even if memory has room for them.
-    whole_groups: bool = False  # Weights and state of whole groups come before other weights.
+    spill_all: bool = False  # all held gradients go to SSD, even if memory has room for them
+    whole_groups: bool = False  # weights and state of whole groups come before other weights
 
 
 def share_out(free: float, wanted: Mapping[Use, float]) -> dict[Use, float]:

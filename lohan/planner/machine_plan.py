@@ -66,14 +66,14 @@ def layout_of(model: ModelShape, dtype: str = "bf16") -> Blocks:
     sites = [Site(EMBEDDING, (), (EMBEDDING + rest,))]
     for number, block in enumerate(model.blocks):
         key = _block(number)
-        own = [_group(key, block.parameters)]
+        members = [_group(key, block.parameters)]
         if model.lora:
             frozen = _packed(model, block, dtype) if model.base else ()
             size = frozen[0].numel if frozen else block.parameters
-            own = [_group(key, block.adapter_parameters(model.lora))]
-            own.append(_group(key + FROZEN, size, frozen))
-        groups += own
-        sites.append(Site(key, (), tuple(group.key for group in own)))
+            members = [_group(key, block.adapter_parameters(model.lora))]
+            members.append(_group(key + FROZEN, size, frozen))
+        groups += members
+        sites.append(Site(key, (), tuple(group.key for group in members)))
     if model.head_parameters:
         groups.append(_group(HEAD + rest, model.head_parameters))
     if model.vocabulary:
@@ -103,7 +103,7 @@ def load_of_shape(
     blocks = [block.in_tiles() if tiles else block for block in model.blocks]
 
     def footprint(micro_batch: int) -> Footprint:
-        found = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
+        sites = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
         for number, block in enumerate(blocks):
             each = micro_batch * seq * width
             # The activations of one tile; the sums of weight gradients and the terms that a tile
@@ -114,14 +114,14 @@ def load_of_shape(
             # The first gradients are computed while most activations are still in memory.
             first = trained * width / 3 if micro_batch >= batch else 0
             inputs = int(block.input_elements * batch * seq * width)
-            found[_block(number)] = SiteFootprint(
+            sites[_block(number)] = SiteFootprint(
                 inputs,
                 int(block.work(model.temporaries) * each + first)
                 + int(tile * (1 + model.temporaries) + sums),
                 int(block.widest * each + tile),
                 inputs,
             )
-        return Footprint(found)
+        return Footprint(sites)
 
     return BatchWorkload(
         batch=batch,
@@ -149,8 +149,8 @@ def _group(key: str, parameters: int, tensors: tuple[TensorSpec, ...] = ()) -> F
 
 
 def _real(sites: list[Site], groups: list[FlatGroup]) -> list[Site]:
-    there = {group.key for group in groups if group.numel}
-    return [site for site in sites if site.groups[0] in there]
+    keys = {group.key for group in groups if group.numel}
+    return [site for site in sites if site.groups[0] in keys]
 
 
 # -- Machine plan ---------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class MachinePlan(MachineProblem):
 
 
 def plan_for_machine(request: PlanRequest) -> MachinePlan:
-    """Return the plan and its forecast, or raise a BudgetError that names changes that help."""
+    """Return the plan and its forecast, or raise a BudgetError with changes that would help."""
     ranks, machine = request.ranks, request.machine
     if ranks > 1 and not machine.has_link:
         count = "one GPU" if machine.unified else "no GPU"
@@ -312,14 +312,14 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
 def solve(problem: MachineProblem) -> MachinePlan:
     """Return the plan of a problem, for a model shape or for a traced model."""
     planned = make_plan(problem.rank_problem)
-    plan, made, clipped, faster_s = planned.plan, planned.forecast, planned.clipped, 0.0
-    if made is not None:
+    plan, forecast, clipped, faster_s = planned.plan, planned.forecast, planned.clipped, 0.0
+    if forecast is not None:
         tokens = problem.batch * problem.workload.seq
-        made = replace(made, tokens=tokens)
+        forecast = replace(forecast, tokens=tokens)
         clipped = None if clipped is None else replace(clipped, tokens=tokens)
         assert problem.machine is not None
-        faster = without_lane(problem.machine, made.binding).share(plan.world)
-        faster_s = on_machine(made, faster).step_s
+        faster = without_lane(problem.machine, forecast.binding).share(plan.world)
+        faster_s = on_machine(forecast, faster).step_s
     calls = problem.site_order(plan) if problem.site_order is not None else ()
     order = planned_order(problem.blocks, plan, calls)
     if calls:
@@ -328,28 +328,28 @@ def solve(problem: MachineProblem) -> MachinePlan:
         **{field.name: getattr(problem, field.name) for field in fields(MachineProblem)},
         plan=plan,
         order=order,
-        forecast=made,
+        forecast=forecast,
         clipped=clipped,
         without_binding_s=faster_s,
         scarce=planned.scarce,
     )
 
 
-def with_alternatives(made: MachinePlan) -> MachinePlan:
+def with_alternatives(plan: MachinePlan) -> MachinePlan:
     """Return the plan with alternatives added, each planned in the same way as the run.
 
     The alternatives are the plan with the default optimizer, if the run uses another one, and the
     options with which less is written.
     """
-    usual, world = None, made.options.world
+    usual, world = None, plan.options.world
     problem = MachineProblem(
-        **{field.name: getattr(made, field.name) for field in fields(MachineProblem)}
+        **{field.name: getattr(plan, field.name) for field in fields(MachineProblem)}
     )
     instead: tuple[Alternative, ...] = ()
-    if made.options.kind != DEFAULT_KIND:
+    if plan.options.kind != DEFAULT_KIND:
         with suppress(BudgetError):
-            usual = solve(replace(problem, options=replace(made.options, kind=DEFAULT_KIND)))
-    if made.forecast is not None:
+            usual = solve(replace(problem, options=replace(plan.options, kind=DEFAULT_KIND)))
+    if plan.forecast is not None:
 
         def planned(options: PlanOptions, host: int) -> Forecast:
             other = replace(problem, options=options, host_bytes=host // world)
@@ -357,9 +357,9 @@ def with_alternatives(made: MachinePlan) -> MachinePlan:
             assert other.simulator is not None
             return forecast or other.simulator.forecast(plan)
 
-        found = alternatives(made.forecast, made.options, world * made.host_bytes, planned)
-        instead = tuple(found)
-    return replace(made, usual=usual, instead=instead)
+        cheaper = alternatives(plan.forecast, plan.options, world * plan.host_bytes, planned)
+        instead = tuple(cheaper)
+    return replace(plan, usual=usual, instead=instead)
 
 
 # -- From shapes ----------------------------------------------------------------------------------

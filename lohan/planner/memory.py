@@ -25,10 +25,10 @@ from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.schedule.placement import Gate, gate_of, needs_norm
 from lohan.util.units import PAGE, MiB
 
-# -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
+# -- Peak host memory of a step: the memory of compute in forward, head and backward ---------------
 #
-# Inputs and kept activations grow until forward ends and go with every block's backward; gradients
-# come with it. So what is held at once is less than the most of each.
+# Inputs and kept activations grow until forward ends, and each block's backward releases its own
+# while it adds gradients. The peak of the sum is therefore smaller than the sum of the peaks.
 
 
 INPUTS, KEPT, WAITING = "block inputs", "kept activations", "waiting gradients"
@@ -71,7 +71,7 @@ class Rules:
 
 
 def peak_host(calls: Sequence[Call], rules: Rules) -> HeldBytes:
-    """Of calls in the order of forward."""
+    """Return the bytes by owner at the peak of a step. `calls` are in the order of forward."""
     peaks = [*_forward(calls, rules), *_backward(calls, rules)]
     return max(peaks, key=lambda held: sum(held.values()), default={})
 
@@ -85,7 +85,7 @@ def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     """Yield the bytes that are held in forward, at each call.
 
     They matter only if activations move to SSD: otherwise backward holds as much and needs more
-    memory for its work. Held gradients of a group are consumed by the time the group is needed.
+    memory for its work. Held gradients of a group are consumed before the group is needed.
     """
     sizes = {group.key: group.numel for call in calls for group in call.groups}
     first = _first_calls(calls)
@@ -110,7 +110,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     inputs, kept = sum(call.inputs for call in calls), sum(call.kept for call in calls)
     first = _first_calls(calls)
     held, passing, unfinished = 0, list[int](), dict[str, int]()
-    # What is still in flight to SSD is there before the first of it comes back.
+    # Activations in flight to SSD arrive there before the first of them is read back.
     moving = sum([call.moved for call in calls if call.moved][-rules.moving :])
     for number, call in reversed(list(enumerate(calls))):
         moving = 0 if call.moved else moving
@@ -137,25 +137,26 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
                 passing.append(group.numel)
 
 
-# -- What a device with a memory of its own holds --------------------------------------------------
+# -- Peak memory of a device with its own memory ---------------------------------------------------
 #
-# Slots and buffers that are always there, plus the peak of a step.
+# It consists of slots and buffers that always exist, and the peak of a step.
 #
-# Forward has no gradients of blocks: a block runs when its weights are updated, and links keep
-# their order. The head has none either. In backward, gradients of earlier blocks may be on their
-# way, and activations that stayed are gone after the first block.
+# In forward there are no gradients of blocks: a block runs after its weights were updated, and
+# links transfer in order. The head has none either. In backward, gradients of earlier blocks may be
+# in flight, and activations that stayed on the device are released after the first block.
 
 
 GRADIENTS, STAYING = "gradients", "activations that stay"
 SHARED = "inputs that blocks share"
-IN_FORWARD, AT_HEAD = 3, 5  # hidden states: with two in flight; with losses
+# Hidden states in forward, including two in flight, and at the head, including its losses.
+IN_FORWARD, AT_HEAD = 3, 5
 
 
 @dataclass(frozen=True)
 class SiteBytes:
     """The bytes of one site on the device, in the order of forward.
 
-    `forward` includes what it computes to keep, `stays` is what remains on the device, and
+    `forward` includes the results that are kept, `stays` is what remains on the device, and
     `gradients` are those of its trained weights.
     """
 
@@ -169,10 +170,10 @@ class SiteBytes:
 class CommonBytes:
     """The bytes on the device that are the same for all sites.
 
-    `stream` is the hidden state, `other_slices` are its parts that backward holds for other
-    slices, and `outside` is what is held between sites before the head. `groups` is the number
-    of groups whose gradients may be present at a time. With `sums`, the gradients of the
-    current block are not part of its work.
+    `stream` is the hidden state, `other_slices` are its parts that backward holds for other slices,
+    and `outside` is what is held between sites before the head. `groups` is the number of groups
+    whose gradients may be present at a time. With `sums`, the gradients of the current block are
+    not part of its work.
     """
 
     stream: int
@@ -207,12 +208,12 @@ def _backward_on_device(sites: Sequence[SiteBytes], common: CommonBytes) -> Iter
     others = common.groups if common.sums else common.groups - 1
     seen = set[tuple[int, int, int]]()  # equal blocks have equal peaks
     for site in reversed(sites):
-        own = [site.gradients] if common.sums else []
-        there = sum([*passing, *own][-others:]) if others else 0
-        if (peak := (there, staying, site.backward)) not in seen:
+        current = [site.gradients] if common.sums else []
+        gradients = sum([*passing, *current][-others:]) if others else 0
+        if (peak := (gradients, staying, site.backward)) not in seen:
             seen.add(peak)
             yield {
-                GRADIENTS: there,
+                GRADIENTS: gradients,
                 STAYING: staying,
                 STREAMS: common.other_slices,
                 WORK: site.backward,
@@ -221,24 +222,24 @@ def _backward_on_device(sites: Sequence[SiteBytes], common: CommonBytes) -> Iter
         staying -= site.stays
 
 
-# -- Which sites could keep activations, which classes of them a plan keeps, and their bytes -------
+# -- Kept activations: the sites that can keep any, the classes that a plan keeps, and their bytes -
 
 
-PADDING = 2**16  # of the tensors of one site, when they are packed
+PADDING = 2**16  # bytes of padding in the packed tensors of one site
 
 
 class KeptSizes:
     """The bytes that sites keep, for one model, batch and micro-batch.
 
-    `width` is the size of an element in bytes. Answers are cached by choice, because each
-    choice is looked up many times.
+    `width` is the size of an element in bytes. Results are cached by choice, because each choice is
+    looked up many times.
     """
 
     def __init__(
-        self, workload: BatchWorkload | None, found: Footprint | None, *, width: int
+        self, workload: BatchWorkload | None, footprint: Footprint | None, *, width: int
     ) -> None:
         self._workload, self._width = workload, width
-        self._found = found or Footprint()
+        self._found = footprint or Footprint()
         shapes = workload.shapes if workload is not None else {}
         names = [name for name in self._found.sites if name in shapes]
         # Sites whose activations may be kept, in order of forward, and those without a backward.
@@ -269,16 +270,16 @@ class KeptSizes:
         rest = [(kind, which) for kind, which in kept if which != total]
         if not rest:
             return [everywhere] * total
-        made: dict[tuple[str, ...], frozenset[str]] = {}  # equal sets are one object
-        found = []
+        sets: dict[tuple[str, ...], frozenset[str]] = {}  # lets equal sets share one object
+        spread = []
         for n in range(total):
-            own = tuple(
+            classes = tuple(
                 kind
                 for kind, which in rest
                 if (n in which if isinstance(which, tuple) else n * which % total < which)
             )
-            found.append(made.setdefault(own, everywhere.union(own)))
-        return found
+            spread.append(sets.setdefault(classes, everywhere.union(classes)))
+        return spread
 
     def classes_of(self, kept: Kept, name: str) -> frozenset[str]:
         return self.classes(kept)[self._number[name]]
@@ -295,21 +296,21 @@ class KeptSizes:
             return []
         if workload.stored is not None:
             return [
-                workload.stored(name, own) for name, own in zip(self.names, classes, strict=True)
+                workload.stored(name, kept) for name, kept in zip(self.names, classes, strict=True)
             ]
         pairs = list(zip(self.kind.values(), classes, strict=True))
-        known: dict[tuple[int, frozenset[str]], int] = {}
+        by_pair: dict[tuple[int, frozenset[str]], int] = {}
         for name, pair in zip(self.names, pairs, strict=True):
-            if pair not in known:
-                known[pair] = self.bytes_with(name, pair[1]) - self.footprint(name).input_bytes
-        return [known[pair] for pair in pairs]
+            if pair not in by_pair:
+                by_pair[pair] = self.bytes_with(name, pair[1]) - self.footprint(name).input_bytes
+        return [by_pair[pair] for pair in pairs]
 
     def bytes_of(self, kept: Kept, name: str) -> int:
         number = self._number.get(name)
         return 0 if number is None else self.by_site(kept)[number]
 
     def bytes_with(self, name: str, classes: frozenset[str]) -> int:
-        """Input of one site, and these classes of its activations."""
+        """Return the bytes of the inputs of one site and of these classes of its activations."""
         workload = self._workload
         assert workload is not None
         inputs = self.footprint(name).input_bytes
@@ -320,17 +321,18 @@ class KeptSizes:
         return inputs + int(elements * workload.tokens * self._width)
 
     def site_bytes(self, kept: Kept, name: str) -> int:
-        """Input and kept activations of one site, for the whole batch."""
+        """Return the bytes of inputs and kept activations of one site, for the whole batch."""
         return self.footprint(name).input_bytes + self.bytes_of(kept, name) + PADDING
 
     def footprint(self, name: str) -> SiteFootprint:
         return self._found.sites[name]
 
 
-# -- What a plan costs in bytes of a device's own memory -------------------------------------------
+# -- The bytes of a plan in a device's own memory --------------------------------------------------
 
 
-IN_FLIGHT = 2  # sites, and slices of each, whose activations are in flight at a time
+# The number of sites, and of slices of each, whose activations are in flight at a time.
+IN_FLIGHT = 2
 
 
 def _of_device(plan: Plan) -> tuple[object, ...]:
@@ -344,16 +346,16 @@ class DeviceMemoryModel:
         self._host, self._moments = host, at_most
 
     def ledger(self, plan: Plan) -> dict[str, int]:
-        """Blocks are whole there, on every rank."""
+        """Return the bytes on the device by owner. Every rank holds whole blocks."""
         host = self._host
         resident, trained = (plan.world * count for count in host.resident)
         learning, largest = (plan.world * count for count in self._largest)
         return {
             "weights": plan.device_slots * largest * host.state_format.weight_bytes,
             **host.dequantised,
-            # A message in fp32 to all ranks, and theirs.
+            # A message in fp32 to all ranks, and one from all ranks.
             "exchange between ranks": 2 * learning * FLOAT if plan.world > 1 else 0,
-            # They wait for their last block here, to be exchanged once.
+            # These gradients are exchanged once, after the last block that uses them.
             "tied gradients": plan.world * FLOAT * numel(host.tied) if plan.world > 1 else 0,
             "resident parameters": resident * host.state_format.weight_bytes + trained * FLOAT,
             "activations in flight": IN_FLIGHT * self._in_flight(plan),
@@ -363,24 +365,30 @@ class DeviceMemoryModel:
 
     @cached_property
     def _largest(self) -> tuple[int, int]:
-        """Parameters of the largest group that is trained, and of any that moves."""
+        """The parameters of the largest trained group, and of the largest group that moves."""
         trained = max((group.numel for group in self._host.trained), default=0)
         return trained, max(group.numel for group in self._host.moving)
 
     @cached_property
     def _largest_input(self) -> int:
         """Return the bytes of the largest input that is offloaded."""
-        found = self._host.found
-        return max((s.offload_bytes for s in found.sites.values()), default=0) if found else 0
+        footprint = self._host.found
+        return (
+            max((s.offload_bytes for s in footprint.sites.values()), default=0) if footprint else 0
+        )
 
     @cached_property
     def _shared_inputs(self) -> int:
-        """Masks and the like, which stay on the device."""
-        found = self._host.found
-        return sum(s.input_bytes - s.offload_bytes for s in found.sites.values()) if found else 0
+        """The bytes of inputs that stay on the device, such as masks."""
+        footprint = self._host.found
+        return (
+            sum(s.input_bytes - s.offload_bytes for s in footprint.sites.values())
+            if footprint
+            else 0
+        )
 
     def _in_flight(self, plan: Plan) -> int:
-        """Of one site: its inputs, and kept results of some slices."""
+        """Return the bytes in flight of one site: its inputs, and kept results of some slices."""
         kept = max(self._host.sizes.by_site(plan.kept), default=0)
         return self._largest_input + int(min(1.0, IN_FLIGHT * self._host.slice) * kept)
 
@@ -396,7 +404,8 @@ class DeviceMemoryModel:
                 stream=host.stream,
                 outside=host.found.outside,
                 head=host.head_work(plan),
-                # Gradients of the whole batch, where a block's work has those of a slice.
+                # They are gradients of the whole batch, while the work of a block includes those of
+                # a slice.
                 other_slices=2 * int((1 - host.slice) * host.stream),
                 head_gradients=0 if plan.head_alone else plan.world * self._gradients_of(head),
                 groups=plan.device_grads,
@@ -414,28 +423,28 @@ class DeviceMemoryModel:
         """
         host = self._host
         kept = dict(zip(host.block_sites, host.sizes.by_site(plan.kept), strict=True))
-        found: list[SiteBytes] = []
+        sites: list[SiteBytes] = []
         before, run = None, 0
         for name, sizes in self._sites.items():
-            own, stays = int(host.slice * kept.get(name, 0)), name in plan.staying
-            run = run + 1 if before == (sizes, own, stays) else 0
-            before = (sizes, own, stays)
+            kept_bytes, stays = int(host.slice * kept.get(name, 0)), name in plan.staying
+            run = run + 1 if before == (sizes, kept_bytes, stays) else 0
+            before = (sizes, kept_bytes, stays)
             if run > plan.device_grads + 1:
                 continue
             forward, backward, gradients = sizes
-            found.append(
+            sites.append(
                 SiteBytes(
-                    forward=forward + (0 if stays else own),
-                    backward=max(0, backward - own),
+                    forward=forward + (0 if stays else kept_bytes),
+                    backward=max(0, backward - kept_bytes),
                     stays=host.site_bytes(plan, name) if stays else 0,
                     gradients=plan.world * gradients,
                 )
             )
-        return found
+        return sites
 
     @cached_property
     def _sites(self) -> dict[str, tuple[int, int, int]]:
-        """Bytes of each site's work in forward and in backward, and of its gradients."""
+        """The bytes of each site's work in forward and in backward, and of its gradients."""
         assert self._host.found is not None
         groups = {site.name: site.groups for site in self._host.blocks.sites}
         return {
@@ -449,32 +458,34 @@ class DeviceMemoryModel:
         return trained * self._host.gradient_width
 
 
-# -- What a plan costs in bytes: its ledger, by tier and owner -------------------------------------
+# -- The ledger of a plan: bytes by tier and owner -------------------------------------------------
 
 
 BUFFERS = "activation buffers"
-GENERATIONS = 2  # Copies of weights and state in a store: the committed one and the next.
-LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
+GENERATIONS = 2  # copies of weights and state in a store: the committed one and the next
+LOGIT_COPIES = 3  # copies in fp32: log-softmax, its gradient, and the gradient of the logits
 
 
-# -- What a card's memory holds apart from blocks and schedule -------------------------------------
+# -- The overhead of a card's memory ---------------------------------------------------------------
 #
-# Blocks and schedule are planned to the byte. Besides, the caching allocator rounds sizes up and
-# cannot use every gap; cuBLAS has a workspace for each thread that multiplies (8 MiB, 32 on the
-# largest cards), kernels are loaded when they first run; and pinned memory of the host has entries
-# in the device's page tables, 8 bytes for every 4 KiB. How much is pinned follows from the plan, so
-# what is free afterwards cannot be measured before it: all of the host budget is taken to be.
+# Blocks and schedule are planned to the byte. In addition, the caching allocator rounds sizes up
+# and cannot use every gap; cuBLAS has a workspace for each thread that multiplies (8 MiB, 32 MiB on
+# the largest cards); kernels are loaded when they first run; and pinned host memory has entries in
+# the device's page tables, 8 bytes for every 4 KiB. The plan determines how much memory is pinned,
+# so the free memory after pinning cannot be measured before. All of the host budget is assumed to
+# be pinned.
 
 
-ROUNDING = 0.05  # of the card's memory
-LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16  # whichever is less: a trial's device is small
-PAGE_ENTRY = 8  # bytes
-PAGE_TABLES_SHARE = 1 / 32  # at most
+ROUNDING = 0.05  # share of the card's memory
+# the smaller one counts, because emulated devices are small
+LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16
+PAGE_ENTRY = 8  # bytes of a page-table entry
+PAGE_TABLES_SHARE = 1 / 32  # upper limit
 CARD_OWNERS = ("allocator rounding", "libraries and kernels", "page tables of pinned memory")
 
 
 def card_overhead(memory: int, host_bytes: int) -> dict[str, int]:
-    """Bytes by owner, in a run with so much host memory."""
+    """Return the overhead in bytes by owner, in a run with so much host memory."""
     libraries = min(LIBRARIES, int(LIBRARY_SHARE * memory))
     tables = min(host_bytes // PAGE * PAGE_ENTRY, int(PAGE_TABLES_SHARE * memory))
     return dict(zip(CARD_OWNERS, (int(ROUNDING * memory), libraries, tables), strict=True))
@@ -482,9 +493,9 @@ def card_overhead(memory: int, host_bytes: int) -> dict[str, int]:
 
 @dataclass
 class _Known:
-    """What all plans of a batch with this micro-batch have in common."""
+    """The measurements that all plans with the same batch and micro-batch share."""
 
-    blocks: Blocks  # alive, so that no others get its id
+    blocks: Blocks  # kept alive so that the id is not reused
     found: Footprint | None
     sizes: KeptSizes
     at_most: dict[tuple[object, ...], HeldBytes] = field(default_factory=dict)
@@ -497,8 +508,7 @@ class _Known:
 class MemoryModel:
     """The ledgers of plans for one model, batch and micro-batch.
 
-    `has_own_memory` says that the device has its own memory. Otherwise compute uses host
-    memory.
+    `has_own_memory` is true if the device has its own memory. Otherwise compute uses host memory.
     """
 
     def __init__(
@@ -521,21 +531,25 @@ class MemoryModel:
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
-        known = self._known(dtype)
-        self.found: Footprint | None = known.found
-        self.sizes = known.sizes
-        self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
-        self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
+        shared = self._known(dtype)
+        self.found: Footprint | None = shared.found
+        self.sizes = shared.sizes
+        # sites that may keep activations, in the order of forward
+        self.block_sites = self.sizes.names
+        # trained shares of the parameters
+        self.shares = {site.name: self._share(site) for site in blocks.sites}
         self.unpacked = {
             s.name: sum(blocks.by_key[key].dequantised for key in s.groups) for s in blocks.sites
         }
         batch = workload.batch if workload is not None else 1
         self.slices = -(-batch // (micro_batch or batch))
-        self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
-        self._on_device = DeviceMemoryModel(self, known.at_most)
-        self._device_bytes, self.priced = known.device_bytes, known.priced
-        self._state_totals: dict[int, int] = {}  # by parameters of a chunk
-        self._last_cached: tuple[object, int, int] = ((), 0, 0)  # chunks, and bytes of their state
+        # share of the batch in the largest slice
+        self.slice = min(1.0, (micro_batch or batch) / batch)
+        self._on_device = DeviceMemoryModel(self, shared.at_most)
+        self._device_bytes, self.priced = shared.device_bytes, shared.priced
+        self._state_totals: dict[int, int] = {}  # keys are chunk sizes in parameters
+        # chunks, chunk size, and bytes of their state
+        self._last_cached: tuple[object, int, int] = ((), 0, 0)
 
     def _known(self, dtype: str) -> _Known:
         """Return the measurements that all plans of one batch share, computing them once.
@@ -546,14 +560,14 @@ class MemoryModel:
         key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
         key = (*key, self._world)
         if workload is not None and key in workload.known:
-            known: _Known = workload.known[key]
-            return known
-        found = None if workload is None else workload.measure(micro_batch or workload.batch)
-        sizes = KeptSizes(workload, found, width=self.state_format.weight_bytes)
-        known = _Known(self.blocks, found, sizes)
+            shared: _Known = workload.known[key]
+            return shared
+        footprint = None if workload is None else workload.measure(micro_batch or workload.batch)
+        sizes = KeptSizes(workload, footprint, width=self.state_format.weight_bytes)
+        shared = _Known(self.blocks, footprint, sizes)
         if workload is not None:
-            workload.known[key] = known
-        return known
+            workload.known[key] = shared
+        return shared
 
     @classmethod
     def of(
@@ -564,7 +578,7 @@ class MemoryModel:
         *,
         has_own_memory: bool = False,
     ) -> MemoryModel:
-        """For what a plan was made for."""
+        """Return the memory model for the options of a plan."""
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
             blocks,
@@ -610,18 +624,18 @@ class MemoryModel:
         return left if plan.staying and self.device_bytes(left) <= device_bytes else None
 
     def rest_bytes(self, plan: Plan) -> int:
-        """Host memory that everything but activations takes when most is held."""
+        """Return the bytes of host memory at the peak without activations."""
         ledger = self.with_ledger(plan).ledger
-        own = (INPUTS, KEPT, BUFFERS)
-        return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in own)
+        activations = (INPUTS, KEPT, BUFFERS)
+        return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in activations)
 
     def device_bytes(self, plan: Plan) -> int:
         if not self.has_own_memory:
             return 0
-        known, key = self._device_bytes, (*_of_device(plan), plan.device_slots)
-        if key not in known:
-            known[key] = sum(self._on_device.ledger(plan).values())
-        return known[key] + sum(self._overhead.values())
+        cache, key = self._device_bytes, (*_of_device(plan), plan.device_slots)
+        if key not in cache:
+            cache[key] = sum(self._on_device.ledger(plan).values())
+        return cache[key] + sum(self._overhead.values())
 
     def _share(self, site: Site) -> float:
         groups = [self.blocks.by_key[key] for key in site.groups]
@@ -630,12 +644,12 @@ class MemoryModel:
 
     @cached_property
     def dequantised(self) -> HeldBytes:
-        """Where blocks compute."""
+        """The bytes of dequantised weights and of dequantising them, where blocks compute."""
         return dequantised_ledger(self.blocks, self.state_format.weight_bytes)
 
     @cached_property
     def tied(self) -> list[FlatGroup]:
-        """Groups that several sites use: their gradients wait for the last of them."""
+        """The groups that several sites use. Their gradients wait for the last of these sites."""
         uses = Counter(key for site in self.blocks.sites for key in site.groups)
         return [group for group in self.trained if uses[group.key] > 1]
 
@@ -645,19 +659,19 @@ class MemoryModel:
 
     @cached_property
     def resident(self) -> tuple[int, int]:
-        """Parameters that are always in memory, and how many of them are trained."""
+        """The number of parameters that are always in memory, and how many of them are trained."""
         groups = [group for group in self.blocks.groups if group.resident]
         return numel(groups), numel([group for group in groups if not group.frozen])
 
     @property
     def gradient_width(self) -> int:
-        """Bytes of a gradient element. Sums over slices or over ranks are fp32."""
+        """The bytes of a gradient element. Sums over slices or over ranks are in fp32."""
         sums = self.slices > 1 or self._world > 1
         return FLOAT if sums or self.state_format.name == "fp32" else HALF
 
     @cached_property
     def stream(self) -> int:
-        """Bytes of the hidden state of the batch."""
+        """The bytes of the hidden state of the batch."""
         work = self.workload
         return 0 if work is None else work.tokens * work.hidden * self.state_format.weight_bytes
 
@@ -668,7 +682,7 @@ class MemoryModel:
 
     @cached_property
     def head(self) -> Site | None:
-        """The last one with its group, where the embedding has the same weights."""
+        """The site of the head: the last one that uses its group, which the embedding may share."""
         key = self.workload.head_group if self.workload is not None else None
         sites = [site for site in self.blocks.sites if key in site.groups]
         return sites[-1] if sites else None
@@ -688,8 +702,8 @@ class MemoryModel:
         gathered = weight * FLOAT if tokens < workload.tokens else 0
         logits = tokens * workload.vocabulary * FLOAT
         hidden = tokens * workload.hidden * self.state_format.weight_bytes
-        made = logits + hidden + weight * self.state_format.weight_bytes
-        return gathered + hidden + max(LOGIT_COPIES * logits, made)
+        gradients = logits + hidden + weight * self.state_format.weight_bytes
+        return gathered + hidden + max(LOGIT_COPIES * logits, gradients)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -707,7 +721,8 @@ class MemoryModel:
         if frozen:
             once = frozen * self.state_format.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
-        # A store is made with room for all of them if they are held: a later plan may spill more.
+        # A new store has room for all gradients if they are held, because a later plan may spill
+        # more.
         room = needs_norm(plan) if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
@@ -721,21 +736,25 @@ class MemoryModel:
         return entries
 
     def _cached_state(self, plan: Plan) -> int:
-        """Plans that grow one from the other have the same chunks, often thousands, many times."""
-        cached, each, known = self._last_cached
+        """Return the bytes of cached state.
+
+        The last result is cached, because plans that are derived from each other have the same
+        chunks, often thousands.
+        """
+        cached, each, size = self._last_cached
         if cached is not plan.host_cached_state or each != plan.chunk_params:
             each, by_key = plan.chunk_params, self.blocks.by_key
             cuts = (chunks(by_key[key], each)[index] for key, index in plan.host_cached_state)
-            known = sum(self.state_format.state_size(cut.stop - cut.start) for cut in cuts)
-            self._last_cached = plan.host_cached_state, each, known
-        return known
+            size = sum(self.state_format.state_size(cut.stop - cut.start) for cut in cuts)
+            self._last_cached = plan.host_cached_state, each, size
+        return size
 
     def _state(self, plan: Plan) -> dict[str, int]:
         fmt, by_key = self.state_format, self.blocks.by_key
         cached = set(plan.host_cached_weights)
         largest = max((g.numel for g in self.moving if g.key not in cached), default=0)
-        biggest = max((group.numel for group in self.blocks.trained), default=0)
-        chunk = min(plan.chunk_params, biggest)
+        largest_trained = max((group.numel for group in self.blocks.trained), default=0)
+        chunk = min(plan.chunk_params, largest_trained)
         resident, learning = self.resident
         return {
             "weight slots": plan.weight_slots * largest * fmt.weight_bytes,
@@ -778,35 +797,35 @@ class MemoryModel:
 
     @cached_property
     def _input_bytes(self) -> int:
-        """Return the bytes of the inputs of all sites."""
-        found = self.found
-        return sum(site.input_bytes for site in found.sites.values()) if found else 0
+        """The bytes of the inputs of all sites."""
+        footprint = self.found
+        return sum(site.input_bytes for site in footprint.sites.values()) if footprint else 0
 
     def activations(self, plan: Plan) -> dict[str, int]:
-        """Block inputs and what else is kept until backward, in host memory."""
+        """Return the bytes of block inputs and kept activations in host memory."""
         if self.found is None:
             return {}
         moved = [self.site_bytes(plan, name) for name in plan.spilled_sites]
         buffers = plan.act_buffers * max(moved, default=0)
-        gone = {*plan.spilled_sites, *plan.staying}
-        inputs = self._input_bytes - sum(self.found.sites[name].input_bytes for name in gone)
+        moved_away = {*plan.spilled_sites, *plan.staying}
+        inputs = self._input_bytes - sum(self.found.sites[name].input_bytes for name in moved_away)
         kept = 0
         if plan.kept:
             sizes = self.sizes
             kept = sum(sizes.by_site(plan.kept))
-            kept -= sum(sizes.bytes_of(plan.kept, name) for name in gone)
+            kept -= sum(sizes.bytes_of(plan.kept, name) for name in moved_away)
         return {INPUTS: inputs, KEPT: kept, BUFFERS: buffers}
 
     # -- compute ----------------------------------------------------------------------------------
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
         """Return what compute holds in host memory at its peak."""
-        found, by_key = self.found, self.blocks.by_key
-        assert found is not None
+        footprint, by_key = self.found, self.blocks.by_key
+        assert footprint is not None
         groups = {s.name: tuple(by_key[key] for key in s.groups) for s in self.blocks.sites}
-        calls = [self._call(plan, name, groups[name]) for name in found.sites]
+        calls = [self._call(plan, name, groups[name]) for name in footprint.sites]
         if self.head is not None:
-            streams, work = found.outside + self.stream, self.head_work(plan)
+            streams, work = footprint.outside + self.stream, self.head_work(plan)
             calls.append(Call(groups=groups[self.head.name], streams=streams, work=work))
         rules = Rules(
             held=self._held(plan),
@@ -817,7 +836,7 @@ class MemoryModel:
         return peak_host(calls, rules)
 
     def _call(self, plan: Plan, name: str, groups: tuple[FlatGroup, ...]) -> Call:
-        """Its backward takes what is kept of a slice as its own."""
+        """Return the memory of a call. Its backward uses the kept results of a slice as its own."""
         assert self.found is not None
         site, kept = self.found.sites[name], self.sizes.bytes_of(plan.kept, name)
         moved, inputs = name in plan.spilled_sites, site.input_bytes
@@ -828,13 +847,14 @@ class MemoryModel:
             moved=inputs + kept if moved else 0,
             forward=site.forward_bytes,
             work=max(0, site.peak_bytes - kept // self.slices),
-            # Gradients of the whole batch, where a block's work has those of a slice.
+            # They are gradients of the whole batch, while the work of a block includes those of a
+            # slice.
             streams=2 * (self.stream - self.stream // self.slices),
         )
 
 
 def dequantised_ledger(blocks: Blocks, weight_bytes: int) -> HeldBytes:
-    """Of packed weights, where calls compute with them."""
+    """Return the bytes of dequantised weights, and of dequantising them, where calls compute."""
     work = dequantising_bytes(blocks)
     return {DEQUANTISED: dequantised_bytes(blocks, weight_bytes), "work of dequantising": work}
 

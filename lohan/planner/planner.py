@@ -32,7 +32,7 @@ from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
 from lohan.schedule.placement import Update, UpdateOptions, rule_of
 from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format_bytes_up
 
-# -- The closed-form plan, or an error that says what would fit ------------------------------------
+# -- The closed-form plan, or an error that names budgets that suffice -----------------------------
 #
 # Host memory is assigned in this order: the buffers that a step needs, at their smallest sizes;
 # overlap (prefetch, waiting gradients, state buffers); activations and the gradients of deferred
@@ -93,8 +93,9 @@ class Planned:
     forecast: Forecast | None
     # The forecast of clipped steps, if updates may be speculative, so that it is different.
     clipped: Forecast | None = None
-    scarce: bool = False  # Whether the drives have no room for activations of the best plan.
-    device_bytes: int | None = None  # as in the problem, or what was taken of its one memory
+    scarce: bool = False  # whether the drives have no room for the activations of the best plan
+    # as in the problem, or the part of its one memory that compute uses
+    device_bytes: int | None = None
 
 
 class SpaceError(BudgetError):
@@ -121,12 +122,12 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
     if key in known:
         return known[key][1]  # type: ignore[no-any-return]
     limit = int(host_bytes * (1 - SPARE_SHARE))
-    made: list[tuple[Sizer, Plan, Choice | None]] = []
+    candidates: list[tuple[Sizer, Plan, Choice | None]] = []
     for sizer, plan in _fitting(problem, order):
-        made.append((sizer, *sizer.chosen(plan, limit)))
+        candidates.append((sizer, *sizer.chosen(plan, limit)))
         if not sizer.device:
             break
-    sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
+    sizer, plan, choice = min(candidates, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
     plan = sizer.grown(plan, choice, limit)
     if plan.log_gradients:
         check_logged(plan, sizer.memory, host_bytes)
@@ -173,25 +174,25 @@ def _fitting(
         candidates = _micro_batches(workload, profile if device else None)
         candidates = sorted({candidates[0], candidates[-1]}, reverse=True) if ends else candidates
     refused: Plan | None = None
-    found = 0
+    fitting = 0
 
     def over(plan: Plan) -> int:
         return max(device, plan.tier_bytes("device"))
 
     for tokens in _tile_sizes(workload, options):
-        if found or (refused is not None and not _tiles_help(refused, device, host_bytes)):
+        if fitting or (refused is not None and not _tiles_help(refused, device, host_bytes)):
             break
         tiled = None if workload is None else workload.in_tiles(tokens)
         for micro_batch in candidates:
-            if found > 1 and not _fast(micro_batch, workload, profile):
+            if fitting > 1 and not _fast(micro_batch, workload, profile):
                 continue
             sizer = Sizer(problem.blocks, options, tiled, micro_batch, profile, device, order)
             plan = sizer.smallest(host_bytes)
             if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
-                found += 1
+                fitting += 1
                 yield sizer, plan
             refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
-    if not found:
+    if not fitting:
         assert refused is not None
         tier = "device" if refused.tier_bytes("device") > device else "host"
         limit, hint = {"device": device, "host": host_bytes}[tier], lower_hint(workload, options)
@@ -250,8 +251,8 @@ def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> B
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
     # The overhead of a card grows with its memory, at most in proportion.
-    own = sum(e.bytes for e in rows if e.owner in CARD_OWNERS)
-    enough = needed if not own else math.ceil((needed - own) / (1 - own / limit))
+    overhead = sum(e.bytes for e in rows if e.owner in CARD_OWNERS)
+    enough = needed if not overhead else math.ceil((needed - overhead) / (1 - overhead / limit))
     return BudgetError(
         f"{tier} budget too small: {what} needs {format_bytes_up(needed)}, {option} allows "
         f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes_up(enough)}"
@@ -335,16 +336,16 @@ def best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
 
 def _best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None]:
     search, options, simulator = _PlanSearch(problem), problem.options, problem.simulator
-    made = search.best(options)
+    planned = search.best(options)
     if options.minimise != "writes" or simulator is None:
-        return made
+        return planned
 
-    def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
-        plan, forecast = made
+    def written_bytes(planned: tuple[Plan, Forecast | None]) -> float:
+        plan, forecast = planned
         return (forecast or simulator.forecast(plan)).written_bytes
 
     # The fastest plan is chosen by simulation and may cache more, so that it may write less.
-    return min(made, search.best(replace(options, minimise="time")), key=written_bytes)
+    return min(planned, search.best(replace(options, minimise="time")), key=written_bytes)
 
 
 class _PlanSearch:
@@ -430,8 +431,8 @@ class _PlanSearch:
                 if (plan.micro_batch, plan.tiles) in seen:
                     continue
                 seen.add((plan.micro_batch, plan.tiles))
-                if (found := least_of(plan, candidate, least)) < least:
-                    options, least = candidate, found
+                if (cost := least_of(plan, candidate, least)) < least:
+                    options, least = candidate, cost
         return options
 
     def _with_interval(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
@@ -442,23 +443,23 @@ class _PlanSearch:
         steps. If all updates wait between two commits, cached state may be more valuable than
         gradients in memory.
         """
-        held, made = self._simulated_plan(options, FillOrder())
+        held, forecast = self._simulated_plan(options, FillOrder())
         updates = UpdateOptions.of(held)
         if not held.commit.every_step:
             fixed = rule_of(updates).update is not Update.NEXT_FORWARD
         else:
             fixed = not (options.can_rerun and updates.can_speculate)
-        if made is None or fixed:
-            return held, made
+        if forecast is None or fixed:
+            return held, forecast
         simulator = self._simulator
         assert simulator is not None
         if len(held.spilled_gradients) <= FEW_HELD * len(simulator.blocks.trained):
             spilling = FillOrder(spill_all=True)
             _, other = self._simulated_plan(options, spilling, near=[held.kept])
             assert other is not None
-            made = min(made, other, key=partial(_expected_s, simulator, clipped=CLIPPED))
-            held = made.plan
-        return held, made
+            forecast = min(forecast, other, key=partial(_expected_s, simulator, clipped=CLIPPED))
+            held = forecast.plan
+        return held, forecast
 
     def _simulated_plan(
         self, options: PlanOptions, order: FillOrder, *, near: Sequence[Kept] = ()
@@ -473,26 +474,29 @@ class _PlanSearch:
             return plan, None
         blocks, workload = simulator.blocks, simulator.workload
         simulated = partial(simulator.forecast, rough=True)
-        made = simulated(plan)
+        forecast = simulated(plan)
         if options.minimise != "time" or not plan.overlap:
-            return plan, made
+            return plan, forecast
         memory = MemoryModel.of(blocks, plan, workload, has_own_memory=simulator.profile.has_link)
         chunks = sum(simulator.spec(plan).chunks)
         quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
         if quick:
             options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
         if quick and options.activations == "holistic":
-            known = list(levels(memory, workload.in_tiles(plan.tiles)))
-            made = _best_level(
-                made, known, lambda kept: simulated(plan_of(_keeping(options, kept))), near=near
+            kept_levels = list(levels(memory, workload.in_tiles(plan.tiles)))
+            forecast = _best_level(
+                forecast,
+                kept_levels,
+                lambda kept: simulated(plan_of(_keeping(options, kept))),
+                near=near,
             )
-            options = _keeping(options, made.plan.kept)
+            options = _keeping(options, forecast.plan.kept)
         update_mode = options.update_mode
-        if made.plan.deferred:
+        if forecast.plan.deferred:
             at_once = simulated(plan_of(replace(options, update_mode="optimized")))
-            if at_once.step_s < made.step_s:
-                made, options = at_once, replace(options, update_mode="optimized")
-        best, plan = made, made.plan
+            if at_once.step_s < forecast.step_s:
+                forecast, options = at_once, replace(options, update_mode="optimized")
+        best, plan = forecast, forecast.plan
         # A log needs all weights in memory, whose room whole groups would take.
         if not options.log_gradients and (
             0 < len(plan.host_cached_weights) < len(memory.moving)
@@ -502,7 +506,7 @@ class _PlanSearch:
             whole = self._closed_form(fixed, replace(order, whole_groups=True))
             if whole.host_cached_state != plan.host_cached_state:
                 cached_whole = simulated(whole)
-                best = cached_whole if cached_whole.step_s < BETTER * made.step_s else made
+                best = cached_whole if cached_whole.step_s < BETTER * forecast.step_s else forecast
         plan = replace(best.plan, update_mode=update_mode)
         return plan, replace(best, plan=plan)
 
@@ -512,32 +516,32 @@ def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float =
 
     `least` is the best value so far. A result that is not below it may be too small.
     """
-    made, profile = simulator.forecast(plan, rough=True), simulator.profile
+    forecast, profile = simulator.forecast(plan, rough=True), simulator.profile
     if minimise == "writes":
-        return made.written_bytes
-    if minimise == "time" and made.step_s >= least:  # Clipped steps usually take longer still.
-        return made.step_s
-    step_s = _expected_s(simulator, made, clipped=0.5)
+        return forecast.written_bytes
+    if minimise == "time" and forecast.step_s >= least:  # Clipped steps usually take longer still.
+        return forecast.step_s
+    step_s = _expected_s(simulator, forecast, clipped=0.5)
     if minimise == "time":
         return step_s
-    return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
+    return step_s * profile.usd_per_s + forecast.written_bytes * profile.usd_per_written_byte
 
 
-def _expected_s(simulator: Simulator, made: Forecast, *, clipped: float) -> float:
+def _expected_s(simulator: Simulator, forecast: Forecast, *, clipped: float) -> float:
     """Return the expected step time, given the probability `clipped` that a step is clipped.
 
     `made` is the forecast of a step that is not clipped.
     """
-    speculates = UpdateOptions.of(made.plan).can_speculate
+    speculates = UpdateOptions.of(forecast.plan).can_speculate
     if not clipped or not speculates:
-        return made.step_s
-    other = simulator.forecast(made.plan, clipped=True, rough=True)
-    return made.step_s + clipped * (other.step_s - made.step_s)
+        return forecast.step_s
+    other = simulator.forecast(forecast.plan, clipped=True, rough=True)
+    return forecast.step_s + clipped * (other.step_s - forecast.step_s)
 
 
 def _best_level(
-    made: Forecast,
-    known: list[Kept],
+    best: Forecast,
+    kept_levels: list[Kept],
     simulated: Callable[[Kept], Forecast],
     *,
     near: Sequence[Kept],
@@ -547,20 +551,20 @@ def _best_level(
     The search simulates levels over the whole range, or the levels `near` if there are any, and
     then the neighbours of the best one.
     """
-    at = known.index(made.plan.kept) if made.plan.kept in known else 0
+    at = kept_levels.index(best.plan.kept) if best.plan.kept in kept_levels else 0
     seen = set[int]()
-    hints = [known.index(kept) for kept in near if kept in known]
+    hints = [kept_levels.index(kept) for kept in near if kept in kept_levels]
     for apart in (FAR, NEAR):
         around = [at + i * apart for i in (-2, -1, 1, 2)]
-        far = hints or range(at % apart, len(known), apart)
+        far = hints or range(at % apart, len(kept_levels), apart)
         for number in far if apart == FAR else around:
-            if number in seen or not 0 <= number < len(known):
+            if number in seen or not 0 <= number < len(kept_levels):
                 continue
             seen.add(number)
-            other = simulated(known[number])
-            if other.step_s < BETTER * made.step_s:
-                made, at = other, number
-    return made
+            other = simulated(kept_levels[number])
+            if other.step_s < BETTER * best.step_s:
+                best, at = other, number
+    return best
 
 
 def _keeping(options: PlanOptions, kept: Kept) -> PlanOptions:
@@ -587,9 +591,9 @@ def _in_one_memory(problem: PlanProblem) -> Planned:
                 return make_plan(apart)
         return None
 
-    found = planned(problem.host_bytes)
-    if found is not None:
-        return found
+    plan = planned(problem.host_bytes)
+    if plan is not None:
+        return plan
     enough = _enough(lambda size: planned(size) is not None, problem.host_bytes)
     world, each = problem.options.world, format_bytes_up(enough)
     raise BudgetError(

@@ -57,10 +57,10 @@ def gpu_of(card: str) -> dict[str, Any] | None:
 
     Of all presets whose device name is contained in `card`, the one with the longest name is used.
     """
-    found = [gpu for gpu in _table("machines.toml")["gpus"].values() if gpu["device"] in card]
-    if not found:
+    gpus = [gpu for gpu in _table("machines.toml")["gpus"].values() if gpu["device"] in card]
+    if not gpus:
         return None
-    best = max(found, key=lambda gpu: len(gpu["device"]))
+    best = max(gpus, key=lambda gpu: len(gpu["device"]))
     size = best.get("device_bytes", 0)  # A GPU with unified memory has none of its own.
     return {**best, "device_bytes": parse_bytes(size, name="device_bytes") if size else 0}
 
@@ -81,8 +81,8 @@ def _preset_machine(name: str) -> Profile:
     Keys of the machine itself take precedence.
     """
     tables = _table("machines.toml")
-    own = tables["machines"][name]
-    parts = {**tables["servers"][own["server"]], **tables["gpus"][own["gpu"]], **own}
+    machine = tables["machines"][name]
+    parts = {**tables["servers"][machine["server"]], **tables["gpus"][machine["gpu"]], **machine}
     drive = {"name": parts["drive"], **tables["drives"][parts["drive"]]}
     merged = {key: value for key, value in parts.items() if key not in _PARTS}
     merged |= {"name": name, "drives": [drive] * parts["drive_count"]}
@@ -101,8 +101,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(file, kind=ConfigError, remedy="download it again")
 
 
-def _unknown(kind: str, name: str | Path, known: Mapping[str, Any], other: str) -> ConfigError:
-    names = list(known)
+def _unknown(kind: str, name: str | Path, presets: Mapping[str, Any], other: str) -> ConfigError:
+    names = list(presets)
     asked = str(name).lower()
     number = re.search(r"\d{3,}", asked)  # the number of a GPU model, or a parameter count
     near = [one for one in names if number is not None and number[0] in one]

@@ -60,9 +60,11 @@ class GreedyFill:
         first = [group.key for group in self._memory.trained if group.key in spilled]
 
         def without(count: int) -> dict[str, object]:
-            gone = set(first[:count])
+            removed = set(first[:count])
             return {
-                "spilled_gradients": tuple(key for key in plan.spilled_gradients if key not in gone)
+                "spilled_gradients": tuple(
+                    key for key in plan.spilled_gradients if key not in removed
+                )
             }
 
         return self._largest_change(plan, len(first), without)

@@ -196,9 +196,9 @@ def _block(model: ModelShape) -> int:
 
 def _device(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> Iterable[Row]:
     share = profile.gpus if policy.model_parallel else 1
-    own = policy.device.bytes(model.parameters, _block(model)) / share
+    share_of_model = policy.device.bytes(model.parameters, _block(model)) / share
     peers = policy.peers * _block(model) if profile.gpus > 1 else 0.0
-    yield "device", "weights, gradients and state", own + peers
+    yield "device", "weights, gradients and state", share_of_model + peers
     if policy.inputs == "device":
         yield "device", "block inputs", input_bytes(model, tokens) / share
     largest = max(block.elements for block in model.blocks)
@@ -460,11 +460,11 @@ def with_choices(
         "update_mode": (chosen.update_mode, wanted.update_mode),
         "activations": (chosen.activations, wanted.activations),
     }
-    for key, (own, value) in settings.items():
-        if not chosen.free and value != own:
+    for key, (fixed, value) in settings.items():
+        if not chosen.free and value != fixed:
             raise ConfigError(
-                f"{chosen.name} has {key} {own}, not {value}; leave --{key.replace('_', '-')} out "
-                "or use --policy lohan"
+                f"{chosen.name} has {key} {fixed}, not {value}; leave --{key.replace('_', '-')} "
+                "out or use --policy lohan"
             )
     return wanted
 
@@ -528,13 +528,13 @@ def block_work(
 def sites_of(policy: Policy, model: ModelShape, batch: Batch, gpus: int) -> tuple[SiteWork, ...]:
     """Return the work of embedding, blocks and head. The compute of the embedding is neglected."""
     idle = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=batch.tokens)
-    made = [
+    blocks = [
         _block_site(policy, block, names, batch, gpus)
         for block, names in zip(model.blocks, batch.kept, strict=True)
     ]
     cut = gpus if policy.model_parallel else 1
     head = replace(idle, forward_flops=batch.tokens * model.head_flops / cut, head=True)
-    return idle, *made, head
+    return idle, *blocks, head
 
 
 def _block_site(
@@ -568,9 +568,9 @@ ChunkSizes = tuple[tuple[int, ...], ...]
 
 def chunk_sizes_of(model: ModelShape) -> ChunkSizes:
     """Return the parameters of each tensor by group: embedding, blocks, and an untied head."""
-    made: list[tuple[int, ...]] = [(model.embedding_parameters + model.resident_parameters,)]
-    made += [_cut(block.parameters) for block in model.blocks]
-    return tuple(made + ([(model.head_parameters,)] if model.head_parameters else []))
+    sizes: list[tuple[int, ...]] = [(model.embedding_parameters + model.resident_parameters,)]
+    sizes += [_cut(block.parameters) for block in model.blocks]
+    return tuple(sizes + ([(model.head_parameters,)] if model.head_parameters else []))
 
 
 def _cut(parameters: int) -> tuple[int, ...]:
@@ -632,16 +632,16 @@ def on_device(phase: Schedule) -> Schedule:
         kind, *what = parse_name(name) or (None,)
         return Op.OFFLOAD_GRADIENTS.of(*what) if kind == Op.UPDATE else name
 
-    made: list[Action] = []
+    actions: list[Action] = []
     for action in phase:
         waits = tuple(map(moved, action.waits))
         if action.kind == Op.UPDATE:
             what = (action.index, action.chunk, action.at)
             load = Action(Op.LOAD_WEIGHTS, *what, waits)
-            made += [load, Action(Op.OFFLOAD_GRADIENTS, *what, (load.name,))]
+            actions += [load, Action(Op.OFFLOAD_GRADIENTS, *what, (load.name,))]
         else:
-            made.append(action.waiting_for(waits))
-    return tuple(made)
+            actions.append(action.waiting_for(waits))
+    return tuple(actions)
 
 
 # Actions that cost nothing if weights stay on the device.
@@ -731,15 +731,15 @@ class PolicyResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result without the timeline; if it is not feasible, its numbers are None."""
-        made: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
+        result: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
         numbers: dict[str, Any] = {
             "step_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
             "lane_busy_s": self.lane_busy_s,
             "kept_bytes": self.kept_bytes,
         }
-        made |= {name: value if self.feasible else None for name, value in numbers.items()}
-        return {**made, "peak_bytes": self.peak_bytes}
+        result |= {name: value if self.feasible else None for name, value in numbers.items()}
+        return {**result, "peak_bytes": self.peak_bytes}
 
 
 def run(

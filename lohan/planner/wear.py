@@ -77,14 +77,14 @@ def choose_commit_interval(
     return replace(rare, commit=Interval(steps, LONGEST_S)), None
 
 
-def adds_much(plan: Plan, made: Forecast) -> bool:
+def adds_much(plan: Plan, forecast: Forecast) -> bool:
     """Return whether cached chunks are a considerable share of the bytes that a step writes.
 
     `made` is the forecast of a plan that writes cached chunks in every step.
     """
-    layout, stays = made.work.per_parameter, sum(weights_too(plan))
+    layout, stays = forecast.work.per_parameter, sum(weights_too(plan))
     added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
-    return added > SLOWER * made.written_bytes
+    return added > SLOWER * forecast.written_bytes
 
 
 def weights_too(plan: Plan) -> list[bool]:
@@ -147,8 +147,8 @@ def drives_at(folders: Iterable[Path]) -> list[Drive]:
     The rated life of a drive is derived from its own log or, if that is not possible, from its
     size. If no drive can be identified, one drive of 1 TB is assumed for each folder.
     """
-    found = {facts.name: facts for folder in folders for facts in drives_of(folder)}
-    return [_rated(name, facts) for name, facts in found.items()] or [
+    by_name = {facts.name: facts for folder in folders for facts in drives_of(folder)}
+    return [_rated(name, facts) for name, facts in by_name.items()] or [
         _rated(str(folder), None) for folder in folders
     ]
 
@@ -211,12 +211,14 @@ def alternatives(
     and host memory, or raises a BudgetError.
     """
     options = replace(options, micro_batch=now.plan.micro_batch, tiles=now.plan.tiles or "off")
-    found = []
+    planned_options = []
     for option, changed, host, note in _candidates(now, options, host_bytes):
         with suppress(BudgetError):
-            made = planned(changed, host)
-            found.append(Alternative(option, made.step_s, made.written_bytes, note))
-    sparing = (a for a in found if a.written_bytes <= LESS * now.written_bytes)
+            forecast = planned(changed, host)
+            planned_options.append(
+                Alternative(option, forecast.step_s, forecast.written_bytes, note)
+            )
+    sparing = (a for a in planned_options if a.written_bytes <= LESS * now.written_bytes)
     yield from sorted(sparing, key=lambda a: a.written_bytes)
 
 

@@ -158,7 +158,7 @@ class Volume:
         self._engine = open_engine(engine) if isinstance(engine, str) else engine
         # Maps (disk_slot, directory) to a file number of the engine.
         self._files: dict[tuple[int, int], int] = {}
-        self._further: dict[int, Path] = {}  # other files, by their number
+        self._further: dict[int, Path] = {}  # files of `open_file`, by number
 
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
@@ -216,10 +216,10 @@ class Volume:
         try:
             with (
                 _opened(source.path(from_disk_slot, from_extent), os.O_RDONLY) as source_fd,
-                _opened(self.path(disk_slot, extent), os.O_WRONLY) as here,
+                _opened(self.path(disk_slot, extent), os.O_WRONLY) as target_fd,
             ):
-                asked = (source_fd, from_extent.offset, from_extent.nbytes, extent.offset)
-                fcntl.ioctl(here, FICLONERANGE, struct.pack("qQQQ", *asked))
+                arguments = (source_fd, from_extent.offset, from_extent.nbytes, extent.offset)
+                fcntl.ioctl(target_fd, FICLONERANGE, struct.pack("qQQQ", *arguments))
         except OSError as error:
             if error.errno in NO_REFLINK:
                 return False
@@ -246,8 +246,8 @@ class Volume:
 
     def sync(self, disk_slot: int) -> None:
         """Make all completed writes to the slot durable."""
-        for (its_disk_slot, directory), file in self._files.items():
-            if its_disk_slot == disk_slot:
+        for (slot, directory), file in self._files.items():
+            if slot == disk_slot:
                 path = self._file_path(disk_slot, directory)
                 sync_in_time(partial(self._engine.sync, file), path)
 
@@ -255,9 +255,9 @@ class Volume:
 
     def open_file(self, path: Path, *, size: int, create: bool) -> int:
         """Open a file besides those of the layout and return its number; `close` closes it."""
-        if not create and (found := path.stat().st_size if path.exists() else 0) != size:
+        if not create and (actual := path.stat().st_size if path.exists() else 0) != size:
             raise StoreError(
-                f"{path}: has {found} bytes, {size} expected; it was cut or altered;"
+                f"{path}: has {actual} bytes, {size} expected; it was cut or altered;"
                 " restore the store from a snapshot or start the run again"
             )
         number = self._engine.open(str(path), size=size, create=create)

@@ -1,12 +1,12 @@
 """A write-ahead log of gradients next to a store's committed generation.
 
-The committed generation is the base. Every entry of the log holds the gradients of one step and a
-record with the numbers of its updates, so that base and entries together are the state after the
-last entry. `log.bin` in each directory has `segments` segments of equal size, each with room for
-one entry; `log.json` in the first directory names the base, the entries, the checksum of every
-chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live while the base is
-the committed generation: the commit of another generation, the fold, makes all segments free.
-docs/storage-format.md specifies the format.
+The committed generation is the base. Every entry of the log contains the gradients of one step and
+a record with the numbers of its updates, so that base and entries together determine the state
+after the last entry. `log.bin` in each directory has `segments` segments of equal size, each with
+room for one entry; `log.json` in the first directory names the base, the entries, the checksum of
+every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live while the
+base is the committed generation: the commit of another generation, the fold, makes all segments
+free. docs/storage-format.md specifies the format.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class LogEntry:
     """The gradients of one committed step; chunks are numbered as in the log's layout."""
 
     segment: int
-    record: dict[str, Any]  # the caller's numbers of the step
-    nbytes: tuple[int, ...]  # bytes of every chunk that the step has written
-    checksums: tuple[int, ...]  # their CRC-32C
+    record: dict[str, Any]  # the caller's record of the step
+    nbytes: tuple[int, ...]  # the bytes of every chunk that the step has written
+    checksums: tuple[int, ...]  # the CRC-32C of these bytes
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class LogManifest:
     """The content of log.json."""
 
     uuid: str
-    generation: int  # the base
+    generation: int  # the generation of the base
     segments: int
-    layout: tuple[dict[str, Any], ...]  # of one segment, in the form of store.json
+    layout: tuple[dict[str, Any], ...]  # the layout of one segment, in the form of store.json
     entries: tuple[LogEntry, ...]  # oldest first
-    meta: dict[str, Any]  # of the last entry's step
+    meta: dict[str, Any]  # the meta of the last entry's step
 
 
 def read_log(directory: Path) -> LogManifest | None:
@@ -118,7 +118,8 @@ def _if_live(
 def read_latest(directory: Path) -> Manifest | None:
     """Return the manifest of a store, with the meta of the last step in its log, if it has one.
 
-    The log is read first: while a run replaces both files, it is never ahead of the manifest then.
+    The log is read first. It is then never ahead of the manifest, even while a run replaces both
+    files.
     """
     log, manifest = read_log(directory), read_manifest(directory)
     if manifest is None:
@@ -143,14 +144,15 @@ class LogTicket:
     segment: int
     extent: Extent
     buffer: Buffer
-    crc: int | None  # of a write: that of the data; of a read: the expected one if a check is due
+    # For a write, the CRC of the data. For a read, the expected CRC if a check is due, else None.
+    crc: int | None
     engine_ticket: int
 
 
 class GradientLog:
-    """The log of an open store. `Store.start_log` and `Store.open` make one.
+    """The log of an open store. `Store.start_log` and `Store.open` create it.
 
-    The caller orders reads and writes: a chunk of a segment may be read when its write was waited
+    The caller orders reads and writes: a chunk of a segment may be read after its write was waited
     for. Any number of threads may use the log.
     """
 
@@ -167,7 +169,8 @@ class GradientLog:
         self._timeout_s, self._lock = timeout_s, threading.Lock()
         self._outstanding: set[LogTicket] = set()
         self.bytes_read = self.bytes_written = 0
-        # Entries that this process has not written are verified when they are read, by segment.
+        # Entries that an earlier process has written, by segment. They are verified when they are
+        # read.
         self._unverified = {entry.segment: entry for entry in manifest.entries}
         # The segment that the next step is written to, or -1 if all of them hold entries.
         self.open_segment = -1
@@ -192,7 +195,7 @@ class GradientLog:
         timeout_s: float,
     ) -> GradientLog:
         """Preallocate a log without entries; any other log in the directories must not be live."""
-        # Spread over the directories as the chunks of the store are.
+        # The log is spread over the directories like the chunks of the store.
         sizes = [max(1, volume.layout.disk_slot_bytes(n)) for n in range(len(volume.dirs))]
         layout = plan_layout(
             [Region(key, chunks) for key, chunks in regions],
@@ -208,7 +211,7 @@ class GradientLog:
         files.check_free_space(needed)
         try:
             log = cls(volume, manifest, layout, timeout_s=timeout_s, create=True)
-            log._sync()  # so that appending cannot fail for lack of room
+            log._sync()  # later appending cannot fail for lack of space
             for path in volume.dirs:
                 files.sync_directory(path)
         except BaseException:
@@ -405,10 +408,10 @@ class GradientLog:
         self._manifest = manifest
 
     def folded(self, generation: int) -> None:
-        """Free the segments of all entries: the committed generation includes their steps.
+        """Free the segments of all entries, because the committed generation includes their steps.
 
-        log.json stays as it is; its generation says that it is not live. The open segment stays,
-        because the next step may have begun to write to it.
+        log.json is not changed; its generation shows that it is not live. The open segment stays
+        the same, because the next step may have begun to write to it.
         """
         self._manifest = replace(self._manifest, generation=generation, entries=(), meta={})
         self._unverified = {}
@@ -431,7 +434,7 @@ class GradientLog:
         self._written = {}
 
     def close(self) -> None:
-        """End the use of the files, which the caller removes if the log is not live."""
+        """Stop using the files. The caller removes them if the log is not live."""
         for file in self._files.values():
             self._volume.forget_file(file)
 

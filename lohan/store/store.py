@@ -290,7 +290,7 @@ class Store:
         # any number of threads can transfer chunks at the same time. A commit holds the lock while
         # it syncs.
         self._lock, self._tracker = threading.RLock(), ChunkTracker(volume.layout)
-        # When all files were last found in their directories, on the monotonic clock.
+        # The time on the monotonic clock at which all files were last seen in their directories.
         self._seen_s = time.monotonic()
         self._timeout_s, self._bytes_read, self._bytes_written = timeout_s, 0, 0
         self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)
@@ -298,7 +298,7 @@ class Store:
         if self._committed:
             self._tracker.mark_fixed(checksums)
         self._log: GradientLog | None = None
-        self._earlier_logs = Counters(0, 0)  # bytes of logs that were closed
+        self._earlier_logs = Counters(0, 0)  # bytes of logs that have been closed
         if log is not None:
             self._log = GradientLog.open(volume, log, timeout_s=timeout_s)
 
@@ -491,7 +491,7 @@ class Store:
         return self._log
 
     def start_log(self, regions: Sequence[tuple[str, tuple[int, ...]]], *, segments: int) -> None:
-        """Preallocate a log with room for `segments` steps, and for these bytes of each chunk."""
+        """Preallocate a log with space for `segments` steps, given the bytes of each chunk."""
         with self._lock:
             self._check_usable()
             if self._volume.disk_slots == 1 or self.barrier is not None:
@@ -509,7 +509,7 @@ class Store:
             )
 
     def stop_log(self) -> None:
-        """Remove a log whose steps are folded."""
+        """Remove a log. All of its steps must have been folded."""
         with self._lock:
             self._end_log()
             remove_log(self.dirs)
@@ -529,7 +529,7 @@ class Store:
     def commit_logged(self, meta: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Commit a step whose gradients were appended to the log.
 
-        It is durable when this returns. `record` holds what a replay needs besides gradients.
+        It is durable when this returns. `record` contains what a replay needs besides gradients.
         """
         with self._lock:
             self._check_usable()
@@ -541,7 +541,7 @@ class Store:
                 raise
 
     def commit_logged_meta(self, meta: Mapping[str, Any]) -> None:
-        """Commit meta of a step without an update, after logged ones."""
+        """Commit the meta of a step without an update that follows logged steps."""
         with self._lock:
             self._check_usable()
             assert self._log is not None
