@@ -351,8 +351,8 @@ class Executor:
                 "one step, and the next begins behind it"
             )
         self._roll_back_unfinished()
-        folder, step = self.store.dirs[0].parent, self.train_state.step
-        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, folder)
+        step = self.train_state.step
+        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool)
         try:
             yield
             self._roll_back_unfinished()

@@ -334,7 +334,7 @@ class GradientCollector:
             if summed is not None:
                 self._pending.squares[number] = float(summed)
             grads = {index: grad.cpu() for index, grad in grads.items()} | aside
-        elif isinstance(grads, dict):  # sums in a file are read one by one
+        else:
             grads = self._for_update(dict(grads))
         self.steps.current.gradients[number] = frozenset(grads)
         if self._offload is not None and not alone:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -21,20 +22,36 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.checkpoint.store_io import folder_of, gathering_reader, overwrite
 from lohan.device.ranks import ProcessGroup
+from lohan.engine.accumulation import bytes_of_sums
 from lohan.engine.context import PlanContext
 from lohan.engine.executor import Executor
 from lohan.engine.export import export_store
 from lohan.engine.head import SlicedHead
 from lohan.engine.replanning import Replanner
 from lohan.engine.step import MAX_PENDING_META
-from lohan.errors import ConfigError, LohanError, StoreError
+from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.plan import Plan
 from lohan.param_groups import META_KEY, changed_members
+from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.admin import rewind
 from lohan.store.store import Counters
 from lohan.util.memory import return_freed_memory
+from lohan.util.units import format_bytes
 
 ExecutorAndHead = tuple[Executor, SlicedHead | None]
+
+
+def _plan_beside_sums(problem: PlanProblem, sums_bytes: int) -> Any:
+    """Return a plan for the memory that sums of gradients leave, as JSON."""
+    try:
+        return make_plan(problem).plan.to_json()
+    except BudgetError as error:
+        host_bytes = problem.host_bytes + sums_bytes
+        raise BudgetError(
+            f"accumulate: sums of gradients take {format_bytes(sums_bytes)} of the "
+            f"{format_bytes(host_bytes)} of host memory, and no plan fits in the rest ({error}); "
+            "raise the host budget, or run the batches as one, which needs no memory for gradients"
+        ) from None
 
 
 class Session:
@@ -297,10 +314,30 @@ class Session:
 
         Gradients are summed inside, as in PyTorch, and the optimizer runs at the end.
         Weights are transferred once per call. One larger batch, divided into micro-batches,
-        transfers them once in total and needs no memory for gradients.
+        transfers them once in total and needs no memory for gradients. The sums are held in host
+        memory. If the plan leaves too little for them, the session continues with one that does.
         """
+        if not self.accumulates:
+            self.make_room_for_sums()
         with self.executor.accumulating():
             yield
+
+    def make_room_for_sums(self) -> None:
+        """Follow a plan that leaves host memory for sums of gradients, if this one does not.
+
+        A plan that was given to `attach`, or whose forward has begun, stays.
+        """
+        context, executor, plan = self.context, self.executor, self.plan
+        pool, stays = executor.pool, context.plan_is_given or bool(executor.steps.current.forward)
+        needed = bytes_of_sums(context.blocks.groups)
+        if stays or pool.used_bytes + needed <= pool.budget_bytes:
+            return
+        rest = replace(context, host_bytes=pool.budget_bytes - needed)
+        options = replace(context.options.fixed_by(plan), world=plan.world)
+        problem = rest.problem(options, profile=context.profile)
+        made = self.process_group.broadcast_made(lambda: _plan_beside_sums(problem, needed))
+        self.follow(Plan.from_json(made))
+        self.context = rest
 
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
         """Continue with another plan, after writing what is in memory to the store.

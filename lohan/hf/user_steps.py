@@ -53,6 +53,8 @@ class UserSteps:
         if trainer.session is None or trainer.session.closed:
             joined = trainer._joined_batch(batches) if len(batches) > 1 else None
             trainer.attach(batches[0] if joined is None else joined)
+        if len(batches) > 1:  # before the first forward, which fixes the plan of the step
+            trainer.session.make_room_for_sums()
         if not self.in_fp32:
             self._precision.enter_context(trainer._in_fp32(trainer.model))
             self.in_fp32 = True

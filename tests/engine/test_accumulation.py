@@ -1,4 +1,4 @@
-"""One step over several calls of backward: what PyTorch does, in memory or through a file."""
+"""One step over several calls of backward, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lohan
-from lohan.engine import accumulation
+from lohan.engine.accumulation import bytes_of_sums
 from tests.support.small_models import batches, small_model
 
 # With a tiny epsilon, AdamW turns the rounding of a near-zero gradient into a full step.
@@ -32,31 +32,16 @@ def plain(kind: str, data, *, clip: float) -> tuple[list[float], dict[str, torch
 
 
 @pytest.mark.parametrize(
-    ("kind", "clip", "options", "in_file"),
+    ("kind", "clip", "options"),
     [
-        ("llama", 0.5, {}, False),
-        ("llama", 0.0, {"update_mode": "optimized"}, True),
-        ("gpt2", 0.5, {}, True),  # the head has the embedding's weights
-        ("gpt2", 0.0, {"overlap": False}, False),
-        ("llama", 0.5, {"device": "emulated"}, True),
+        ("llama", 0.5, {}),
+        ("llama", 0.0, {"update_mode": "optimized"}),
+        ("gpt2", 0.5, {}),  # the head has the embedding's weights
+        ("gpt2", 0.0, {"overlap": False}),
+        ("llama", 0.5, {"device": "emulated"}),
     ],
 )
-def test_gradients_add_up_as_in_pytorch(kind, clip, options, in_file, tmp_path, monkeypatch):
-    files = []
-    if in_file:
-        monkeypatch.setattr(accumulation, "OWNER", "x")
-        reserve = accumulation.HostPool.reserve
-
-        def refuse(self, owner, count):
-            if owner == "x":
-                raise lohan.errors.BudgetError("no room")
-            reserve(self, owner, count)
-
-        monkeypatch.setattr(accumulation.HostPool, "reserve", refuse)
-        made = accumulation.GradientFile
-        monkeypatch.setattr(
-            accumulation, "GradientFile", lambda *a: files.append(made(*a)) or files[-1]
-        )
+def test_gradients_add_up_as_in_pytorch(kind, clip, options, tmp_path):
     rows = batches(7, batch=2, seq=8)
     data = [rows[:2], rows[2:3], rows[3:5], rows[5:]]  # one step has one part
     expected, weights = plain(kind, data, clip=clip)
@@ -88,7 +73,6 @@ def test_gradients_add_up_as_in_pytorch(kind, clip, options, in_file, tmp_path, 
         found = model.state_dict()
         for name, value in weights.items():
             assert torch.allclose(found[name], value, atol=2e-5), name
-    assert len(files) == (3 if in_file else 0)
 
 
 def test_an_error_inside_drops_what_was_added(tmp_path):
@@ -115,3 +99,50 @@ def test_an_error_inside_drops_what_was_added(tmp_path):
             assert session.step == 1
             found.append(run.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_moves_caches_out_of_memory_for_sums(tmp_path):
+    rows = batches(4, batch=2, seq=8)
+    expected, weights = plain("llama", [rows[:2], rows[2:]], clip=0.0)
+    model = small_model("llama")
+    probe = lohan.attach(
+        copy.deepcopy(model),
+        optimizer=lohan.AdamW(lr=1e-2, eps=EPS),
+        budget=lohan.Budget(host="64MiB", ssd=[tmp_path / "probe"]),
+        batch=rows[0],
+    )
+    with probe:  # a budget for the whole state, but not for sums beside it
+        budget_bytes = probe.executor.pool.used_bytes
+        sums_bytes = bytes_of_sums(probe.context.blocks.groups)
+    with lohan.attach(
+        model,
+        optimizer=lohan.AdamW(lr=1e-2, eps=EPS),
+        budget=lohan.Budget(host=str(budget_bytes), ssd=[tmp_path / "run"]),
+        batch=rows[0],
+        decay=lambda *_: False,
+    ) as session:
+        losses, first = [], session.plan
+        for parts in (rows[:2], rows[2:]):
+            with session.accumulate():
+                for batch in parts:
+                    losses.append(model(**batch).loss / 2)
+                    losses[-1].backward()
+        assert session.plan != first
+        assert session.host_bytes == budget_bytes - sums_bytes
+        assert session.executor.pool.peak_bytes <= budget_bytes
+        assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
+        found = model.state_dict()
+        for name, value in weights.items():
+            assert torch.allclose(found[name], value, atol=2e-5), name
+
+
+def test_refuses_sums_that_leave_no_room_for_a_plan(tmp_path):
+    model, rows = small_model("llama"), batches(1, batch=2, seq=8)
+    budget = lohan.Budget(host="1.2MiB", ssd=[tmp_path])
+    optimizer = lohan.AdamW(lr=1e-2, eps=EPS)
+    with lohan.attach(model, optimizer=optimizer, budget=budget, batch=rows[0]) as session:
+        refused = pytest.raises(lohan.errors.BudgetError, match=r"accumulate: sums of gradients")
+        with refused, session.accumulate():
+            pass
+        model(**rows[0]).loss.backward()  # the old plan continues
+        assert session.step == 1
