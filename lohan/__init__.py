@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch with the first name that needs it, not with the package."""
+    """Import torch when a name that needs it is first used, not when the package is imported."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'lohan' has no attribute {name!r}")
     return getattr(import_module(f"lohan.{_MODULE_OF[name]}"), name)

@@ -1,7 +1,7 @@
-"""`lohan` and `python -m lohan`: the command line as a process of its own.
+"""The process of the command line, for `lohan` and `python -m lohan`.
 
-A Ctrl-C, however early it comes, ends it with one line and exit code 130. When nobody reads its
-output any more (`lohan plan ... | head -1`), it ends without a word.
+A Ctrl-C ends the process with one line and exit code 130, even during imports. If the reader of its
+output has closed the pipe (`lohan plan ... | head -1`), the process exits silently.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import suppress
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_UNREAD = 128 + signal.SIGPIPE
 AGAIN_S = 0.01
-JUST_NOW_S = 60.0  # an error that comes so soon after a Ctrl-C comes of it
-_at_s = [float("-inf")]  # when it came
+JUST_NOW_S = 60.0  # An error this soon after a Ctrl-C is attributed to it.
+_at_s = [float("-inf")]  # The time of the last Ctrl-C.
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     sys.unraisablehook = _dropped
     try:
         try:
-            from lohan.cli.main import main as run  # takes a part of a second
+            from lohan.cli.main import main as run  # Importing takes a noticeable part of a second.
 
             run(stopped=_just_now)
         finally:
@@ -40,7 +40,8 @@ def main() -> None:
         raise
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody is left to catch an exception
+            # No code remains that could catch an exception.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -51,7 +52,7 @@ def _interrupt(number: int, frame: object) -> None:
 def _just_now() -> bool:
     """Return whether Ctrl-C was pressed a moment ago.
 
-    Libraries that are being imported may turn it into another error, which does not show its
+    Libraries that are being imported may turn a Ctrl-C into another error, which does not show its
     cause.
     """
     return time.monotonic() - _at_s[0] < JUST_NOW_S
@@ -69,7 +70,7 @@ def _dropped(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _interrupted(end: BaseException | None) -> bool:
-    """Return whether an exception was originally a Ctrl-C, also if it was caught and replaced."""
+    """Return whether an exception was caused by a Ctrl-C, even if it was caught and replaced."""
     while end is not None and not isinstance(end, KeyboardInterrupt):
         end = end.__cause__ or end.__context__
     return end is not None
@@ -77,14 +78,14 @@ def _interrupted(end: BaseException | None) -> bool:
 
 def _last_words() -> str:
     if os.environ.get("RANK", "0") != "0":
-        return ""  # the first rank speaks for all
+        return ""  # Only the first rank prints the message.
     line = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
     safe = "; all committed steps are on disk" if sys.argv[1:2] in (["train"], ["resume"]) else ""
     return f"{line}lohan: interrupted{safe}\n"
 
 
 def _leave(code: int, words: str = "") -> None:
-    """At once: libraries that were just being imported cannot be taken down in good order."""
+    """Exit immediately: libraries that are still being imported cannot shut down in order."""
     with suppress(OSError):
         if sys.stderr is not None:
             sys.stderr.write(words)

@@ -449,7 +449,6 @@ class SampleConfig:
 
 
 # -- The config of a run: decisions of the user, and nothing that the planner can derive -----------
-#
 # A `Config` is created from a TOML file, from command-line options, or from both; options override
 # the file. Each field is declared once with its parser and its help text. The file reader, the
 # checks, the TOML writer, `--help` and the reference page all use that declaration (`fields_of`).
@@ -533,7 +532,7 @@ class Config:
             raise ConfigError("[train] lora: an adapter needs a trained model; leave --init out")
 
     def of_rank(self, world: int) -> Config:
-        """Return the config of one of `world` ranks, with the largest share of a batch."""
+        """Return the config of the one of `world` ranks that has the largest share of a batch."""
         rows, micro = -(-self.train.batch // world), self.train.micro_batch
         train = replace(
             self.train, batch=rows, micro_batch=None if micro is None else min(micro, rows)

@@ -1,4 +1,4 @@
-"""The exceptions of LoHan. Every message has the subject, both numbers and the next move.
+"""The exceptions of LoHan. Each message names the subject, both numbers and the next step.
 
 The command line prints a LohanError as one message and exits with code 2. Any other exception is a
 defect and keeps its stack trace.

@@ -129,7 +129,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def numbers(self, step: int) -> dict[str, Any]:
-        """Return the kernel's keywords for update `step`, counted from 1.
+        """Return the keyword arguments of the kernel for update `step`, counted from 1.
 
         They do not include the learning rate and the weight decay.
         """

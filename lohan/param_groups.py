@@ -54,7 +54,7 @@ class GroupValues:
 class HyperParameters(Protocol):
     """The source from which an executor takes the hyper-parameters of each step."""
 
-    # Defines what all groups share: the update rule, and how its state is stored.
+    # The optimizer that defines what all groups share: the update rule and the format of the state.
     optimizer: Optimizer
 
     def at(self, step: int) -> GroupValues:

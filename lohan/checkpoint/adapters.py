@@ -394,7 +394,7 @@ def export_adapter(
     check = target_check(target, overwrite=overwrite, mark=mark)
     with replacing(target, check=check, mark=mark) as folder:
         # With "auto", PEFT reads the base model's config to check whether the vocabulary has grown.
-        # Without a local folder it would have to ask a hub.
+        # Without a local folder it would have to query a hub.
         here = _is_model_folder(getattr(model, "name_or_path", "") or "/")
         kind: Any = type(model)
         with torch.no_grad():  # PEFT computes virtual tokens with their encoder

@@ -83,7 +83,10 @@ class StoreSet:
         return max(step_of(manifest) or 0 for manifest in manifests)
 
     def remove(self) -> None:
-        """Remove the existing stores of the set; rank 0 is last, as the others are found by it."""
+        """Remove the existing stores of the set.
+
+        The store of rank 0 is removed last, because it is used to find the others.
+        """
         for dirs in reversed(self.dirs):
             if (dirs[0] / IDENTITY).exists():
                 remove(dirs)
@@ -237,7 +240,7 @@ def _meta(sources: Sequence[Store], ranks: RankInfo) -> dict[str, Any]:
 
 
 def _fresh_rng(saved_state: str, rank: int) -> str:
-    """Return an encoded random state for a new rank, derived from the encoded state `known`."""
+    """Return an encoded random state for a new rank, derived from the encoded state of rank 0."""
     import torch  # Imported here, because nothing else in this module needs it.
 
     seed = int.from_bytes(hashlib.sha256(f"{rank} {saved_state}".encode()).digest()[:7])

@@ -105,7 +105,8 @@ def runs_of(rows: torch.Tensor, width: int, sources: Sequence[tuple[str, int]]) 
 # inside a cgroup too.
 
 
-STEMS = ("model", "diffusion_pytorch_model")  # of weight file names: transformers, diffusers
+# Names of weight files without suffix: of transformers, and of diffusers.
+STEMS = ("model", "diffusion_pytorch_model")
 
 _MAX_HEADER_BYTES = 100_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")

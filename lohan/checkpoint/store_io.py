@@ -394,7 +394,7 @@ class ShardReader:
         self._loaded: tuple[str, int] | None = None
 
     def overlap(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Return which of a parameter's elements [start, stop) are in this shard, as a range."""
+        """Return the range of a parameter's elements [start, stop) that is in this shard."""
         group, index = self._where[name]
         return _overlap(group.tensors[index], start, stop)
 
@@ -550,7 +550,7 @@ def create_store(
     process_group: ProcessGroup = ALONE,
     exact: Collection[str] = (),
 ) -> Store:
-    """Return a store in which the initial weights of a model, or a rank's shard, are committed.
+    """Return a store in which the initial weights of a model, or of a rank's shard, are committed.
 
     `exact` has the keys of the frozen groups for which the part removed by rounding is stored.
     """

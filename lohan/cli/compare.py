@@ -1,4 +1,4 @@
-"""`lohan simulate` and `lohan compare`: systems by name, `auto` included, on a machine."""
+"""`lohan simulate` and `lohan compare`: systems by name, including `auto`, on a machine."""
 
 from __future__ import annotations
 

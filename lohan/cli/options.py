@@ -1,4 +1,4 @@
-"""Options that several commands have, those made from settings, and the machine that they name."""
+"""Options that several commands share, options created from settings, and `--machine`."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ def refuse_yaml(file: Path) -> None:
         return
     import yaml
 
-    try:  # BaseLoader reads every value as text: only the keys matter
+    try:  # BaseLoader reads every value as text, which is sufficient because only the keys matter.
         settings: Any = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
     except RecursionError:
         raise ConfigError(f"{file}: cannot be read: nested too deep; give a TOML file") from None

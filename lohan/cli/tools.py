@@ -285,7 +285,7 @@ def verify(
     A model that does not fit in memory is compared as a copy with fewer layers. Nothing is kept;
     the exit code is 1 if the runs differ by more than rounding.
     """
-    overrides["out"] = "."  # nothing goes there
+    overrides["out"] = "."  # Nothing is written there.
     settings = load_config(config, overrides=overrides, assignments=assignments or ())
     as_ranks(settings.budget.gpus)
     from lohan.util.libraries import set_up_libraries

@@ -429,7 +429,7 @@ def finish(outcome: Any, out: Path, shown: Display, *, as_json: bool = False) ->
         shown.close()
         echo(json.dumps(facts, indent=1))
     if outcome.stopped and outcome.step < outcome.total:
-        shown.close()  # the bar stays where it is, the message comes below it
+        shown.close()  # The bar stays in place, and the message is printed below it.
         shown.note(
             f"stopped after step {outcome.step} of {outcome.total}; all steps are on disk; "
             f"continue with `lohan resume {shlex.quote(str(out))}`"

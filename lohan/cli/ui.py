@@ -38,7 +38,7 @@ def ui(
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the address too.")] = False,
 ) -> None:
-    """Plan, start, watch and try runs in a browser. Ctrl-C ends it; runs go on."""
+    """Plan, start, watch and try runs in a browser. Ctrl-C ends it; runs continue."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -215,7 +215,7 @@ def _write_examples(
 ) -> tuple[dict[str, int], str]:
     """Write the examples that carry loss and their offsets; return the counts and ratings.
 
-    The number of examples of each file is added to `found`. The examples of a unit are either all
+    The number of examples of each file is added to `counts`. The examples of a unit are either all
     written or all dropped.
 
     Tokens after the last label are not written, because a causal model takes no loss from them.

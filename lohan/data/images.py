@@ -194,7 +194,8 @@ def read_npy(path: Path) -> np.ndarray:
             shape, fortran, dtype = _NPY_HEADERS[version](file)
         except ValueError:
             raise
-        except Exception as error:  # a header is a Python literal: it fails in many ways
+        # A header is a Python literal, so that reading it may raise many types of errors.
+        except Exception as error:
             raise ValueError(f"the header is malformed: {type(error).__name__}") from None
         if dtype.hasobject or any(n < 0 for n in shape):
             raise ValueError("objects or negative sizes in it")
@@ -273,7 +274,8 @@ def open_image(path: Path) -> Any:
         raise DataError(
             f"{path}: does not fit into memory; make it smaller or leave it out"
         ) from None
-    except Exception as error:  # decoders raise what they like: SyntaxError, struct.error, ...
+    # Decoders may raise any exception, such as SyntaxError or struct.error.
+    except Exception as error:
         raise DataError(
             f"{path}: not readable as an image ({first_line(error)}); leave it out"
         ) from None

@@ -195,7 +195,7 @@ def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
 
 
 def _keys(row: dict[str, Any], alternatives: tuple[Any, ...], place: str, what: str) -> Any:
-    """Return the first entry of `known`, a key or a tuple of keys, that the row has."""
+    """Return the first entry of `alternatives`, a key or a tuple of keys, that the row has."""
     for keys in alternatives:
         if all(key in row for key in ((keys,) if isinstance(keys, str) else keys)):
             return keys

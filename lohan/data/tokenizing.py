@@ -21,9 +21,9 @@ Tokenize = Callable[[str], list[int]]
 def pieces(text: str, tokenize: Tokenize) -> Iterator[str]:
     """Cut a long text so that the tokens of its pieces are the tokens of the whole.
 
-    A cut is between two words. Some tokenizers put a space in front of every text; for those the
-    space at the cut is left out. Both ways are tried on a window around each cut. Where neither
-    gives the tokens of the whole window, the rest of the text is not cut.
+    Cuts are between two words. Some tokenizers put a space in front of every text; for those, the
+    space at the cut is left out. Both ways are tried on a window around each cut. If neither gives
+    the tokens of the whole window, the rest of the text is not cut.
     """
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:

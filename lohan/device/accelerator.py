@@ -55,9 +55,9 @@ def has_fp64(device: torch.device) -> bool:
 
 
 def is_integrated(device: torch.device) -> bool:
-    """Return whether the GPU has no memory besides the host's, and can compute there.
+    """Return whether the GPU has no memory of its own and can compute in the host's memory.
 
-    Only CUDA and ROCm can: other backends give no tensors over host memory.
+    Only CUDA and ROCm can, because other backends do not provide tensors over host memory.
     """
     if device.type != "cuda":
         return False
@@ -107,7 +107,8 @@ def keep_pinned_memory(device: torch.device) -> None:
         with suppress(RuntimeError):
             sizes = [2**power for power in range(13)] * 2
             blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-            del blocks  # together: one block that was free again would be given for the next
+            # Free both blocks together. If one were freed first, the next request would reuse it.
+            del blocks
 
 
 def set_device(device: torch.device) -> None:
@@ -177,10 +178,10 @@ def record_event(stream: Any) -> Event:
 
 
 def read_back(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in host memory, once the calling thread's stream has made them.
+    """Return the values in host memory after the calling thread's stream has computed them.
 
-    `.cpu()` and `.item()` poll the device in a loop. This sleeps, so it suits lanes, which have no
-    core of their own. Where no memory can be pinned any more, it polls.
+    `.cpu()` and `.item()` poll the device in a loop. This function sleeps, so that lanes, which
+    have no core of their own, do not occupy one. If no more memory can be pinned, it polls too.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()
@@ -314,7 +315,7 @@ class AcceleratorDevice:
         return min(limits)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Return the memory that no buffer accounts for, by owner.
+        """Return the bytes of memory that no buffer accounts for, by owner.
 
         It is known for CUDA, ROCm and XPU. Other backends are assumed to have none.
         """
@@ -353,8 +354,9 @@ class AcceleratorDevice:
     def _may_block(self) -> bool:
         """Return whether the launching thread must leave its copies to another thread.
 
-        This is so as soon as some memory is pageable, also for copies of pinned memory. They would
-        otherwise overtake earlier ones of their lane, and an event stands for all copies before it.
+        This is the case as soon as some memory is pageable, also for copies of pinned memory. They
+        would otherwise overtake earlier copies of their lane, and an event stands for all copies
+        before it.
         """
         if not self._said or self.torch_device.type != "cuda":
             return False
@@ -549,7 +551,7 @@ _VISIBLE = (
 
 
 def _number(asked: int | None) -> int:
-    """Return the number of this process's device: the one asked for, or its local rank.
+    """Return the number of this process's device: the requested one, or that of its local rank.
 
     Launchers such as SLURM may show every rank only one device, which has number 0 for all of them.
     """

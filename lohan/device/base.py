@@ -235,7 +235,7 @@ def to_device(device: Device, tree: Any) -> Any:
 
 
 def move_buffers(model: nn.Module, torch_device: torch.device) -> None:
-    """Move the model's buffers to the compute device; they are small and shared by blocks."""
+    """Move the model's buffers to the compute device; all blocks share them, and they are small."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != torch_device:

@@ -43,9 +43,9 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
 
 
 def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
-    """Open an accelerator; one that shares the host's memory computes there.
+    """Open an accelerator; one that shares the host's memory computes in that memory.
 
-    With `memory`, such a GPU is used as a card of that size, with copies in between.
+    With `memory`, such a GPU is used as a card of that size, with copies between the two.
     """
     device = AcceleratorDevice(memory, number=number)
     if memory is None and is_integrated(device.torch_device):
@@ -55,7 +55,7 @@ def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
 
 
 def known_name(name: str) -> str:
-    """Return the canonical name of a device and resolve `auto`.
+    """Return the canonical name of a device, after resolving `auto`.
 
     Every name of an accelerator becomes `accelerator`, with its number if given: accelerator:1.
     """
@@ -130,7 +130,7 @@ def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
 
 
 class Compiled:
-    """The compiled forwards of a model's sites, each created once it is known to be allowed."""
+    """The compiled forwards of a model's sites; each is created once it is known to be allowed."""
 
     def __init__(self, backend: Backend | None, *, sites: int) -> None:
         self._backend = backend

@@ -14,11 +14,11 @@ from lohan.util.units import format_bytes
 
 
 class IntegratedDevice(AcceleratorDevice):
-    """A GPU that computes in host memory, so that weights and kept activations have one place.
+    """A GPU that computes in host memory, so that weights and kept activations exist only once.
 
-    Host buffers are registered with the driver, which gives the GPU their addresses. What compute
-    itself allocates comes from torch's allocator, in the same physical memory. Gradients are copied
-    from there for the update, because the CPU cannot read the driver's own allocations.
+    Host buffers are registered with the driver, which gives the GPU their addresses. Memory that
+    compute itself allocates comes from torch's allocator, in the same physical memory. Gradients
+    are copied from it for the update, because the CPU cannot read the driver's own allocations.
     """
 
     has_own_memory = False
@@ -28,7 +28,7 @@ class IntegratedDevice(AcceleratorDevice):
         return 0
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Return the memory that no buffer accounts for, of the one budget."""
+        """Return the memory that no buffer accounts for, as a part of the single budget."""
         return card_overhead(host_bytes, host_bytes)
 
     def allocate(self, count: int) -> torch.Tensor:

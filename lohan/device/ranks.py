@@ -315,7 +315,7 @@ class ProcessGroup:
         """Send `shard` to rank 0, which calls `receive`."""
 
     def receive(self, shard: torch.Tensor, rank: int) -> None:
-        """Receive into `shard` what a rank sends."""
+        """Receive the tensor that a rank sends, into `shard`."""
 
     def open_net(self, torch_device: torch.device) -> None:
         """Open the net group for tensors on the compute device. All ranks call it."""
@@ -340,7 +340,7 @@ class ProcessGroup:
     # -- Shutdown ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End this process soon, because this rank has failed, whatever it waits for."""
+        """End this process soon because this rank has failed, even if it waits for something."""
 
     def close(self) -> None:
         """Leave the group when the run has ended on all ranks."""
@@ -350,7 +350,7 @@ ALONE = ProcessGroup()
 
 
 class SeveralRanks(ProcessGroup):
-    """The group of several ranks, made by `join`; `peers` has the process of every rank."""
+    """The group of several ranks, created by `join`; `peers` has the process of every rank."""
 
     def __init__(
         self, ranks: RankInfo, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
@@ -474,7 +474,7 @@ class SeveralRanks(ProcessGroup):
         return []
 
     def abort(self) -> None:
-        """End the process after LAST_WORDS_S, whatever still waits in it."""
+        """End the process after LAST_WORDS_S, even if something in it is still waiting."""
         if not self.aborted:
             self.aborted = True
             threading.Thread(target=_end_late, name="lohan-end", daemon=True).start()
@@ -488,7 +488,7 @@ class SeveralRanks(ProcessGroup):
 
 
 def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
-    """Return the process group that torchrun or another launcher has put this process into.
+    """Return the process group to which torchrun or another launcher has assigned this process.
 
     A process without peers gets the group of one process.
     """
@@ -576,8 +576,8 @@ def run_ranks() -> Iterator[ProcessGroup]:
 def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
     """Call `act` on the first rank, then on the first of every other machine, then on the rest.
 
-    `act` is told whether its rank is the first on its machine. Files are thus created once, and the
-    other ranks find them.
+    The argument of `act` is whether its rank is the first on its machine. Files are thus created
+    once, and the other ranks find them.
     """
     here, results = group.is_local_first, list[Found]()
     for turn in (group.ranks.first, here and not group.ranks.first, not here):

@@ -1,12 +1,12 @@
 """transformers' Trainer and TRL's trainers over models far larger than memory.
 
-from lohan.hf import Trainer        # instead of: from transformers import Trainer
-from lohan.hf import SFTTrainer     # instead of: from trl import SFTTrainer
-from lohan.hf import DPOTrainer     # and KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer
+    from lohan.hf import Trainer        # instead of: from transformers import Trainer
+    from lohan.hf import SFTTrainer     # instead of: from trl import SFTTrainer
+    from lohan.hf import DPOTrainer     # and KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer
 
-Callbacks, logging, evaluation, schedules and checkpoints are those of the library. What differs is
-that the optimizer's step is inside backward, block by block, and that its state is never in memory:
-a checkpoint holds weights, schedule and random state, and resuming opens the store that is there.
+Callbacks, logging, evaluation, schedules and checkpoints are those of the library. There are two
+differences. The optimizer updates each block inside backward, and its state is never in memory as a
+whole. A checkpoint holds weights, schedule and random state; resuming opens the existing store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import a trainer on first use: TRL is optional, and importing transformers is slow."""
-    if name not in _PLACES and name.endswith("Trainer"):  # the import says why
+    if name not in _PLACES and name.endswith("Trainer"):  # The failed import explains why.
         raise ImportError(
             f"lohan.hf has no {name}; it has {', '.join(_PLACES)}. Trainers whose steps generate "
             "answers or ask a second model (GRPO, RLOO, PPO, online DPO, distillation) need one in "

@@ -35,7 +35,8 @@ class LohanArguments:
     update_mode: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
-    moments: str | None = None  # their stored format; None: the one that `optim` implies
+    # the format in which moments are stored; None: the one that `optim` implies
+    moments: str | None = None
 
     def budget(self, output_dir: str) -> Budget:
         named = os.environ.get("LOHAN_SSD", "")
@@ -57,7 +58,7 @@ OPTIM = (*_ADAMW, "sgd", *_LION)
 
 
 def optimizer_name(args: Any) -> str:
-    """Return the name of LoHan's optimizer that `args.optim` asks for, or refuse it."""
+    """Return the name of LoHan's optimizer that corresponds to `args.optim`, or refuse it."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in OPTIM:
         raise ConfigError(
@@ -80,7 +81,7 @@ def optimizer_kwargs(args: Any, name: str) -> dict[str, Any]:
 
 
 def moments_of(args: Any, moments: str | None) -> str:
-    """Return how moments are stored: as the user says, or as the name of the optimizer does."""
+    """Return how moments are stored: as the user specifies or, by default, as `optim` implies."""
     name = str(getattr(args.optim, "value", args.optim))
     return moments or ("int8" if name in _LION and name.endswith("_8bit") else "fp32")
 
@@ -118,7 +119,7 @@ REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse arguments that LoHan cannot follow, and switch off those that it replaces."""
+    """Refuse arguments that LoHan cannot follow, and disable those that it replaces."""
     for name, reason in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name} cannot be used with lohan.hf: {reason}")
@@ -127,7 +128,8 @@ def check_arguments(args: Any) -> None:
     args.bf16_full_eval = args.fp16_full_eval = False  # the planner manages memory
     if getattr(args, "activation_offloading", False):
         args.activation_offloading = False  # the planner places activations
-    if args.use_liger_kernel:  # head and loss run in slices already; the rest replaces modules
+    # The head and the loss run in slices anyway; Liger's other kernels replace modules.
+    if args.use_liger_kernel:
         disabled = {"fused_linear_cross_entropy": False, "cross_entropy": False}
         args.liger_kernel_config = {**(args.liger_kernel_config or {}), **disabled}
 

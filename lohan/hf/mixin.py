@@ -1,4 +1,4 @@
-"""The part of a transformers Trainer that LoHan takes over: optimizer, steps, checkpoints."""
+"""The part of a transformers Trainer that LoHan replaces: optimizer, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ class LohanMixin(OutputStore):
     # -- set-up -----------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        check_arguments(self.args)  # again: Trainer creates default arguments if there are none
+        # Check again, because Trainer creates default arguments if there are none.
+        check_arguments(self.args)
         super()._validate_args()  # type: ignore[misc]
         self._check_optimizer()
 
@@ -177,9 +178,9 @@ class LohanMixin(OutputStore):
             optimizer_name(self.args)
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
-        """Switch autocast off.
+        """Disable autocast.
 
-        Here bf16 and fp16 are the types of the weights, which have an fp32 master copy.
+        In LoHan, bf16 and fp16 are the types of the weights, which have an fp32 master copy.
         """
         arguments: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
         return {**arguments, "mixed_precision": "no"}
@@ -224,8 +225,8 @@ class LohanMixin(OutputStore):
         """Return the parameter groups of the optimizer, which is created if it does not exist."""
         if self._groups is None:
             self._groups = TorchGroups(moments_of(self.args, self.lohan.moments))
-            # The session has the groups. It must not keep its Trainer alive, because the Trainer's
-            # deletion ends it.
+            # The session refers to the groups. It must not keep its Trainer alive, because deleting
+            # the Trainer ends the session.
             trainer = weakref.ref(self)
             self._groups.step_gradients = lambda: _step_gradients(trainer())
         if self.optimizer is None:

@@ -1,9 +1,9 @@
-"""The torch optimizer of a Trainer: its class, its parameter groups, and what they say each step.
+"""The torch optimizer of a Trainer: its class, its parameter groups, and their values in each step.
 
-A Trainer has a torch optimizer, made by transformers, by the script or by an overridden method.
-Its step never computes anything: updates run inside backward, by LoHan's kernels. But its groups
-are the ones that count. They are read in every step, so what schedulers and callbacks write to
-them is honoured from the next step on.
+A Trainer has a torch optimizer, created by transformers, by the script or by an overridden method.
+Its step never computes anything, because updates run inside backward, by LoHan's kernels. Its
+parameter groups do apply: they are read in every step, so that values written by schedulers and
+callbacks take effect in the next step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 
 class LionGroups(torch.optim.Optimizer):
-    """The parameter groups of Lion, which torch does not have. It has no step of its own."""
+    """The parameter groups of Lion, which torch does not have; it has no step of its own."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class LionGroups(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: the step has happened in backward."""
+        """Do nothing, because backward has already updated the weights."""
 
 
-# Classes of torch that LoHan has kernels for, by the name of its own optimizer. Subclasses may
+# Classes of torch that LoHan has kernels for, by the name of LoHan's optimizer. Subclasses may
 # compute something else, so they are not accepted.
 CLASSES: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.AdamW: "adamw",
@@ -60,7 +60,7 @@ CLASSES: dict[type[torch.optim.Optimizer], str] = {
 }
 # Keys of a group that change an update, with the only value that LoHan's kernels have.
 FIXED = {"amsgrad": False, "maximize": False, "dampening": 0, "decoupled_weight_decay": True}
-# Keys that say how torch computes, and those that schedulers of torch add for themselves.
+# Keys that select torch's implementation, and keys that schedulers of torch add for themselves.
 WITHOUT_EFFECT = frozenset(
     (
         "params",
@@ -106,7 +106,8 @@ def check_class(kind: Any) -> None:
     )
 
 
-# Packages whose code asks an optimizer for gradients and moments, and goes on if there are none.
+# Packages that read gradients and moments from an optimizer, and continue silently if there are
+# none.
 ASKING = ("torch.optim", "torch.amp", "torch.cuda.amp", "accelerate", "copy", "lohan")
 
 
@@ -116,9 +117,10 @@ def _asked_by_library(depth: int) -> bool:
 
 
 class StandIn(nn.Parameter):
-    """A parameter in a group: its shape and type, without values or a gradient.
+    """A stand-in for a parameter in a group, with its shape and type but no values or gradient.
 
-    Code that asks the optimizer for values or gradients is refused, since it would do nothing.
+    Code that reads values or gradients from the optimizer is refused, since it would have no
+    effect.
     """
 
     groups: TorchGroups
@@ -192,7 +194,7 @@ _MOMENTS = (
 
 
 def _refuse_state(optimizer: Any, state: Any) -> None:
-    """Refuse `load_state_dict`, which accelerate alone may call, with what it has just read."""
+    """Refuse `load_state_dict`, unless accelerate calls it with the state that it has just read."""
     frame = sys._getframe(1)
     while frame is not None:
         module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
@@ -208,9 +210,10 @@ class TorchGroups:
     def __init__(self, moments: str) -> None:
         self.step_gradients: Callable[[], StepGradients | None] = lambda: None
         self._moments = moments
-        self._torch: Any = None  # the optimizer whose groups these are
-        self._index: dict[str, int] = {}  # by parameter, under each of its names: its group
-        self._keys: list[frozenset[str]] = []  # by group: what it had when it was taken over
+        self._torch: Any = None  # the optimizer that these groups belong to
+        # the group of each parameter, under each of the parameter's names
+        self._index: dict[str, int] = {}
+        self._keys: list[frozenset[str]] = []  # the keys that each group had when it was taken over
         self._members: Sequence[Members] = ()
         self.optimizer: Optimizer = OPTIMIZERS["adamw"](moments=moments)
 
@@ -222,7 +225,8 @@ class TorchGroups:
         """
         given = unwrapped(optimizer)
         if given is self._torch:
-            if not isinstance(given.state, NoState):  # accelerate has wrapped it once more
+            # Accelerate has wrapped the optimizer a second time.
+            if not isinstance(given.state, NoState):
                 given.state = NoState(dict)
             return
         check_class(type(given))
@@ -248,7 +252,8 @@ class TorchGroups:
             for name in names[id(parameter)]
         }
         if trained:
-            # torch would leave them as they are; a learning rate of 0 does the same.
+            # torch would leave these parameters unchanged; a learning rate of 0 has the same
+            # effect.
             for key in trained:
                 self._index |= dict.fromkeys(names[key], len(given.param_groups))
             logger.warning(
@@ -271,7 +276,7 @@ class TorchGroups:
         self.optimizer = self.at(0).optimizers[0]
 
     def at(self, step: int) -> GroupValues:
-        """Read the groups as they are now."""
+        """Return the current values of the groups."""
         groups = self._torch.param_groups
         if len(groups) != len(self._keys):
             raise ConfigError(
@@ -346,7 +351,7 @@ class TorchGroups:
 
 
 def _constant(rate: Any) -> Callable[[int], float]:
-    """Return a schedule of one rate: unlike a number, it may be negative, as in torch."""
+    """Return a schedule with a constant rate. Unlike a number, it may be negative, as in torch."""
     return lambda step: rate
 
 

@@ -97,7 +97,7 @@ class ORPOTrainer(Concatenated, TheirORPO):
 
 
 class CPOTrainer(Concatenated, TheirCPO):
-    """TRL's CPOTrainer, SimPO among its losses."""
+    """TRL's CPOTrainer. SimPO is one of its losses."""
 
     def _averages(self) -> bool:
         return self.loss_type in ("ipo", "simpo")

@@ -1,14 +1,14 @@
-"""The store of a Trainer's output folder: which one it is, and how another takes its place.
+"""The store of a Trainer's output folder: which one it is, and how another replaces it.
 
-A store in the output folder itself is called STORE_FOLDER; on other drives, and after a second
-training, the mark of the output folder has its name. A new training never touches the store of an
-earlier one before it has committed a step of its own:
+A store in the output folder itself is called STORE_FOLDER. On other drives, and after a second
+training, the mark of the output folder contains its name. A new training never modifies the store
+of an earlier one before it has committed a step of its own:
 
     start       the mark leads to the earlier store and names the new one as spare
     first step  committed; the mark leads to the new store and names the earlier one as spare
     afterwards  spare stores are removed, unless a model of this process has its weights there
 
-Spare stores that a dead process has left are removed at the next start.
+Spare stores left by a process that was killed are removed at the next start.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ from lohan.util.files import load_json
 from lohan.util.units import counted
 
 logger = logging.get_logger(__name__)
-OUTPUT_DIR = "output_dir"  # in a store's meta: the folder that it belongs to
-TRAINING = "training"  # in a store's meta and in TRAINING_FILE: the training that both are of
-STATE_FOLDER = "lohan-state"  # of a checkpoint: weights and optimizer state of its step
-TRAINING_FILE = "lohan-training.json"  # of a checkpoint: which training it is of
-REFERENCES = "lohan-reference-*.npy"  # of an output folder: log-probabilities of a reference
+OUTPUT_DIR = "output_dir"  # Key in a store's metadata: the folder that the store belongs to.
+# Key in a store's metadata and in TRAINING_FILE: identifies the training of both.
+TRAINING = "training"
+STATE_FOLDER = "lohan-state"  # Folder in a checkpoint: weights and optimizer state of its step.
+# File in a checkpoint: identifies the training that it belongs to.
+TRAINING_FILE = "lohan-training.json"
+REFERENCES = "lohan-reference-*.npy"  # Files in an output folder: log-probabilities of a reference.
 
 
 class OutputStore:
-    """The part of a Trainer that knows where its store is."""
+    """The part of a Trainer that locates its store."""
 
     args: Any
     model: Any
     lohan: LohanArguments
     session: Session | None
     _ranks: ProcessGroup | None
-    _replacing: Mark | None = None  # of the new store, until its first step is committed
+    _replacing: Mark | None = None  # the mark of the new store, until its first step is committed
 
     def _sharing(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -172,12 +174,12 @@ class OutputStore:
         """
         _MODELS.add(session.model)
         name = self._store_name()
-        # At the end of the process the finalizer that was made last runs first.
+        # At the end of the process, the most recently created finalizer runs first.
         weakref.finalize(session.model, _remove_if_spare, self._out, name, session.store.dirs)
         weakref.finalize(self, _let_go, session)
         _OPEN.add(session)
 
-    # -- a training that goes on ------------------------------------------------------------------
+    # -- continuing a training ---------------------------------------------------------------------
 
     def _state_folder(self, checkpoint: Path) -> Path:
         return self._of_rank(checkpoint / STATE_FOLDER)
@@ -209,8 +211,8 @@ class OutputStore:
     def _open_elsewhere(self, checkpoint: Path) -> None:
         """Create a store in the output folder from the state in a checkpoint of another training.
 
-        The checkpoint may also be of another folder. Weights that are not trained come from
-        the model.
+        The checkpoint may belong to another folder. Weights that are not trained come from the
+        model.
         """
         self._new_store()
         dirs, group = self._store_dirs(), self._ranks or ALONE
@@ -322,7 +324,8 @@ def _training_of(checkpoint: Path) -> str | None:
 
 
 _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
-_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with weights in a store
+# models of this process whose weights are in a store
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def end_others(dirs: Sequence[Path]) -> None:
@@ -340,7 +343,7 @@ def remove_unused(dirs: Sequence[Path]) -> bool:
     if (dirs[0] / IDENTITY).exists():
         try:
             remove(dirs)
-        except LohanError:  # another process has it open, or its drive is not writable now
+        except LohanError:  # Another process has the store open, or its drive is not writable now.
             return False
     return True
 

@@ -1,10 +1,10 @@
 """Training steps that a Trainer subclass runs itself, with `accelerator.backward`.
 
-Trainer asks its `training_step` for a forward and a backward, then its optimizer for a step.
-LoHan's own training_step does both at once. One that a subclass has written may call
+Trainer calls its `training_step` for a forward and a backward, and then its optimizer for a step.
+LoHan's own training_step does all of this at once. An overridden one may call
 `accelerator.backward` instead: the model is attached before it runs, its backward is the step, and
-the batches of one optimizer step are added up. Whatever a subclass does, an optimizer step that has
-not changed the weights exactly once is an error.
+the batches of one optimizer step are added up. In any subclass, an optimizer step that has not
+changed the weights exactly once is an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ class UserSteps:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
-        self.in_own_step = False  # inside the training_step of LoHan
-        self.in_fp32 = False  # losses are computed in fp32 already, for all of the training
+        self.in_own_step = False  # True inside LoHan's own training_step.
+        # True if losses are computed in fp32 already, during the whole training.
+        self.in_fp32 = False
         self._precision = ExitStack()
-        self._sums: AbstractContextManager[None] | None = None  # over the batches of a step
+        # accumulates the gradients of the batches of a step; None outside of it
+        self._sums: AbstractContextManager[None] | None = None
         self._checks = True
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose steps are checked
-        self._stepped = False  # backward was a step since the last optimizer step
-        self._last_step: int | None = None  # of the session, after the last optimizer step
+        # the optimizers whose steps are checked
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped = False  # True if a backward was a step since the last optimizer step.
+        # The step number of the session after the last optimizer step.
+        self._last_step: int | None = None
 
     @property
     def overridden(self) -> bool:
@@ -53,7 +57,8 @@ class UserSteps:
         if trainer.session is None or trainer.session.closed:
             joined = trainer._joined_batch(batches) if len(batches) > 1 else None
             trainer.attach(batches[0] if joined is None else joined)
-        if len(batches) > 1:  # before the first forward, which fixes the plan of the step
+        # This must happen before the first forward, which fixes the plan of the step.
+        if len(batches) > 1:
             trainer.session.make_room_for_sums()
         if not self.in_fp32:
             self._precision.enter_context(trainer._in_fp32(trainer.model))
@@ -156,7 +161,7 @@ class UserSteps:
                 "leave its batch out of the data"
             )
         self.attached(session)
-        trainer._take_place(session)  # as after LoHan's own training_step
+        trainer._take_place(session)  # as LoHan's own training_step does
 
     def end(self) -> None:
         """Discard accumulated gradients and hooks that an interrupted training has left."""

@@ -1,4 +1,4 @@
-"""The request behind `lohan plan`: a machine by name and numbers, and settings, as plan options."""
+"""The request of `lohan plan`: a machine by name and numbers, and settings, as plan options."""
 
 from __future__ import annotations
 

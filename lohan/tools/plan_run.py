@@ -1,7 +1,7 @@
 """The plan of a run on this machine, and advice on what would make a run faster.
 
-The model is traced as `attach` traces it, but without weights and without training. Advice comes
-from the planner, which is asked about slightly better machines.
+The model is traced as `attach` traces it, but without weights and without training. The advice is
+based on the planner's results for slightly better machines.
 """
 
 from __future__ import annotations

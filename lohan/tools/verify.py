@@ -246,7 +246,7 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
 def _without_dropout(value: Any, names: list[str]) -> Any:
     """Return the same tables with every dropout rate set to 0.
 
-    Append the names of those that were not zero to `found`.
+    Append the names of those that were not zero to `names`.
     """
     if not isinstance(value, dict):
         return value

@@ -173,7 +173,8 @@ class Preference(Task[Preferences]):
         if config.preference.loss not in WITH_REFERENCE:
             return
         file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
-        if not session.step:  # one that is there may be of another model that a start began with
+        # A stored reference may be of another model, if an earlier start began with that model.
+        if not session.step:
             logps = self._reference_logps(session, examples, progress)
             if session.process_group.ranks.first:
                 write_reference(file, logps)

@@ -452,7 +452,7 @@ def _config_of(folder: RunFolder) -> Config | None:
 
 
 def check_names(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError if something that is not the run's has a name that it would use."""
+    """Raise ConfigError if a file that is not the run's has a name that the run would use."""
     wanted, mark = folder.names(config), folder.mark
     created = set(mark.names) if mark is not None else set()
     present = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []

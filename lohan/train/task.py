@@ -152,7 +152,7 @@ class Task(ABC, Generic[Kind]):
     def before_training(
         self, session: Session, examples: Kind, config: Config, progress: OnProgress
     ) -> None:
-        """Compute what the task must know about the examples before the first step."""
+        """Compute what the task needs from the examples before the first step."""
 
     def rows(self, batch: Batch) -> int:
         """Return the number of samples in a batch."""
@@ -175,7 +175,7 @@ class Task(ABC, Generic[Kind]):
         return int(batch["input_ids"].numel())
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
-        """Return the number of losses that the loss of the batch is the mean of."""
+        """Return the number of terms over which the loss of the batch is averaged."""
         return self.rows(batch)
 
 

@@ -150,7 +150,7 @@ def begin(
             if taken and not group.ranks.several:
                 try:
                     undo_start(folder, config)
-                # the original error is the one that is raised
+                # The original error is the one to raise.
                 except (OSError, LohanError) as error:
                     display.note(f"warning: {folder.path} is not cleared: {error}; start it again")
             raise
@@ -666,9 +666,9 @@ class _Stop:
 def stop_signals(display: Display) -> Iterator[_Stop]:
     """Handle Ctrl-C and SIGTERM.
 
-    The first signal lets the step finish, and says so; the second aborts the step. While backward
-    runs on an accelerator's thread, Python handles signals only after it has ended, and several as
-    one. During that time the third signal ends the process; committed steps are safe.
+    The first signal lets the step finish and prints a message; the second aborts the step. While
+    backward runs on an accelerator's thread, Python handles signals only after it has ended, and
+    several as one. During that time the third signal ends the process; committed steps are safe.
     """
     stop = _Stop()
 
@@ -692,7 +692,7 @@ def stop_signals(display: Display) -> Iterator[_Stop]:
 
 @contextmanager
 def _counting_signals(stop: _Stop) -> Iterator[None]:
-    """Count signals in a thread as they arrive, whatever the main thread waits for."""
+    """Count signals in a thread as they arrive, even while the main thread waits."""
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     previous = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)

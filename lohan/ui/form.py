@@ -13,7 +13,7 @@ from lohan.ui.places import Places
 from lohan.util.files import write_atomic
 from lohan.util.settings import FieldInfo, Kind, assignment, toml_value
 
-# Settings that are written in the file by hand: a list of tables has no field of its own.
+# Settings that are written in the file by hand, because a list of tables has no form field.
 NOT_IN_FORM = ("train.param_groups", "out")
 # Settings that a first run needs. The form shows them first, the others by section.
 FIRST = (
@@ -86,7 +86,7 @@ def raw_value(info: FieldInfo, text: str) -> Any:
 
 
 def settings_text(values: Mapping[str, str], out: str) -> str:
-    """Return the settings file: what was given, and nothing else."""
+    """Return the settings file with exactly the given values."""
     tables: dict[str, dict[str, Any]] = {"": {}}
     for key, text in values.items():
         try:
@@ -109,7 +109,7 @@ def settings_text(values: Mapping[str, str], out: str) -> str:
 
 
 def parsed(text: str, places: Places) -> Config:
-    """Check a settings file as `lohan train` does, and that all its paths are in the places."""
+    """Check a settings file as `lohan train` does, and that all its paths are inside the places."""
     config = Config.from_mapping(tomllib.loads(text), base_dir=places.root)
     places.check(config)
     return config

@@ -18,7 +18,7 @@ WORK = ".lohan-ui"  # folder below the root for logs of started processes
 
 @dataclass(frozen=True)
 class Places:
-    """The folder that the pages are about, and others that `--also` names."""
+    """The folder that the pages show, and other folders that `--also` names."""
 
     root: Path
     others: tuple[Path, ...] = ()
@@ -37,7 +37,7 @@ class Places:
     def path(self, text: str | Path, what: str) -> Path:
         """Return a path, relative to the root, or raise ConfigError if it is not below a place.
 
-        Links are followed first, so that a link in the folder cannot lead out of it.
+        Links are resolved first, so that a link in the folder cannot lead out of it.
         """
         try:
             given = self.root / Path(text).expanduser()

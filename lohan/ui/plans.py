@@ -36,7 +36,7 @@ OPTIONS = {
     "base": "train.base",
     "steps": "train.steps",
 }
-BATCHES = (1, 4, 16, 64, 256)  # of the table of all models
+BATCHES = (1, 4, 16, 64, 256)  # Batch sizes in the table of all models.
 # Numbers that may be typed instead of those of the machine: the unit, and what the number means.
 TYPED = {
     "tflops": (1e12, "TFLOP/s of a block of the model"),
@@ -50,7 +50,7 @@ KEYS = ("model", "machine", "ssds", "gpus", "device_memory", "drive_bytes", "min
 
 @dataclass(frozen=True)
 class Question:
-    """What the page Plan asks: the texts of its fields, without those that are empty."""
+    """The input of the page Plan: the texts of its fields, without those that are empty."""
 
     places: Places
     given: Mapping[str, str]

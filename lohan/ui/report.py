@@ -25,8 +25,8 @@ MODULES = ("dom.js", "charts.js", "timeline.js", "run.js", "report.js")
 def page(runs: Sequence[tuple[RunRecord, Advice]]) -> str:
     """Return the page of some runs, each with advice on what would make it faster.
 
-    The content security policy allows the style and the script of the page by their hashes and
-    nothing else, so that the page can load nothing and a text from a run cannot become a script.
+    The content security policy allows the page's style and script by their hashes and nothing else.
+    The page can therefore load nothing, and a text from a run cannot become a script.
     """
     views = []
     for run, advice in runs:

@@ -23,7 +23,7 @@ from lohan.util.files import WrongType, checked
 
 
 MOST_SAMPLES = 40
-STEADY = 50  # number of last steps that give the speed
+STEADY = 50  # Speed is computed from this many of the last steps.
 RECENT_STEPS = 10  # The remaining time is estimated from this many steps.
 
 Row = Mapping[str, Any]
@@ -46,7 +46,7 @@ class RunRecord:
 
     @property
     def steady(self) -> list[dict[str, Any]]:
-        """The steps with the last plan, without the first two of them."""
+        """The steps with the last plan, except the first two, which include warm-up."""
         began = max((row["step"] for row in self.journal if row["event"] != "measured"), default=0)
         rows = [row for row in self.steps if row["step"] > began]
         return (rows[2:] or rows or self.steps)[-STEADY:]
@@ -75,7 +75,7 @@ class RunRecord:
 
 
 class LogFile:
-    """The rows of a log that grows. Only what was appended since the last call is read."""
+    """The rows of a growing log. Each read parses only what was appended since the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class LogFile:
         self._rows: list[dict[str, Any]] = []
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all rows; a last line that is still being written is not one yet."""
+        """Return all rows, without a last line that is still being written."""
         with self._lock:
             try:
                 with open(self.path, "rb") as file:
@@ -281,7 +281,7 @@ def state_of(run: RunRecord) -> RunState:
 # -- Runs below a folder ---------------------------------------------------------------------------
 
 
-MOST_FOLDERS = 20_000  # that are searched
+MOST_FOLDERS = 20_000  # folders that are searched at most
 DEEPEST = 6  # levels below the root
 # Parts of a run or of an environment, in which no run is searched.
 SKIPPED = {"store", "snapshots", "data", "eval-data", "model", "ema", "best", "base"}

@@ -1,8 +1,8 @@
-"""The web application of `lohan ui`: pages, answers as JSON, and who may ask.
+"""The web application of `lohan ui`: pages, answers as JSON, and access control.
 
 It listens on loopback only. Every address begins with a secret token, so that neither another user
 of the machine nor a web page in the same browser can guess it. Requests with another Host (DNS
-rebinding) or from another origin are refused. Paths are limited to the folder that was given.
+rebinding) or from another origin are refused. Paths are limited to the given folders.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SERVED = ("style.css", "icon.svg", *(f"{name}.js" for name in MODULES))
 Handler = Callable[[Request], Awaitable[Any]]
 
 
-# -- Who may ask -----------------------------------------------------------------------------------
+# -- Access control --------------------------------------------------------------------------------
 
 
 class Guard:
@@ -122,7 +122,8 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             return _refused(f"{where}{error.strerror or error}", 400)
-        except Exception:  # a defect of the pages, which must not end as a page without words
+        # A defect of the pages is also reported as JSON, so that the page can show it.
+        except Exception:
             traceback.print_exc()
             return _refused("the server has failed here; its terminal shows where", 500)
         if isinstance(result, Response):
@@ -158,13 +159,13 @@ def text_in(body: Mapping[str, Any], key: str, default: str | None = None) -> st
 
 
 class Application:
-    """The endpoints, and what they keep between requests."""
+    """The endpoints, and the state that they keep between requests."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
         self.logs = Logs()
         self.processes = Processes(places)
-        # A command at a time: plans and answers take whole cores.
+        # Only one command runs at a time, because plans and answers use whole cores.
         self._one_command = asyncio.Lock()
         self._one_search = asyncio.Lock()
 
@@ -228,12 +229,12 @@ class Application:
         return await run_in_threadpool(found)
 
     def _starts(self, known: set[str]) -> list[dict[str, Any]]:
-        """Return trainings that have not made a run folder (yet), such as those that failed."""
+        """Return trainings that have not created a run folder (yet), such as those that failed."""
         rows = []
         for record in self.processes.records():
             path = Path(record.run)
             if self.places.root not in path.parents:
-                continue  # The folder was moved since.
+                continue  # The folder has been moved in the meantime.
             name = str(path.relative_to(self.places.root))
             if record.kind == "train" and name not in known:
                 known.add(name)
@@ -260,8 +261,8 @@ class Application:
     def _state(self, run: RunRecord) -> RunState:
         """Return the state of a run.
 
-        A process that was started here is part of it before it locks the store, which takes it
-        some seconds, and after it has closed the store.
+        A process that was started here counts as part of the run before it locks the store, which
+        takes some seconds, and after it has closed the store.
         """
         state = state_of(run)
         if state.active:
@@ -281,7 +282,7 @@ class Application:
         records = self.processes.of_run(run.folder.path)
         trained = next((r for r in records if r.kind in ("train", "resume")), None)
         log = None if trained is None else self.processes.log(trained)[-LAST_LINES:]
-        # A run that was continued in a terminal has a later log than the one that is known here.
+        # A run that was continued in a terminal has a later log than the one recorded here.
         state = self._state(run)
         if trained is not None and state.active and not self.processes.is_alive(trained):
             log = None
@@ -373,7 +374,7 @@ class Application:
             return await run_in_threadpool(plans.row_of_model, question)
 
     async def plan(self, request: Request) -> Any:
-        """Run `lohan plan`, until it ends or the page asks for something else."""
+        """Run `lohan plan` until it ends or the page sends another request."""
         question = plans.Question.of(self.places, request.query_params)
         machine = await run_in_threadpool(question.machine)
         with tempfile.TemporaryDirectory(prefix="lohan-ui-") as work:
@@ -435,10 +436,10 @@ class Application:
 
         return await run_in_threadpool(begin)
 
-    # -- Try it ------------------------------------------------------------------------------------
+    # -- Try a model ------------------------------------------------------------------------------
 
     async def answer(self, request: Request) -> Any:
-        """Answer a prompt with the weights of a run, or with those that it began with."""
+        """Answer a prompt with the weights of a run, or with the weights it started from."""
         body = await body_of(request)
         which, prompt = text_in(body, "which"), text_in(body, "prompt")
         if which not in ("before", "after"):
@@ -460,7 +461,8 @@ class Application:
         ssd = next(iter(folder.all_ssd_folders(config, 1)), folder.path)
         source = folder.path if which == "after" else config.model
         with tempfile.TemporaryDirectory(prefix="lohan-ui-") as work:
-            # A file, so that the text is never taken for an option or for the name of a file.
+            # The prompt is passed in a file, so that it is never parsed as an option or a file
+            # name.
             file = Path(work) / "prompt.jsonl"
             write_atomic(file, (json.dumps({"prompt": prompt}) + "\n").encode())
             words = ["generate", str(source), "--prompt", str(file), "--json", "--ssd", str(ssd)]
@@ -486,9 +488,9 @@ def application(places: Places, *, token: str, port: int) -> ASGIApp:
 
 
 def serve(places: Places, *, port: int | None, ready: Callable[[str], None]) -> None:
-    """Serve the pages on loopback until Ctrl-C; `ready` gets their address.
+    """Serve the pages on loopback until Ctrl-C; `ready` is called with their address.
 
-    Without `port`, it is PORT or, if that is taken, a free one.
+    Without `port`, PORT is used or, if that is taken, a free port.
     """
     import uvicorn
 

@@ -68,8 +68,8 @@ def run_view(
 ) -> dict[str, Any]:
     """Return everything that the page of a run shows.
 
-    Without `log`, the last lines are those that the run printed for its steps, made again from
-    its metrics.
+    Without `log`, the last lines are those that the run printed for its steps, recreated from its
+    metrics.
     """
     view: dict[str, Any] = {
         "name": run.folder.path.name,

@@ -41,7 +41,7 @@ class Display:
         """Show one permanent line."""
 
     def advance(self, task: str, done: int, total: int) -> None:
-        """Report progress of long work: `done` of `total`, in any unit."""
+        """Report the progress of a long task: `done` of `total`, in any unit."""
 
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
         """Report the bytes that the plan uses and the budget, by tier."""

@@ -1,4 +1,4 @@
-"""Host memory: what is free within the limits of cgroups, and what this process holds."""
+"""Host memory: the bytes that are free within the limits of cgroups, and this process's bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # From malloc.h.
 
 
 def return_freed_memory() -> None:
-    """Configure malloc to return freed memory to the system, and return what is free.
+    """Configure malloc to return freed memory to the system, and return what is free now.
 
     Allocations of 8 MiB and more get a mapping of their own. By default, glibc raises this
     threshold to up to 32 MiB when such an allocation is freed. Holes between tensors then stay

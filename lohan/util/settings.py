@@ -38,7 +38,7 @@ class Kind:
 
 
 def kind(metavar: str, typed: Any, **schema: Any) -> Callable[[Parser], Kind]:
-    """Return a decorator that makes a kind of a parser; `schema` describes its values."""
+    """Return a decorator that turns a parser into a kind; `schema` describes its values."""
     return partial(Kind, metavar, typed, schema=schema)
 
 

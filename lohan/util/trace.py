@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The spans of the last steps until they are taken, and with `keep` of the whole run.
+    """The spans of the current step until they are taken and, with `keep`, those of the whole run.
 
     If spans are not taken, only those of the last step are kept, because a run may have very many.
     """

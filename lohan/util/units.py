@@ -109,11 +109,12 @@ class Interval:
 EVERY_STEP = Interval()
 
 
-LEAST_LOGGED, MOST_LOGGED = 2, 64  # steps from one write of the full state to the next
+# Bounds on the number of steps from one write of the full state to the next.
+LEAST_LOGGED, MOST_LOGGED = 2, 64
 
 
 def log_steps(asked: str | int) -> int:
-    """Parse "off", which gives 0, or the number of steps between two writes of the full state."""
+    """Parse "off", which means 0, or the number of steps between two writes of the full state."""
     text = str(asked).strip().lower()
     if text == "off" and not isinstance(asked, bool):
         return 0
