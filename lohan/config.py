@@ -449,6 +449,7 @@ class SampleConfig:
 
 
 # -- The config of a run: decisions of the user, and nothing that the planner can derive -----------
+#
 # A `Config` is created from a TOML file, from command-line options, or from both; options override
 # the file. Each field is declared once with its parser and its help text. The file reader, the
 # checks, the TOML writer, `--help` and the reference page all use that declaration (`fields_of`).

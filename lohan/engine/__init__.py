@@ -1,76 +1,66 @@
-"""What runs a step: attach, session, executor, lanes, buffers, offload.
+"""Execution of a step: attach, session, executor, lanes, buffers, offload.
 
-One batch, from the call of the model to the commit. schedule/phases.py says in which order and
-after what, ActionScheduler (scheduler.py) enqueues it, Lanes (lanes.py) hold to it, ActionRunner
-(actions.py) is what the lanes do. In brackets: the thread, and the letter of the action
-(schedule/actions.py). `caller` runs the model; in backward on an accelerator it is autograd's own
-thread. `ssd` submits I/O, `done` completes it, `optimizer` runs updates (the caller does where one
-rank computes on the CPU), `h2d` and `d2h` copy to and from a device with memory of its own, where
-`compute` waits for its events; `net` exchanges with other ranks. `overlap=False` does all of it on
-the caller, in order.
+One batch, from the call of the model to the commit. schedule/phases.py determines the order of the
+actions and their waits. ActionScheduler (scheduler.py) enqueues them, Lanes (lanes.py) execute them
+in this order, and ActionRunner (actions.py) implements them. In brackets: the thread, and the
+letter of the action (schedule/actions.py). `caller` runs the model; in backward on an accelerator
+it is autograd's own thread. `ssd` submits I/O, `done` completes it, and `optimizer` runs updates
+(the caller does if one rank computes on the CPU). `h2d` and `d2h` copy to and from a device with
+its own memory, and `compute` waits for the events of that device. `net` communicates with other
+ranks. With `overlap=False`, the caller does everything, in order.
 
-Forward
- 1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
-   labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
- 2 [caller] A block is called: WrappedSite, _BlockFunction, BlockRunner.forward,
-   ActionScheduler.begin_forward. If the order is known, all of forward has been enqueued by the
-   end of the step before, or is now after a flush; else this block is.
- 3 [ssd R] Unless they are cached in host memory or still there, its weights are read into a host
-   slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
-   the ranks' shards.
- 4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
-   slice by slice (SlicedCompute in capture/recompute.py), without autograd's saved tensors. Its
-   inputs, random state and what the save plan says (capture/selective_checkpoint.py) stay: on the
-   device, in host memory [d2h K] or on SSD [ssd O], as planned.
- 5 [caller] The head runs slice by slice, forward and, in training, backward at once: gradients of
-   its weights and of the hidden state wait in _HeadFunction. Full logits exist only if the caller
-   reads `.logits`.
+Forward 1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are
+updated. With labels, a causal language model's forward is SlicedHead's (head.py), which calls the
+decoder. 2 [caller] A block is called: WrappedSite, _BlockFunction, BlockRunner.forward,
+ActionScheduler.begin_forward. If the order is known, the whole forward was enqueued at the end of
+the previous step or, after a flush, is enqueued now. Otherwise this block is enqueued. 3 [ssd R]
+Unless a host slot already holds its weights, the newest ones are read into a host slot, committed
+or not. [h2d L] They are copied to a device slot. [net A] All ranks gather the shards. 4 [caller F]
+Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs, slice by slice
+(SlicedCompute in capture/recompute.py), without autograd's saved tensors. Its inputs, its random
+state and the results in the save plan (capture/selective_checkpoint.py) are kept as planned: on the
+device, in host memory [d2h K] or on SSD [ssd O]. 5 [caller] The head runs slice by slice, in
+training forward and backward at once. The gradients of its weights and of the hidden state wait in
+_HeadFunction. Full logits exist only if the caller reads `.logits`.
 
-Backward
- 6 [caller] loss.backward(): every block's calls Executor.enter_backward, of which the first queues
-   on_backward_done as autograd's callback and enqueues all of backward if its order is known.
- 7 [ssd R, I; h2d L, V; net A] Weights that were evicted, and activations, come back.
- 8 [caller B] BlockRunner.backward: SlicedCompute recomputes what was not saved and runs autograd.
+Backward 6 [caller] loss.backward(): the backward of every block calls Executor.enter_backward. The
+first call registers on_backward_done as autograd's callback and, if the order is known, enqueues
+the whole backward. 7 [ssd R, I; h2d L, V; net A] Evicted weights and activations are loaded again.
+8 [caller B] BlockRunner.backward: SlicedCompute recomputes what was not saved and runs autograd.
 
-A gradient
-   GradientSink        hooks add it up on the compute device until the last use of its weights (in
-                       fp32 where several are summed); with one rank, those of shared weights are
-                       set aside in host memory meanwhile if the device has its own
-                       (GradientOffload.set_aside)
-   pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
-                       [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
-   pending.on_host
-                       where updates find it; on the CPU right after the sink
-   GradientSpill       a held gradient without room: [ssd P] written, [ssd G] read for its update
-   Resident parameters have theirs in `.grad` until on_backward_done. [optimizer H] takes the
-   squares of gradients for a norm; a device has summed them before it handed them over, and H reads
-   that. Squares of resident parameters, and of groups that backward did not reach, the caller sums.
+A gradient GradientSink Hooks add it up on the compute device until the last use of its weights, in
+fp32 if several gradients are summed. With one rank and a device with its own memory, gradients of
+shared weights are set aside in host memory until the next use (GradientOffload.set_aside).
+pending.on_device After the last use (GradientCollector.finish), on a device: [net X] reduce-scatter
+over the ranks, then [d2h D] the copy by GradientOffload. pending.on_host Updates read it here. On
+the CPU, it comes directly from the sink. GradientSpill A held gradient that has no room in host
+memory: [ssd P] is its write, [ssd G] the read for its update. Gradients of resident parameters are
+in `.grad` until on_backward_done. [optimizer H] sums the squares of gradients for the norm; if a
+device has summed them already, H uses that sum. The caller sums the squares of resident parameters
+and of groups that backward did not reach.
 
-The optimizer
- 9 [ssd S] A chunk of state into the state ring: moments; also master weights (fp16) or the bits
-   that bf16 rounds off (bf16); also the moving average, if there is one.
-10 [optimizer U] update_chunk: state in place, new weights into the host slot; the gradient is
-   freed, or held until the step is accepted.
-   When updates run is one table: schedule/placement.py.
-11 [ssd W] State and weights go to the generation that is not committed.
+The optimizer 9 [ssd S] A chunk of state is read into the state ring: moments; master weights (fp16)
+or the bits removed by rounding (bf16); and the moving average, if there is one. 10 [optimizer U]
+update_chunk changes the state in place and the weights in the host slot. The gradient is then
+freed, or held until the step is accepted. schedule/placement.py has the table of when updates run.
+11 [ssd W] State and weights are written to the generation that is not committed.
 
-The end of the step
-12 [caller] Executor.on_backward_done: late and resident gradients; the norm, where it is needed
-   (clipping, fp16, `serial`), and if it is too large for updates that have run, their roll-back
-   (Clipping), after which they are redone or the step runs again (Decision in step.py); TrainState
-   counts the step; its meta
-   (counters, random state, buffers, the row of metrics) waits for the commit; the next forward is
-   enqueued. An fp16 overflow skips all updates; its meta is committed alone, or with the steps
-   before it if they are not yet.
-13 [done C] Behind the last W: Store.commit syncs the disk slot that was written, its checksums,
-   renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
-   generation is only read until the next commit, while the older one is written over. With
-   commits by interval, C of most steps commits nothing, and weights and state in host memory are
-   written only in the steps that commit. Where all updates run in the next forward, what is cached
-   is written during the backward after it, and C comes there: a crash can cost the step in flight
-   and the one before it.
+The end of the step 12 [caller] Executor.on_backward_done: hand over late and resident gradients,
+and compute the norm if it is needed (clipping, fp16, `serial`). If the norm is too large for
+updates that have already run, Clipping rolls them back, and they are redone or the step runs again
+(Decision in step.py). TrainState counts the step. Its metadata (counters, random state, buffers,
+the row of metrics) waits for the commit, and the next forward is enqueued. An fp16 overflow skips
+all updates; its metadata is committed alone, or with earlier steps that are not committed yet. 13
+[done C] After the last W, Store.commit syncs the disk slot that was written and its checksums, and
+renames the manifest (with several ranks: all prepare, wait at a barrier, and rename). The step is
+then durable. Its generation is only read until the next commit, while the older one is overwritten.
+With commits by interval, C of most steps commits nothing, and weights and state in host memory are
+written only in steps that commit. If all updates run in the next forward, cached chunks are written
+during the backward after it, and C follows there. A crash can then lose the step in flight and the
+one before it.
 
-An error on a lane is raised by every wait. Executor.abort_step drops what is queued, completes what
-is in flight, and reads cached weights and state of the last commit again. If no lane has failed,
-but the model's own code, it first commits the steps before, where it can.
+An error on a lane is raised by every wait. Executor.abort_step drops queued actions, completes
+those in flight, and reads cached weights and state of the last commit again. If the error comes
+from the model's own code and no lane has failed, the earlier steps are committed first, if
+possible.
 """

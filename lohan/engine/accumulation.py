@@ -1,4 +1,4 @@
-"""Gradients that are summed over several backward calls, until one step takes all of them."""
+"""Gradients that are summed over several backward calls and consumed by one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bytes_of_sums(groups: Iterable[FlatGroup]) -> int:
 
 
 class Accumulated:
-    """Sums in host memory, by number of group and index of tensor."""
+    """Sums of gradients in host memory, by number of group and index of tensor."""
 
     def __init__(self, groups: Sequence[FlatGroup], pool: HostPool) -> None:
         self._sums: dict[int, dict[int, torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What the actions of all lanes but compute do: where tokens become I/O, copies and updates."""
+"""The implementation of the actions of all lanes except compute: I/O, copies and updates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOG_OPERATIONS = (Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS, Op.FETCH_LOGGED)
 
 
 class ActionRunner:
-    """Owner of the buffers that a plan asks for; called by the lanes."""
+    """The owner of the buffers of a plan, and the implementation of the lanes' actions."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ActionRunner:
             )
         self.pending = PendingGradients(steps)
         self.host_cache = HostCache(spec, groups, store=store, slots=self.slots, ring=self._ring)
-        # Of chunks that are updated and not yet written.
+        # The checksums of chunks that were updated and are not yet written.
         self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
         self.device_parts: DeviceOperations | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
@@ -123,12 +123,12 @@ class ActionRunner:
 
     @property
     def activations(self) -> ActivationHooks:
-        """What becomes of activations between forward and backward."""
+        """The hooks that keep, move or recompute activations between forward and backward."""
         if self.device_parts is not None:
             return self.device_parts.activation_offload
         return self.activation_spill or ActivationHooks()
 
-    # -- what stays in host memory ----------------------------------------------------------------
+    # -- the cache in host memory -----------------------------------------------------------------
 
     def load_host_cached(self, *, trained: bool = False) -> None:
         """Fill the host cache from the committed generation."""
@@ -171,9 +171,9 @@ class ActionRunner:
         self.complete(action, self.submit(action))
 
     def recover_log(self) -> None:
-        """After an error: commit the state after all logged steps. The lanes must be idle.
+        """Commit the state after all logged steps, after an error. The lanes must be idle.
 
-        What is cached in host memory must be the committed generation.
+        The cache in host memory must hold the committed generation.
         """
         if self.logged is not None:
             self.logged.reset()
@@ -205,7 +205,7 @@ class ActionRunner:
         return tickets
 
     def complete(self, action: Action, tickets: list[Any]) -> None:
-        """Wait for the I/O of an ssd action, and do what follows from it."""
+        """Wait for the I/O of an ssd action, and run the code that depends on it."""
         self._wait(action, tickets)
         finish = self._FINISH.get(action.kind)
         if finish is not None:
@@ -239,7 +239,8 @@ class ActionRunner:
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
 
     def _spill_gradients(self, action: Action) -> Iterable[Any]:
-        grads = self.pending.on_host.get(action.index, {})  # none: no use of it got a gradient
+        # It is empty if no use of the group got a gradient.
+        grads = self.pending.on_host.get(action.index, {})
         if self.logged is not None:
             yield self.logged.append(action.index, action.chunk, action.at[0], grads)
             return
@@ -305,7 +306,8 @@ class ActionRunner:
 
     def _sum_squares(self, action: Action, _: StepScalars) -> None:
         number = action.index
-        if number not in self.pending.squares:  # over ranks, others have taken them
+        # With several ranks, the net lane has already summed the squares.
+        if number not in self.pending.squares:
             self.pending.squares[number] = sum_of_squares(self.pending.on_host.get(number, {}))
 
     def _is_last(self, action: Action) -> bool:
@@ -338,7 +340,9 @@ class ActionRunner:
             state_format=self._state_format,
             scalars=scalars,
         )
-        if not group.resident:  # the user's code may change those before they are written
+        # User code may change resident weights before they are written, which makes the checksums
+        # invalid.
+        if not group.resident:
             self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
             self.pending.release(number)
@@ -356,11 +360,13 @@ class ActionRunner:
             updates=updates,
             state_format=self._state_format,
         )
-        if not group.resident:  # the user's code may change those before they are written
+        # User code may change resident weights before they are written, which makes the checksums
+        # invalid.
+        if not group.resident:
             self._checksums[number, chunk] = checksums
 
-    # The branch of each operation; DeviceOperations has those of a device. Those of the ssd lane
-    # return the tickets of their requests.
+    # The function of each operation; DeviceOperations has those of a device. Functions of the ssd
+    # lane return the tickets of their requests.
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
@@ -376,7 +382,7 @@ class ActionRunner:
         Op.SUM_SQUARES: _sum_squares,
         Op.UPDATE: _update,
     }
-    # What follows when the requests of an ssd action have completed.
+    # Functions to call when the requests of an ssd action have completed.
     _FINISH: ClassVar[dict[str, Callable[[ActionRunner, Action], None]]] = {
         Op.SPILL_GRADIENTS: _gradients_spilled,
         Op.SPILL_ACTIVATIONS: _activations_spilled,
@@ -387,7 +393,7 @@ class ActionRunner:
     # -- steps that are rolled back ---------------------------------------------------------------
 
     def undo_updates(self) -> None:
-        """Return to the committed state; the lanes are idle. Kept gradients are used once more."""
+        """Return to the committed state. The lanes must be idle. Kept gradients are used again."""
         self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
@@ -404,7 +410,9 @@ def _activation_spill(
     blocks: Blocks, plan: Plan, store: Store, pool: HostPool
 ) -> ActivationSpill | None:
     dirs = activation_dirs(store.dirs)
-    remove_unfinished(dirs)  # what a killed session could not give back; the store itself is locked
+    # Remove the activation stores of sessions that were killed. The lock of the store excludes
+    # others.
+    remove_unfinished(dirs)
     if not plan.spilled_sites:
         return None
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}

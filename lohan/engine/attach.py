@@ -1,12 +1,14 @@
-"""The three calls: load, attach, and then your own loop with `loss.backward()`.
+"""The calls `load` and `attach`, which prepare a model for an ordinary training loop.
 
-model = lohan.load("path/to/hf-folder")
-with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
-                  budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()            # the optimizer step; its tail overlaps with the next forward
-    session.export("tuned")
+    model = lohan.load("path/to/hf-folder")
+    with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
+                      budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()            # the optimizer step; its end overlaps with the next forward
+        session.export("tuned")
+
+The remaining functions of this module open or create the store, and create the executor.
 """
 
 from __future__ import annotations
@@ -75,14 +77,14 @@ from lohan.util.settings import tile_tokens
 from lohan.util.trace import Trace
 from lohan.util.units import parse_interval
 
-# -- What the ranks of a run agree on before its first step ----------------------------------------
+# -- Agreement of the ranks before the first step --------------------------------------------------
 #
-# The device they share the work on, one plan for all, the step that their stores are at. A process
-# that is alone agrees with itself.
+# Ranks agree on the device, on one plan, and on the step of their stores. A single process agrees
+# with itself.
 
 
 def rank_device(device: Device, process_group: ProcessGroup) -> Device:
-    """Return the device of a rank. Blocks are gathered there, also on the CPU."""
+    """Return the device of a rank. Each rank gathers blocks there, also on the CPU."""
     if process_group.several and not device.has_own_memory:
         if not device.computes_on_cores:
             raise ConfigError(
@@ -131,7 +133,7 @@ def open_store(
     if not process_group.several:
         alone = Store.open(dirs, engine=engine, replays=True)
         try:
-            fold_log(alone)  # the steps of a run that was killed
+            fold_log(alone)  # Apply the logged steps of a run that was killed.
         except BaseException:
             alone.close()
             raise
@@ -139,7 +141,7 @@ def open_store(
     with process_group.all_or_none():
         own, primary = CommitState(None, None), Path(dirs[0])
         if primary.is_dir():
-            with StoreLock([primary]):  # a rank of the run before may still be ending
+            with StoreLock([primary]):  # A rank of the previous run may still be shutting down.
                 own = commit_state_of(primary)
     found = process_group.all_gather_object([own.committed, own.prepared])
     said = [CommitState(*state) for state in found]
@@ -215,24 +217,29 @@ def attach(
     trace: bool = False,
     **fields: Any,
 ) -> Session:
-    """Move the model's parameters into a store on `budget.ssd` and take over its blocks.
+    """Move the model's parameters into a store on `budget.ssd` and run its blocks from there.
 
-    `param_groups` are groups as torch.optim takes them, `{"params": ..., "lr": ...}`: what a group
-    sets replaces the optimizer's value for its parameters, which may also be named by patterns.
-    `batch` is an example of what the model is called with, or its shapes on the meta device: a
-    tensor, a tuple of arguments, or a dict of arguments by name. With it the plan covers
-    activations and is refused before the start if it cannot fit. `clip` is the largest norm of all
-    gradients; 0 turns clipping off. `device` is where blocks compute: "cpu", "accelerator"
-    (torch's), "auto" (the accelerator if there is one), "emulated", or a device made by
-    `lohan.device.choose.open_device`; it closes with the session. `fields` of the three policies
-    may also be given one by one, as keywords of `attach`: `attach(model, ..., overlap=False)`.
-    `process_group`, made by `lohan.device.ranks.join` in a process
-    that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
-    rows of the batch, and has a folder of its own. `plan` is a plan to follow instead of the
-    planner's: an object such as `session.plan`, its JSON, or a file that `lohan plan --json` wrote.
-    It is refused if it does not fit the model and the budget. `backward` returns before a step is
-    durable; `Session.commit` makes it so. A model that is attached already is taken over with what
-    it has learnt: its earlier session ends.
+    Args: model: The model to train. If it is attached already, its current weights are used, and
+    its earlier session ends. optimizer: The update rule and its hyper-parameters. budget: The
+    limits of memory, and the directories of the store. param_groups: Groups as in torch.optim,
+    `{"params": ..., "lr": ...}`. A value of a group replaces the optimizer's value for the group's
+    parameters, which may be given by patterns of names. batch: An example of the model's input, or
+    its shapes on the meta device: a tensor, a tuple of arguments, or a dict of arguments by name.
+    With it, the plan includes activations, and a plan that cannot fit is refused before the start.
+    clip: The largest norm of all gradients; 0 disables clipping. device: Where blocks compute:
+    "cpu", "accelerator" (torch's), "auto" (the accelerator if there is one), "emulated", or a
+    device from `lohan.device.choose.open_device`, which is closed with the session. offload_policy:
+    What leaves memory, and what overlaps with compute. model_policy: How the model is divided into
+    blocks, and how it computes. store_policy: The folder of the store, and whether to open an
+    existing one. process_group: The ranks that share the state, from `lohan.device.ranks.join` in a
+    process that torchrun started. Every rank calls `attach` with the same arguments except for its
+    own rows of the batch, and has its own folder. plan: A plan to follow instead of the planner's:
+    an object such as `session.plan`, its JSON, or a file written by `lohan plan --json`. A plan
+    that does not fit the model and the budget is refused. trace: Whether to record the actions of
+    all lanes of the whole run. **fields: Fields of the three policies: `attach(model, ...,
+    overlap=False)`.
+
+    `backward` returns before its step is durable; `Session.commit` makes it durable.
     """
     offload_policy, model_policy, store_policy = with_keywords(
         offload_policy, model_policy, store_policy, fields
@@ -243,7 +250,7 @@ def attach(
     batch = None if batch is None else arguments_by_name(model, batch)
     source, dtype, found, wider = _prepared(model, batch, model_policy, new=not store_policy.resume)
     groups = make_groups(found)
-    with ExitStack() as undo:  # of what was opened, if the rest cannot be had
+    with ExitStack() as undo:  # Closes what was opened if a later part fails.
         if isinstance(device, str):
             if model_policy.deterministic and device != "cpu":
                 fix_cublas_workspace()
@@ -280,7 +287,7 @@ def attach(
             store, followed, context = _created(
                 source, wider, context, given, budget, store_policy, undo
             )
-            del source  # and with it, weights in memory
+            del source  # This also frees weights in memory.
         run = partial(make_executor, model, context, store, groups, Trace(keep=trace))
         to_meta(model)
         session = Session(model, context, run, followed)
@@ -312,7 +319,7 @@ def _groups_maker(
 
 
 def arguments_by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """Return what a model is called with as arguments by name."""
+    """Return the arguments of the model's call by name."""
     if isinstance(batch, Mapping):
         return batch
     if not isinstance(batch, torch.Tensor | tuple | list):
@@ -443,7 +450,8 @@ def _prepared(
     check_trainable(model)
     check_adapters(model)
     without_cache(model)
-    source = weights_source(model) if new else None  # before adapters take the type of their base
+    # Read the types before adapters are converted to the type of their base.
+    source = weights_source(model) if new else None
     given = {name: given_dtype(p) for name, p in _frozen(model)}
     named = model_policy.dtype
     unify_dtype(model, None if named is None else dtype_of(STATE_FORMATS[named]))
@@ -485,7 +493,7 @@ def make_executor(
     """Create the executor, which runs the blocks of the model from the store."""
     needs, room = _whole_needs(context, plan)
     base = base_of(model)
-    decoder = find_decoder(base)  # while no block is wrapped yet, as what follows
+    decoder = find_decoder(base)  # This must be done before blocks are wrapped.
     compared = _fit_twice(context, plan) if context.check else None
     executor = Executor(
         model,
@@ -498,14 +506,14 @@ def make_executor(
     )
     try:
         allocated = executor.pool.ledger()
-        for entry in plan.ledger:  # what torch allocates itself counts too
+        for entry in plan.ledger:  # Memory that torch allocates itself counts too.
             if entry.tier == "host" and entry.owner not in allocated:
                 executor.pool.reserve(entry.owner, entry.bytes)
         cuts = executor.block_runner.compute.cuts
         cuts.needs, cuts.room = needs, room
         if compared is not None and executor.train_state.step == 0:
             executor.block_runner.first_calls = FirstCalls(compared)
-        if decoder is None:  # its loss is the mean of each rank's rows
+        if decoder is None:  # The loss is then the mean over each rank's own rows.
             executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
     except BaseException:
@@ -516,7 +524,7 @@ def make_executor(
 def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
     """Return the bytes that each block needs for all samples at once, and the available bytes.
 
-    Available is what is planned for a micro-batch, plus what is left of the budget.
+    Available are the bytes planned for a micro-batch, plus the unused part of the budget.
     """
     workload, count = context.workload_for(plan), plan.micro_batch
     if workload is None or context.device.has_own_memory or not count or count >= workload.batch:
@@ -528,10 +536,10 @@ def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]
 
 
 def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
-    """Sites for which there is memory to run them a second time, with gradients of their own."""
+    """Return the names of sites that fit into memory a second time, with their own gradients."""
     names = {site.name for site in context.blocks.sites}
     workload = context.workload_for(plan)
-    if workload is None:  # nothing is known of what calls need
+    if workload is None:  # The memory that calls need is unknown.
         return names
     tier = "device" if context.device.has_own_memory else "host"
     total = context.device_bytes if tier == "device" else context.host_bytes
@@ -572,7 +580,7 @@ def device_overhead(
     Those of a GPU that shares the host's memory are part of the host budget.
     """
     lines = device.overhead(host_bytes)
-    if device.torch_device.type != "cpu":  # the model's buffers go there
+    if device.torch_device.type != "cpu":  # The model's buffers are moved to the device.
         buffers = {id(buffer): buffer for buffer in model.buffers()}.values()
         lines["buffers"] = sum(buffer.numel() * buffer.itemsize for buffer in buffers)
     return tuple((owner, count) for owner, count in lines.items() if count)

@@ -1,6 +1,6 @@
-"""Buffers of a step under one host budget: weight slots, and a ring of optimizer state.
+"""The buffers of a step within one host budget: weight slots, and a ring of optimizer state.
 
-Updates run on the ring chunk by chunk.
+Updates process the state in the ring chunk by chunk.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from lohan.util.units import PAGE, align_up, format_bytes, format_bytes_up
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------
 #
-# Large buffers are page-aligned anonymous mappings of exactly the size asked for. Memory that
-# torch allocates itself (gradients, activations inside a block) is reserved here by name, so that
-# the ledger holds everything that counts against the budget.
+# Large buffers are page-aligned anonymous mappings of exactly the requested size. Memory that torch
+# allocates itself (gradients, activations inside a block) is reserved here by name, so that the
+# ledger holds everything that counts against the budget.
 
 
 @dataclass(frozen=True)
 class HostBuffer:
-    """Aligned host memory; `bytes` for the store, `tensor(dtype)` for torch, one memory."""
+    """Aligned host memory, as `bytes` for the store and as `tensor(dtype)` for torch."""
 
     owner: str
     bytes: Buffer
@@ -61,7 +61,7 @@ class HostBuffer:
 
 
 class HostPool:
-    """Hands out host memory until the budget is used up, then refuses with both numbers."""
+    """Allocates host memory up to the budget, and refuses to exceed it with an error."""
 
     def __init__(self, budget_bytes: int, device: Device | None = None) -> None:
         self.budget_bytes = budget_bytes
@@ -79,7 +79,7 @@ class HostPool:
             return dict(self._used)
 
     def reserve(self, owner: str, count: int) -> None:
-        """Count memory that others allocate against the budget."""
+        """Count memory that is allocated elsewhere against the budget."""
         with self._lock:
             used = self.used_bytes
             if used + count > self.budget_bytes:
@@ -101,7 +101,7 @@ class HostPool:
                 del self._used[owner]
 
     def allocate(self, owner: str, count: int, *, for_device: bool = False) -> HostBuffer:
-        """`for_device`: it is copied to or from the device."""
+        """Allocate a buffer; `for_device` states that it is copied to or from the device."""
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
         size = align_up(count, PAGE)
@@ -109,17 +109,17 @@ class HostPool:
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
     def compute_view(self, host: torch.Tensor) -> torch.Tensor:
-        """Return memory that was allocated `for_device` as compute uses it in place."""
+        """Return a view for in-place compute of memory that was allocated `for_device`."""
         return self._device.compute_view(host)
 
 
 # -- Compute weights in slots of host memory and of the device -------------------------------------
 #
-# Which group lies in which slot when is the schedule's business.
+# The schedule determines which slot holds which group.
 
 
 class WeightSlots:
-    """Owner of the slots: `slots` that any group may pass through, then one per cached group."""
+    """The weight slots in host memory: `slots` shared ones, then one for each cached group."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class WeightSlots:
 
 
 class SharedSlots:
-    """The slots of host memory, as compute uses them on a device without its own memory."""
+    """Weight slots in host memory, seen by compute on a device without its own memory."""
 
     def __init__(self, slots: WeightSlots, pool: HostPool) -> None:
         self._slots, self._pool = slots, pool
@@ -241,7 +241,7 @@ class Dequantised:
             return self._tensors(torch.empty_like(self._flat), flats, fill=True)
         keys = [group.key for group, _ in flats]
         fill = keys != self._filled_for
-        self._filled_for = []  # in case dequantising fails half-way
+        self._filled_for = []  # This stays empty if dequantising fails half-way.
         tensors = self._tensors(self._flat, flats, fill=fill)
         self._filled_for = keys
         return tensors
@@ -269,21 +269,21 @@ class Dequantised:
         return tensors
 
 
-# -- Optimizer state in a ring of host buffers, and updates of it, chunk by chunk ------------------
+# -- Optimizer state in a ring of host buffers, and its updates, chunk by chunk --------------------
 #
-# An update in backward finds its weights in the slot where backward used them; a later one may have
-# to read them again. A tensor that got no gradient this step keeps weights and state as they are,
-# as in PyTorch; a moving average of it still moves.
+# An update in backward uses the weights in the slot that backward used; a later one may have to
+# read them again. A tensor without a gradient in this step keeps its weights and state, as in
+# PyTorch. Its moving average still changes.
 
 
-AVERAGED = 2**16  # parameters at a time, whose average moves
-# What weights lack of the master.
+AVERAGED = 2**16  # The moving average is computed for this many parameters at a time.
+# The arrays that, together with the weights, contain the master weights.
 MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
 
 
 @dataclass(frozen=True)
 class ChunkChecksums:
-    """CRC-32C of a chunk's weights and of its state, as an update has left them."""
+    """The CRC-32C of a chunk's weights and of its state after an update."""
 
     weights: int
     state: int
@@ -291,16 +291,17 @@ class ChunkChecksums:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """The numbers of one step that its updates need, also where they run in a later one."""
+    """The numbers of one step that its updates need, even if they run during a later step."""
 
     groups: GroupValues  # learning rate and other hyper-parameters, by parameter group
-    update: int  # from 1
+    update: int  # counted from 1
     grad_multiplier: float
-    missed_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
+    # the number of updates in which each parameter had no gradient
+    missed_updates: Mapping[str, int]
 
 
 class StateRing:
-    """Owner of the state buffers: a ring that chunks pass through, then one per cached chunk."""
+    """The state buffers: a ring that chunks pass through, then one for each cached chunk."""
 
     def __init__(
         self,
@@ -353,7 +354,8 @@ def update_chunk(
     are computed afterwards.
     """
     arrays = split(state_format, state, chunk.stop - chunk.start)
-    optimizer = scalars.groups.optimizers[0]  # all groups have its rule and its kind of state
+    # All groups have the same update rule and kind of state.
+    optimizer = scalars.groups.optimizers[0]
     kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
@@ -386,7 +388,7 @@ def update_chunk(
 
 @dataclass(frozen=True)
 class Update:
-    """One of several updates of a chunk: the numbers of its step, and where its gradients are."""
+    """One of several updates of a chunk: the numbers of its step, and its gradients."""
 
     scalars: StepScalars
     grad_of: Callable[[TensorRange], torch.Tensor | None]
@@ -492,7 +494,10 @@ def _average(
 
 
 def _span(own_range: TensorRange, per: int = 1) -> slice:
-    """Where a range lies in an array of its chunk, `per` parameters to an element."""
+    """Return the slice of a range in an array of its chunk.
+
+    The array has one element per `per` parameters.
+    """
     return slice(own_range.at // per, -(-(own_range.at + own_range.stop - own_range.start) // per))
 
 

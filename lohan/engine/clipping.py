@@ -1,16 +1,15 @@
-"""Clipping and loss scaling: the norm, the factor that follows from it, and whether updates wait.
+"""Clipping and loss scaling: the gradient norm, the resulting factor, and speculative updates.
 
-Both need every gradient before the first update. While steps stay below the limit, the factor of
-all of them turns out to be 1: so updates run in backward as if there were no limit (speculation),
-into the generation that is not committed, and the norm is known when backward has ended. Below the
-limit the step is committed. Above it nothing is lost but time: that generation is forgotten, what
-is cached in host memory is read again from the committed one, and the step is
+The clipping factor depends on all gradients, so no update can know it during backward. While steps
+stay below the limit, the factor is 1 for all of them. Updates therefore run in backward as if there
+were no limit (speculation), into the generation that is not committed, and the norm is computed at
+the end of backward. If it is below the limit, the step is committed. Otherwise that generation is
+discarded, the cache in host memory is read again from the committed one, and the step is
 
-* redone: updated once more with its factor from the gradients, where the plan holds those in
-  memory anyway;
-* rerun: as a whole, from the same batch and random state, with its factor known, where they would
-  go to SSD. That takes a caller who does it where `Session.must_run_again` says so, as `lohan
-  train` does, and a model whose buffers a step leaves alone.
+* redone, if the plan keeps the gradients in memory: the updates run again with the clipping factor;
+* rerun, if gradients would be spilled to SSD: the whole step runs again, from the same batch and
+  random state, with the known factor. This requires a caller that checks `Session.must_run_again`,
+  as `lohan train` does, and a model whose buffers do not change in a step.
 
 All of these give the same bits as waiting for the norm.
 """
@@ -33,11 +32,11 @@ from lohan.store.store import Store
 if TYPE_CHECKING:
     from lohan.engine.actions import ActionRunner
 
-RECENT = 8  # steps, of which the plan says how many may be clipped
+RECENT = 8  # The plan limits how many of this many last steps may be clipped.
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor of `torch.nn.utils.clip_grad_norm_`. A limit of 0 means none."""
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`. A limit of 0 disables clipping."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
@@ -62,9 +61,10 @@ class Clipping:
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
         self._updates = UpdateOptions.of(plan)
-        self.all_held_in_memory = not plan.spilled_gradients  # in memory, until the norm is known
+        # Whether all held gradients stay in memory until the norm is known.
+        self.all_held_in_memory = not plan.spilled_gradients
         self._clipped: deque[bool] = deque(maxlen=RECENT)
-        self.norm: float | None = None  # of all gradients of the last step
+        self.norm: float | None = None  # The norm of all gradients of the last step.
         # Metrics of the last step: clipped, speculated and rolled_back.
         self.counts: dict[str, int] = {}
 
@@ -74,17 +74,17 @@ class Clipping:
 
     @property
     def over_limit(self) -> bool:
-        """Whether the norm of the last step was, or has left the range of fp16."""
+        """Whether the last norm exceeded the limit or the range of fp16."""
         return bool(self._clipped) and self._clipped[-1]
 
     @property
     def must_rerun(self) -> bool:
-        """The last backward was that of a clipped step, and did not count."""
+        """Whether the last backward was that of a clipped step, which must be rerun."""
         return self.steps.current.first_run is not None
 
     @property
     def known_factor(self) -> float:
-        """Of updates that do not wait for the norm: 1, but for a step that is rerun."""
+        """The factor of updates that do not wait for the norm: 1, unless a step is rerun."""
         first_run = self.steps.current.first_run
         return 1.0 if first_run is None else first_run.clip_factor
 
@@ -99,14 +99,13 @@ class Clipping:
         return pays or self.steps.current.first_run is not None
 
     def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> Decision:
-        """Compute the norm after backward, and decide what becomes of the step.
+        """Compute the norm after backward, and return the decision about the step.
 
-        `divisor` unscales the gradients: it contains the loss scale and the number of ranks
-        over which they are averaged. `unsummed` are the groups whose squares have not been
-        summed.
+        `divisor` unscales the gradients: it contains the loss scale and the number of ranks over
+        which they are averaged. `unsummed` are the groups whose squares have not been summed.
 
-        Updates that ran early are accepted if the factor is 1. Otherwise they are rolled back
-        and, if their gradients were not kept, the step must run again.
+        Updates that ran early are accepted if the factor is 1. Otherwise they are rolled back and,
+        if their gradients were not kept, the step must run again.
         """
         step = self.steps.current
         step.decision = self._decide(step, divisor, unsummed)
@@ -117,7 +116,7 @@ class Clipping:
             return Decision.ACCEPT
         norm, first_run, speculated = self._norm(divisor, unsummed), step.first_run, step.speculates
         if first_run is not None and speculated:
-            # The first run of a batch decides, also where no two runs are equal.
+            # The decision of the first run holds, even if the two runs differ.
             self.norm, step.factor = first_run.norm, first_run.clip_factor
             return Decision.ACCEPT
         self.norm, factor = norm, self._factor(norm)

@@ -1,6 +1,6 @@
-"""Collectives of a step: gradients are summed over the ranks, and ranks agree on what follows.
+"""Collectives of a step: sums of gradients over the ranks, and agreement on common decisions.
 
-In a group of one process all of them are the identity.
+In a process group with one rank, all of them are the identity.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepCollectives:
         """
         rows = pack(self._groups[number], grads, self.process_group.ranks, device.torch_device)
         device.record_stream("net", list(grads.values()))
-        grads.clear()  # before the sum is received, which takes as much memory
+        grads.clear()  # The sum takes as much memory, so free this first.
         return self._shard_of(number, self.process_group.reduce_scatter(rows))
 
     def reduce_scatter_host(
@@ -58,7 +58,7 @@ class StepCollectives:
         return self._shard_of(number, self.process_group.reduce_scatter_host(rows))
 
     def _shard_of(self, number: int, total: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the gradients in a summed row, by tensor, of those that any rank has."""
+        """Return the gradients in a summed row by tensor, if any rank has one."""
         own = self.process_group.ranks.shard(self._groups[number])
         flags = read_back(total[own.numel :]).tolist()
         return {
@@ -67,13 +67,13 @@ class StepCollectives:
             if flags[index] and spec.numel
         }
 
-    # -- what the ranks agree on ------------------------------------------------------------------
+    # -- agreement of the ranks --------------------------------------------------------------------
 
     def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
-        """Return the groups with gradients on some rank that no schedule exchanges.
+        """Return the groups with gradients on some rank that no schedule reduces.
 
-        `collectives_checksum` covers the collectives that this rank has called, and must be
-        equal on all ranks.
+        `collectives_checksum` covers the collectives that this rank has called, and must be equal
+        on all ranks.
         """
         said = self.process_group.all_gather_object([collectives_checksum, numbers])
         for rank, (checksum, _) in enumerate(said):
@@ -92,7 +92,7 @@ class StepCollectives:
     def loss(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of the loss over all ranks.
 
-        With one rank, the function does not wait for compute.
+        With one rank, this does not wait for compute.
         """
         if not self.process_group.several:
             return part
@@ -117,7 +117,8 @@ def pack(
     flags = align_up(len(group.tensors), FLAGS_ALIGN)
     rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=torch_device)
     for first, last in _runs(sorted(grads)):
-        rows[:, count + first : count + last].fill_(1.0)  # assigning a number would wait
+        # Assigning a number to a tensor would wait for the device.
+        rows[:, count + first : count + last].fill_(1.0)
     for row, other in zip(rows, ranks.all(), strict=True):
         tensors = other.shard(group).tensors
         for index, grad in grads.items():

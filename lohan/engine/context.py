@@ -26,20 +26,21 @@ from lohan.util.trace import Span
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What an attached model is planned for and runs on."""
+    """The inputs of planning for an attached model: blocks, options, batch, machine and ranks."""
 
     blocks: Blocks
     options: PlanOptions
     workload: BatchWorkload | None
     host_bytes: int
-    profile: Profile | None = None  # of the machine, where it was known; not divided among ranks
+    # the whole machine, not divided among ranks; None if it is not known
+    profile: Profile | None = None
     device: Device = field(default_factory=CpuDevice)
-    device_bytes: int | None = None  # its memory's, if it has one of its own
+    device_bytes: int | None = None  # None if the device has no memory of its own
     process_group: ProcessGroup = ALONE  # the ranks that share the state
-    backend: Backend | None = None  # by which blocks are compiled
-    check: bool = False  # compare first calls with plain ones
-    plan_is_given: bool = False  # by the caller, so that `replan` keeps it
-    settings: ExitStack = field(default_factory=ExitStack)  # restores torch's when a session ends
+    backend: Backend | None = None  # compiles the blocks; None if they are not compiled
+    check: bool = False  # whether first calls are compared with plain ones
+    plan_is_given: bool = False  # whether the caller gave the plan, so that `replan` keeps it
+    settings: ExitStack = field(default_factory=ExitStack)  # restores torch's settings at the end
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         """Forecast a step of a plan on a machine. The batch must be known."""
@@ -78,5 +79,5 @@ class PlanContext:
 
     @property
     def shards(self) -> Blocks:
-        """What of every group is a rank's."""
+        """The blocks with this rank's shard of every group."""
         return self.process_group.ranks.shards(self.blocks)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DeviceOperations:
-    """Owner of the weight slots on the device, and of what moves gradients and activations."""
+    """The owner of weight slots on the device, and of transfers of gradients and activations."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class DeviceOperations:
 
     def _reduce_scatter(self, action: Action) -> None:
         number, pending = action.index, self._pending
-        whole = dict(pending.on_device.pop(number, {}))  # ranks without any take part
+        # It is empty for ranks without a gradient, which also take part.
+        whole = dict(pending.on_device.pop(number, {}))
         shard = self._collectives.reduce_scatter(number, whole, self._device)
         if self._needs_norm:
             pending.squares[number] = self._squares_of(shard)
@@ -75,7 +76,7 @@ class DeviceOperations:
             pending.on_device[number] = shard
 
     def _squares_of(self, shard: GroupGrads) -> float:
-        """Return the sum of squares of the shard that this rank has reduced, on the net lane."""
+        """Return the sum of squares of this rank's shard, computed on the net lane."""
         made = self.gradient_offload.sum_squares(shard)
         if made is not None:
             return float(read_back(made))
@@ -84,7 +85,7 @@ class DeviceOperations:
     def _offload_gradients(self, action: Action) -> None:
         number, pending = action.index, self._pending
         grads = pending.on_device.get(number)
-        if grads is not None:  # held here until they have arrived
+        if grads is not None:  # Keep the gradients alive until their copies have arrived.
             squares = pending.squares_on_device.pop(number, None)
             pending.on_host[number] = self.gradient_offload.offload(
                 number, self._groups[number], grads, squares=squares

@@ -1,10 +1,10 @@
-"""One training step: how it begins, ends, and is given up.
+"""The beginning, the end and the roll-back of a training step.
 
-The model's own forward code drives it. Each site's call goes through an autograd function
-(wrapping.py) with its own forward and backward, and gradients go to the optimizer
-through gradients.py. When autograd has finished, the step ends: with clipping or loss scaling the
-held gradients get their factor, and the next forward is prepared. So user code is
-`loss = model(**batch).loss; loss.backward()`.
+The model's own forward code determines the calls. The call of each site goes through an autograd
+function (wrapping.py) with its own forward and backward, and gradients are passed to the optimizer
+by gradients.py. When autograd has finished, the step ends: with clipping or loss scaling, the held
+gradients get their factor, and the next forward is prepared. User code is therefore `loss =
+model(**batch).loss; loss.backward()`.
 """
 
 from __future__ import annotations
@@ -62,17 +62,19 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """Composes lanes, weights, activations, gradients and optimizer into steps."""
+    """Combines lanes, weights, activations, gradients and optimizer into training steps."""
 
-    mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
-    in_head = False  # forward makes the head's gradients, which is no backward yet
+    # The number of ranks over whose losses gradients are averaged; 1 if they are summed.
+    mean_over = 1
+    in_head = False  # True while the fused forward and backward of the head runs.
     resident: Resident | None = None
-    # Called with the inputs of a forward by name, before and after they went to a device.
+    # A callback that gets the inputs of a forward by name, before and after their copy to a device.
     inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
-    forward_began_s = 0.0  # of the last call of the model with gradients
-    inference_began_s = math.inf  # of the first one without, since then
-    _lost = ""  # why weights in memory are of no step, if they are
-    _resident_current = True  # resident parameters are those of the last step
+    forward_began_s = 0.0  # Start of the last call of the model with gradients.
+    inference_began_s = math.inf  # Start of the first call without gradients since then.
+    # The reason why the weights in memory are inconsistent; empty if they are consistent.
+    _lost = ""
+    _resident_current = True  # Whether resident parameters have the values of the last step.
 
     def __init__(
         self,
@@ -91,10 +93,11 @@ class Executor:
         self.process_group = context.process_group
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self.tiling = Tiling(plan.tiles) if plan.tiles else None
-        self.sites_with_weights: list[WrappedSite] = []  # whose weights are in place
+        # sites whose weights are installed in their module
+        self.sites_with_weights: list[WrappedSite] = []
         self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
-        self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
+        self._gradient_hooks: list[RemovableHandle] = []  # hooks of resident parameters
         self.step_gradients = StepGradients(self.refresh_resident)
         self.steps = Steps()
         self.collectives = StepCollectives(context.process_group, blocks.groups)
@@ -142,11 +145,12 @@ class Executor:
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
-        # Backward that autograd runs for some inputs only (torch.autograd.grad) does not reach it.
+        # The node of `anchor` in the graph. It tells whether a backward computes all gradients:
+        # torch.autograd.grad for some inputs does not execute it.
         function: Any = self.anchor.view_as(self.anchor).grad_fn
         self._anchor_node = function.next_functions[0][0]
-        # Sums of `accumulating`, and gradients of resident parameters, while a backward runs whose
-        # gradients are not added to them.
+        # The sums of `accumulating` and the gradients of resident parameters, set aside during a
+        # backward whose gradients are not added to them.
         self._sums_before: tuple[Any, list[torch.Tensor | None]] = None, []
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.clipping = Clipping(
@@ -162,7 +166,7 @@ class Executor:
         except BaseException:
             self.close()
             raise
-        self.buffers = ChangedBuffers(model, store.meta)  # as they are where compute is
+        self.buffers = ChangedBuffers(model, store.meta)  # the buffers on the compute device
 
     def _make_block_runner(self, context: PlanContext, save_plans: SavePlans) -> BlockRunner:
         blocks, plan, device = self.blocks, self.plan, self.device
@@ -184,7 +188,7 @@ class Executor:
         )
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
-        """Replace the forward of the model's blocks, which run from the store until `close`."""
+        """Replace the forward of the model's blocks; they run from the store until `close`."""
         if blocks.resident:
             cached = [
                 (blocks.groups[number], flat) for number, flat in self.runner.host_cache.resident()
@@ -199,7 +203,7 @@ class Executor:
             )
             for parameter in self.resident.parameters:
                 takes_gradient = parameter.requires_grad
-                parameter.requires_grad_()  # hooks of one that is frozen cannot be registered
+                parameter.requires_grad_()  # A frozen parameter would refuse the hook.
                 hook = parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
                 parameter.requires_grad_(takes_gradient)
                 self._gradient_hooks.append(hook)
@@ -319,14 +323,14 @@ class Executor:
         self.step_gradients.in_backward = True
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
-        """Begin a backward that may reach no block, so that resident parameters are updated."""
+        """Begin a backward, which may reach no block, so that resident parameters are updated."""
         if not self.in_head:
             with self.guarded():
                 self.enter_backward(wanted=True)
 
     @property
     def _unscale_divisor(self) -> float:
-        """Divisor that unscales gradients, before they are clipped."""
+        """The number that divides gradients before clipping: loss scale times averaged ranks."""
         return self.train_state.loss_scale * self.mean_over
 
     @property
@@ -344,7 +348,7 @@ class Executor:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Every backward inside adds to the gradients of one step, which is taken at the end."""
+        """Sum the gradients of all backward calls inside, and run one step with them at the end."""
         if self.collector.accumulated is not None:
             raise LohanError(
                 "accumulate: gradients are added up already; one `with session.accumulate()` is "
@@ -382,7 +386,7 @@ class Executor:
             self._end_backward_without_step()
 
     def _end_backward_without_step(self) -> None:
-        """Put back what gradients were added to before a backward that was not part of a step."""
+        """Restore the previous target of gradients after a backward that was not part of a step."""
         if isinstance(self.collector.accumulated, UnwantedGradients):
             self.collector.accumulated, grads = self._sums_before
             self._sums_before = None, []
@@ -392,7 +396,7 @@ class Executor:
             self.collector.accumulated = None
 
     def _keep_gradients(self) -> None:
-        """Have this backward leave its gradients in `.grad`."""
+        """Store the gradients of this backward in `.grad`."""
         if self.process_group.several or self._unscale_divisor != 1.0:
             what = "fp16" if self.plan.dtype == "fp16" else f"{self.process_group.world} ranks"
             raise LohanError(
@@ -437,7 +441,8 @@ class Executor:
                     f"forward, or keep its module in memory with attach(resident=["
                     f"{label.rpartition('.')[0]!r}])"
                 )
-            # The loss of a model with several ranks or in fp16 has gradients that are scaled.
+            # With several ranks or in fp16, the gradients of the model's loss are scaled, so scale
+            # this one too.
             factor = self._unscale_divisor / self.process_group.world
             self.collector.add_outside(key, index, grad if factor == 1.0 else grad * factor)
 
@@ -470,7 +475,7 @@ class Executor:
                 if self.runner.logged is not None:
                     self.runner.logged.close_step(step.meta, scalars, commits=step.commits)
             self.scheduler.close_step(scalars)
-            if skipped:  # lanes are idle, and the step before has ended
+            if skipped:  # The lanes are idle, and the previous step has ended.
                 self._skip(step)
             self.steps.next(commits=next_commits)
             self.trace.end_step()
@@ -478,7 +483,7 @@ class Executor:
             self.step_gradients.consumed = True
 
     def _count_step(self, step: Step, scalars: StepScalars | None) -> None:
-        """Count a step, and collect what its commit records."""
+        """Count a step, and collect the metadata for its commit."""
         committed, recorded = self.store.meta, dict[str, Any]()
         if scalars is None:
             self.train_state = self.train_state.overflowed()
@@ -551,7 +556,7 @@ class Executor:
 
     @property
     def lost(self) -> bool:
-        """A roll-back did not complete: memory holds the weights of no step."""
+        """Whether a roll-back did not complete, so that the weights in memory are inconsistent."""
         return bool(self._lost)
 
     def _check_usable(self) -> None:
@@ -565,14 +570,14 @@ class Executor:
         weights of two steps.
         """
         self._lost = "the roll-back of a step that failed was interrupted"
-        newest_step = 0  # of those whose backward has returned
+        newest_step = 0  # The last of the steps whose backward has returned.
         try:
             if self.steps.ending or self.steps.uncommitted is not None:
-                # Steps whose backward has returned are not given up with the one after them, unless
-                # a lane has failed. What counts is the error of the step that failed.
+                # Steps whose backward has returned are kept, unless a lane has failed. The error to
+                # report is that of the step that failed.
                 with suppress(Exception):
                     self.scheduler.finish_earlier_steps(in_backward=self.in_backward)
-                    if not self.steps.unfinished:  # no update of the step that failed has run
+                    if not self.steps.unfinished:  # Only if no update of the failed step has run.
                         self.runner.commit_uncommitted()
             newest = self.steps.ending[-1].meta if self.steps.ending else self.steps.uncommitted
             newest_step = 0 if newest is None else TrainState.of(newest).step
@@ -604,10 +609,10 @@ class Executor:
             )
 
     def close(self) -> None:
-        """Give the modules their own forward back and stop the lanes."""
-        self.step_gradients.refresh = lambda: None  # parameters outlive the executor
+        """Restore the modules' own forwards, and stop the lanes."""
+        self.step_gradients.refresh = lambda: None  # Parameters outlive the executor.
         self.step_gradients.consumed = False
-        for hook in (*self._hooks, *self._gradient_hooks):  # they hold the executor
+        for hook in (*self._hooks, *self._gradient_hooks):  # The hooks refer to the executor.
             hook.remove()
         for wrapped in self.wrapped_sites:
             wrapped.remove()

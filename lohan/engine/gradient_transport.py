@@ -1,4 +1,4 @@
-"""Gradients on their way to an update: off a device, held in host memory, or spilled to SSD."""
+"""Gradients between backward and update: copied from a device, held in host memory, or spilled."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from lohan.util.units import PAGE, align_up
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
 
-DOUBLE = 8  # bytes
+DOUBLE = 8  # bytes of a number in double precision
 
 
 @dataclass
 class PendingGradients:
-    """Gradients of groups whose last use is over, until their updates are done and accepted."""
+    """The gradients of groups whose last use is over, until their updates are done and accepted."""
 
     steps: Steps
     on_host: dict[int, GroupGrads] = field(default_factory=dict)
     on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
-    # Sums of the squares of those, where the device makes them.
+    # The sums of squares of the gradients in `on_device`, if the device computes them.
     squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
-    offload: GradientOffload | None = None  # of a device with its own memory
-    # Protects what a step keeps, which the caller and lanes change.
+    # sums of squares of groups, in this step
+    squares: dict[int, float] = field(default_factory=dict)
+    offload: GradientOffload | None = None  # None for a device without its own memory
+    # Protects `keeps_gradients` and `used` of a step, which the caller and the lanes change.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def release(self, number: int) -> None:
@@ -62,16 +63,17 @@ class PendingGradients:
         self.on_host.clear()
         self.on_device.clear()
         self.squares_on_device.clear()
-        self.squares = {}  # updates that are queued may still look at those of the step before
+        # A new dict, because queued updates may still read that of the previous step.
+        self.squares = {}
         if self.offload is not None:
             self.offload.clear()
 
 
 class OffloadedGradients(Mapping[int, torch.Tensor]):
-    """Gradients in host memory that a copy from the device fills.
+    """Gradients in host memory, filled by an asynchronous copy from the device.
 
-    A reader waits for the copy: a lane or, for the norm at the end of backward, the caller.
-    `squares` is the sum of their squares, computed on the device and copied with them.
+    Readers wait for the copy: a lane or, for the norm at the end of backward, the caller. `squares`
+    is the sum of their squares, computed on the device and copied with them.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
         return float(self._squares)
 
     def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """Return the destinations of the copy, which may be read after the event."""
+        """Return the destinations of the copy, which are valid after the event."""
         return self._grads.items()
 
     def __iter__(self) -> Iterator[int]:
@@ -122,11 +124,12 @@ class GradientOffload:
         memory = device.host_memory(max(1, groups) * DOUBLE)
         self._squares = torch.from_numpy(memory).view(torch.float64)
         self._resting: list[torch.Tensor] = []
-        self._used: dict[int, torch.Tensor] = {}  # by number of group
-        self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
+        self._used: dict[int, torch.Tensor] = {}  # buffers in use, by number of group
+        # buffers for copies that the caller requests, by number of group
+        self._own: dict[int, torch.Tensor] = {}
         self.aside: dict[
             int, OffloadedGradients
-        ] = {}  # what waits for a block that adds to it, by group
+        ] = {}  # gradients that wait for another block to add to them, by number of group
 
     def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """Sum the squares of a group's gradients on the device, after the work that computes them.
@@ -143,7 +146,7 @@ class GradientOffload:
         *,
         squares: torch.Tensor | None = None,
     ) -> OffloadedGradients:
-        """Copy gradients to the host when compute has produced them, without blocking.
+        """Copy gradients to the host without blocking, after compute has produced them.
 
         The gradients copied earlier for this group must have been used.
         """
@@ -159,7 +162,7 @@ class GradientOffload:
     def _pairs(
         self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-        """Return the targets and sources of the copies, and where the sum of squares will be."""
+        """Return the targets and sources of the copies, and the target of the sum of squares."""
         pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
         if squares is None:
             return pairs, None
@@ -167,7 +170,7 @@ class GradientOffload:
         return [*pairs, (summed, squares)], summed
 
     def set_aside(self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor]) -> None:
-        """Gradients to which another block of this backward adds wait in host memory, in fp32."""
+        """Copy gradients to host memory in fp32, for a later block that adds to them."""
         if grads:
             wide = {index: grad.float() for index, grad in grads.items()}
             self.aside[number] = self.offload_async(number, group, wide)
@@ -175,8 +178,8 @@ class GradientOffload:
     def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
         """Return the gradients that were set aside, copied back to the device.
 
-        Sums then continue in the order of the blocks. Compute waits for the copy, the
-        caller does not.
+        Sums then continue in the order of the blocks. Compute waits for the copy; the caller does
+        not.
         """
         if number not in self.aside:
             return {}
@@ -230,7 +233,7 @@ class GradientOffload:
         return self._used[number]
 
     def release(self, number: int) -> None:
-        """Frees the buffers of a group's gradients."""
+        """Free the buffers of a group's gradients."""
         buffer = self._used.pop(number, None)
         if buffer is not None:
             self._resting.append(buffer)
@@ -242,7 +245,7 @@ class GradientOffload:
 
 
 class GradientSpill:
-    """Held gradients on SSD, and the staging buffers that they pass through.
+    """Held gradients on SSD, and the staging buffers for their transfers.
 
     They are written chunk by chunk during backward, and read before their update.
     """
@@ -265,7 +268,7 @@ class GradientSpill:
     def write(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
-        """Packs one chunk of a group's gradients, as wide as they are, and submits its write."""
+        """Pack one chunk of a group's gradients in their widest dtype, and submit its write."""
         dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self._spilled[number] = (dtype, frozenset(grads))

@@ -1,22 +1,21 @@
-"""Gradients, from the block that makes them to the update that consumes them.
+"""Gradients, from the block that computes them to the update that consumes them.
 
-They never exist for the whole model unless something needs them all: where updates wait for the
-norm (clipping, the default of `lohan train`, or loss scaling) they are held until it is known, in
-memory or, without room, on SSD. A gradient is, in this order,
+Gradients of the whole model exist at once only if updates wait for the norm: with clipping (the
+default of `lohan train`) or loss scaling, they are held until the norm is known, in memory or on
+SSD. A gradient passes through these places, in this order:
 
-    in GradientSink     on the compute device: hooks add up what the calls of this backward make,
-                        until the last use of its group (fp32 where several are summed)
-    set aside           by GradientOffload, in host memory, where a device has its own memory and an
-                        earlier block will add to it: tied weights of head and embedding, say
-    pending.on_device   that was the last use (GradientCollector.finish): in flight off a device,
-                        reduced over the ranks by X, offloaded to host memory by D
-    pending.on_host
-                        where its update U finds it; on the CPU at once
-    in GradientSpill    held without room in host memory: written by P, read by G for U
+    GradientSink        on the compute device: hooks sum the gradients of the calls of this backward
+                        until the last use of the group, in fp32 if several are summed
+    set aside           by GradientOffload in host memory, if the device has its own memory and an
+                        earlier block will add to it, as for tied weights of head and embedding
+    pending.on_device   on a device, after the last use (GradientCollector.finish): reduced over the
+                        ranks by X, copied to host memory by D
+    pending.on_host     read by the update U; on the CPU, directly after the sink
+    GradientSpill       held gradients without room in host memory: written by P, read by G for U
 
-`pending` is PendingGradients. Inside `session.accumulate()` sums of several backward calls are in
-Accumulated, and the step takes all of them from there to `on_host`. Gradients of resident
-parameters are in `.grad` until the step ends, then in `on_host`.
+`pending` is PendingGradients. Inside `session.accumulate()`, the sums of several backward calls are
+in Accumulated, and the step moves all of them to `on_host`. Gradients of resident parameters are in
+`.grad` until the step ends, then in `on_host`.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ if TYPE_CHECKING:
     from lohan.engine.scheduler import ActionScheduler
 
 
-SCALED = 2**22  # elements of 16 bit at a time
+SCALED = 2**22  # 16-bit elements that are scaled at a time
 
 
 def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
     """Multiply in place by a number, or by a tensor on the compute device.
 
-    Both give the same bits, which a factor that is rounded to 16 bits would not.
+    Both give the same bits. A factor that is rounded to 16 bits would give others.
     """
     if not isinstance(factor, torch.Tensor):
         if factor != 1.0:
@@ -73,7 +72,7 @@ def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
 
 
 class GradientSink:
-    """Collects gradients by (group, tensor); uses are counted so that the last one is known."""
+    """Sums gradients by (group, tensor), and counts uses to detect the last one."""
 
     def __init__(self) -> None:
         self._grads: dict[str, dict[int, torch.Tensor]] = {}
@@ -85,12 +84,12 @@ class GradientSink:
         self._uses[group] = self._uses.get(group, 0) + 1
 
     def end_use(self, group: str) -> bool:
-        """One use is over; true if it was the last."""
+        """Record the end of one use of a group, and return whether it was the last."""
         self._uses[group] -= 1
         return self._uses[group] == 0
 
     def sum_wide(self, group: str, wide: bool) -> None:
-        """Select whether the following calls sum in fp32, where sums of 16-bit parts lose bits."""
+        """Select whether the following calls sum in fp32, because 16-bit sums lose bits."""
         self._sums_wide[group] = wide
 
     def add(self, group: str, tensor: int, grad: torch.Tensor) -> None:
@@ -133,7 +132,7 @@ class GradientSink:
         self._grads.clear()
 
     def end_period(self) -> None:
-        """Drop all uses: the weights move on, so no earlier forward may run its backward."""
+        """Drop all uses: the weights change now, so no earlier forward may run its backward."""
         self._uses.clear()
         self.period += 1
 
@@ -158,26 +157,27 @@ class GradientCollector:
     ) -> None:
         self.steps = steps
         self._needs_norm = gate_of(plan) is Gate.NORM
-        self._wide = plan.dtype != "fp32"  # sums of several are made in fp32: one has fewer bits
+        # Sums of several 16-bit gradients are accumulated in fp32.
+        self._wide = plan.dtype != "fp32"
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-        # By id of the parameter over whose values each is: those of slots stay, and so do these.
+        # The leaf for each parameter view, by id of the view. Both live as long as their slot.
         self._leaves: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        # Where gradients go until a step takes them, or for good, if backward is not a step.
+        # The target of gradients if backward is not a step, or only a part of one; otherwise None.
         self.accumulated: Accumulated | KeptGradients | UnwantedGradients | None = None
         self.watched: WatchedParameters | None = None  # set when the model is taken over
-        # Parameters with gradient hooks, by group and index; looked up when backward begins.
+        # Parameters with gradient hooks, by group and index, determined at the start of backward.
         self.hooked: dict[tuple[str, int], OffloadedParameter] = {}
 
     def leaves(
         self, site: Site, weights: dict[str, list[torch.Tensor]], *, parts: int
     ) -> dict[str, list[torch.Tensor]]:
-        """Return leaf tensors over the weights of a call, whose gradients arrive here one by one.
+        """Return leaf tensors over the weights of a call, whose gradients are added to the sink.
 
-        `parts` is the number of slices of the call. Parameters that the user has frozen get
-        no gradient.
+        `parts` is the number of slices of the call. Parameters that the user has frozen get no
+        gradient.
         """
         frozen = self.watched.frozen if self.watched is not None else frozenset()
         for key in site.groups:
@@ -191,11 +191,11 @@ class GradientCollector:
     def _leaf(self, weight: torch.Tensor, key: str, index: int, *, trainable: bool) -> nn.Parameter:
         known = self._leaves.get(id(weight))
         if known is not None and known[0] is weight and layout(known[1]) == layout(weight):
-            known[1].grad = None  # left behind if a backward broke off
+            known[1].grad = None  # An interrupted backward may have left a gradient.
             if known[1].requires_grad != trainable:
                 known[1].requires_grad_(trainable)
             return known[1]
-        # With a version of its own, as parameters have.
+        # `.data` gives the leaf its own version counter, as parameters have.
         leaf = nn.Parameter(weight.data)
         leaf.register_post_accumulate_grad_hook(self.sink.hook_for(key, index))
         leaf.requires_grad_(trainable)
@@ -206,8 +206,8 @@ class GradientCollector:
     def finish(self, site: int) -> None:
         """Hand over the groups whose last use was the backward of this site.
 
-        Gradients that wait for an earlier block leave the device meanwhile, unless ranks
-        reduce them there.
+        Gradients that wait for an earlier block are moved to host memory in the meantime, unless
+        ranks reduce them on the device.
         """
         keys = self._blocks.sites[site].groups
         over = [key for key in keys if self.sink.end_use(key)]
@@ -235,18 +235,21 @@ class GradientCollector:
         self._scheduler.end_backward(site, handed)
 
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
-        """Sum the squares on the device if the norm is needed; ranks use the reduced gradients."""
+        """Return the sum of squares, computed on the device, or None if it is not needed there.
+
+        It is not needed without a norm, or with several ranks, which use the reduced gradients.
+        """
         alone = not self._collectives.process_group.several
         if self._offload is None or not (self._needs_norm and alone):
             return None
         return self._offload.sum_squares(grads)
 
     def _for_update(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return gradients as the next lane takes them.
+        """Return gradients in the memory from which the next lane reads them.
 
-        Without copies in the schedule, updates read gradients on the host. They are there already,
-        except on a GPU that shares the host's memory, whose allocator's memory is not readable by
-        the CPU. Each is freed when it has been copied.
+        Without copies in the schedule, updates read gradients on the host. That is where they are,
+        except on a GPU that shares the host's memory: the CPU cannot read the memory of its
+        allocator. Each gradient is freed after its copy.
         """
         if self._offload is not None:
             return grads
@@ -271,11 +274,11 @@ class GradientCollector:
         return grads
 
     def is_handed_over(self, number: int) -> bool:
-        """Return whether the gradients of a group have gone to the update of this step."""
+        """Return whether the gradients of a group were handed over to the update of this step."""
         return number in self.steps.current.gradients
 
     def add_outside(self, key: str, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient that was made outside the calls of the group's blocks."""
+        """Add a gradient that was computed outside the calls of the group's blocks."""
         self.fetch_aside([key])
         self.sink.add(key, index, grad.float() if self._wide else grad.clone())
 
@@ -287,7 +290,7 @@ class GradientCollector:
                     self.sink.add_scaled(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
-        """Backward has ended, and another one adds to it: nothing of this one is left elsewhere."""
+        """Add the remaining gradients to the sums, at the end of a backward that is not a step."""
         assert self.accumulated is not None
         aside = {} if self._offload is None else self._offload.aside
         for number in self._waiting():
@@ -303,7 +306,7 @@ class GradientCollector:
         had several backwards, followed by those of resident parameters.
         """
         sums = self.accumulated
-        assert sums is None or isinstance(sums, Accumulated)  # else backward is not a step
+        assert sums is None or isinstance(sums, Accumulated)  # Otherwise, backward is not a step.
         there = self._waiting() if sums is None else sums.numbers()
         for number in self._collectives.late_groups(self._scheduler.collectives_checksum, there):
             if sums is None:
@@ -322,12 +325,14 @@ class GradientCollector:
         ]
 
     def hand_over_late(self, number: int, grads: GroupGrads) -> None:
-        """When backward has ended: past what the schedule brings to host memory."""
+        """Hand over gradients at the end of backward, without the copies of the schedule."""
         alone = not self._collectives.process_group.several
-        if self.accumulated is None:  # hooks have run over the sums of several backward calls
+        # The sums of several backward calls already include the results of hooks.
+        if self.accumulated is None:
             grads = self._hooked_gradients(number, dict(grads))
         if self._offload is not None and not (alone and self.accumulated is not None):
-            aside = dict(self._offload.aside.pop(number, {}))  # no other block added to it
+            # These are complete, because no other block added to them.
+            aside = dict(self._offload.aside.pop(number, {}))
             if self.accumulated is None:
                 aside = self._hooked_gradients(number, aside)
             summed = None if aside else self._sum_squares(grads)
@@ -357,7 +362,7 @@ class GradientCollector:
         )
 
     def absent(self) -> list[str]:
-        """Parameters that got no gradient: PyTorch does not count the step for them."""
+        """Return the parameters without a gradient, for which PyTorch does not count the step."""
         names = [
             tensor.name
             for number, group in enumerate(self._blocks.groups)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from lohan.engine.executor import Executor
 
 IGNORED = -100
-# From the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss;
-# the second argument adds a number up over all ranks, which all of them must call alike.
+# Maps the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss.
+# The second argument sums a number over all ranks; all ranks must call it equally often.
 LogpLoss = Callable[[torch.Tensor, Callable[[float], float]], torch.Tensor]
 OnLogits = Callable[[torch.Tensor, torch.Tensor], None]  # logits, and the tokens to predict
 _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
@@ -42,8 +42,8 @@ _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_di
 def find_decoder(model: nn.Module) -> nn.Module | None:
     """Return the decoder of a causal language model with the plain next-token loss, or None.
 
-    The function runs the model on a small input instead of relying on its class: see Note
-    [whose loss it is].
+    The function tests the model on a small input instead of relying on its class; see Note [testing
+    the loss].
     """
     causal: Any = model
     if isinstance(model.forward, SlicedHead):
@@ -52,7 +52,8 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
         return None
     loss = vars(model).get("_loss_function")
     known = _TRIED.get(model)
-    if known is None or known[0] is not loss or "forward" in vars(model):  # or user code set it
+    # User code may have set either.
+    if known is None or known[0] is not loss or "forward" in vars(model):
         head = causal.get_output_embeddings()
         said = causal.get_decoder()
         parts = [said] if said is not model else list(model.children())
@@ -66,11 +67,11 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
 
 _TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
-# Note [whose loss it is] Models whose names promise the same loss shift labels or do not, add
-# terms, or have layers between decoder and head. So the model's own forward is called once with a
-# few hidden states and logits that stand in for those of decoder and head, without weights. It is
-# taken for sliced if its loss is that of the next token, if nothing that learns and no matrix lies
-# between, and if its decoder is given the tokens as they are.
+# Note [testing the loss] A class name does not determine the loss: models shift labels or not, add
+# terms, or have layers between decoder and head. Therefore the model's own forward is called once,
+# with stand-ins for decoder and head that return a few hidden states and logits and need no
+# weights. The head is sliced if the loss is that of the next token, if there is no trained
+# parameter and no matrix between decoder and head, and if the decoder gets the tokens unchanged.
 
 
 def shifts_labels(model: nn.Module) -> bool:
@@ -106,7 +107,7 @@ def _takes_labels_as_they_are(model: nn.Module) -> bool:
                 _standing_in(head, lambda _: logits),
             ):
                 found = model.forward(input_ids=ids, labels=ids).loss
-        except Exception:  # it has more than a decoder and a head
+        except Exception:  # The model has more parts than a decoder and a head.
             continue
         if torch.allclose(found.float(), wanted, rtol=1e-4):
             return True
@@ -162,7 +163,8 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
         same = torch.equal(plain.logits, out.logits) and torch.allclose(out.loss, wanted, rtol=1e-4)
         learns = [p for p in between if p.requires_grad and not lacks_values(p)]
         reached = torch.autograd.grad(out.loss, [hidden, *learns], allow_unused=True)
-    except Exception:  # it wants more than tokens, or has more than a decoder and a head
+    # The model needs other inputs than tokens, or has more parts than a decoder and a head.
+    except Exception:
         return False
     finally:
         hook.remove()
@@ -185,7 +187,8 @@ def _stand_in(hidden: Any) -> Any:
     return _stand_in_type()(last_hidden_state=hidden)
 
 
-@cache  # one for the process: transformers registers every such type with pytree, for good
+# The type is created once, because transformers registers every such type with pytree permanently.
+@cache
 def _stand_in_type() -> type:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -199,7 +202,7 @@ def _stand_in_type() -> type:
 
 @contextmanager
 def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another forward for the while."""
+    """Temporarily replace `module.forward`."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -213,12 +216,13 @@ def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 
 @dataclass(frozen=True)
 class ShiftedLabels:
-    """What the head must know of a batch before the decoder runs."""
+    """The labels of a batch, prepared for the head before the decoder runs."""
 
-    labels: torch.Tensor  # as the model gets them
-    following: torch.Tensor  # for each token the label of the next, all rows in one
-    rows: torch.Tensor  # the tokens that have one
-    count: float | None  # of labels in the batch, if the caller says
+    labels: torch.Tensor  # as they are passed to the model
+    # for each token, the label of the next token; all rows are concatenated
+    following: torch.Tensor
+    rows: torch.Tensor  # indices of the tokens that have such a label
+    count: float | None  # the number of labels in the whole batch, if the caller passes it
 
 
 def labelled_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,23 +253,24 @@ class LazyLogits:
 
 
 class SlicedHead:
-    """Stands in for the model's forward when there are labels."""
+    """The replacement of the model's forward for calls with labels."""
 
-    SETTINGS = ("ranks_apart", "slice_loss", "on_logits")  # those of whoever uses the session
+    # The settings that users of the session may change, which a new plan keeps.
+    SETTINGS = ("ranks_apart", "slice_loss", "on_logits")
 
     def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
         self.executor = executor
         self.model = model
         self.decoder = decoder
         self.runs_whole = False
-        self.ranks_apart = False  # the loss is that of this rank's tokens, as under DDP
-        # The sum of a slice's losses, from its logits and the tokens they are to predict.
+        self.ranks_apart = False  # whether the loss is that of this rank's tokens, as under DDP
+        # Returns the sum of a slice's losses, given its logits and the tokens to predict.
         self.slice_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
             nn.functional.cross_entropy, reduction="sum"
         )
-        # Told of every slice: its logits and the tokens they are to predict.
+        # A callback that gets the logits of every slice and the tokens to predict.
         self.on_logits: OnLogits | None = None
-        # Of the batch that goes into the model now.
+        # The labels of the batch that is being passed to the model.
         self._shifted_labels: ShiftedLabels | None = None
         executor.inputs_moved = self._read_labels
         head = model.get_output_embeddings()  # type: ignore[operator]
@@ -277,7 +282,8 @@ class SlicedHead:
         self._loss_function = getattr(model, "loss_function", None)
         self._head_forward = head.forward
         self._signature = inspect.signature(model.forward)
-        self.__signature__ = self._signature  # generation asks which inputs the model takes
+        # transformers' generation inspects the signature to find the inputs of the model.
+        self.__signature__ = self._signature
         model.forward = self
 
     def remove(self) -> None:
@@ -286,9 +292,9 @@ class SlicedHead:
             del self.model.forward
 
     def _changed(self) -> bool:
-        """Return whether user code has replaced the loss or the head's forward since.
+        """Return whether user code has replaced the loss or the head's forward since `attach`.
 
-        Then the model runs as it is, with the logits in one piece.
+        In that case the model runs unchanged, with the logits in one piece.
         """
         if self._removed:
             return True
@@ -307,7 +313,7 @@ class SlicedHead:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Temporarily run the model as it is, with the logits in one piece."""
+        """Temporarily run the model unchanged, with the logits in one piece."""
         self.runs_whole = True
         try:
             yield
@@ -369,7 +375,7 @@ class SlicedHead:
 
     @property
     def _routes(self) -> bool:
-        """Return whether the model has to add a loss of its routers."""
+        """Whether the model adds a loss of its routers."""
         return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -426,7 +432,10 @@ class SlicedHead:
         *,
         grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Loss and, with `grad`, the gradient of `hidden`; weight gradients go to the sink."""
+        """Return the loss and, with `grad`, the gradient of `hidden`.
+
+        The gradients of the weights are added to the sink.
+        """
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         losses = []
         step = self.executor.plan.head_tokens
@@ -504,7 +513,7 @@ class SlicedHead:
 
     @contextmanager
     def _weights(self, *, grad: bool, parts: int) -> Iterator[None]:
-        if self.wrapped is None:  # a head that shares resident weights
+        if self.wrapped is None:  # The head shares resident weights.
             yield
             return
         executor, wrapped = self.executor, self.wrapped
@@ -553,7 +562,7 @@ class _HeadFunction(torch.autograd.Function):
                 loss, ctx.d_hidden = made
         finally:
             executor.in_head = False
-        # Kept here until backward takes them: a loss that is dropped takes them with it.
+        # The gradients are kept here until backward, so that a loss that is dropped frees them.
         ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
         return loss
 
@@ -564,7 +573,8 @@ class _HeadFunction(torch.autograd.Function):
         ctx.uses.claim(executor, "the head")
         with executor.guarded():
             executor.enter_backward()
-            # Read on the CPU; a device that is asked for it would be waited for.
+            # The value is read on the CPU only, because reading it from a device would wait for the
+            # device.
             factor = float(d_loss) if d_loss.device.type == "cpu" else d_loss
             d_hidden, ctx.d_hidden = ctx.d_hidden, None
             scale_(d_hidden, factor)

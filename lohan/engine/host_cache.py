@@ -13,7 +13,7 @@ from lohan.store.store import Store, Ticket
 
 
 class HostCache:
-    """The cached slots and buffers of a plan, which are numbered after the others."""
+    """The cached slots and buffers of a plan, which are numbered after the shared ones."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class HostCache:
         ]
 
     def load(self, *, trained: bool = False) -> None:
-        """Fill the cache from the committed generation; with `trained`, what a step changes."""
+        """Fill the cache from the committed generation; with `trained`, only trained groups."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
             if trained and not self._spec.chunks[number]:
@@ -47,11 +47,11 @@ class HostCache:
         self._store.wait_all(tickets)
 
     def write_back(self) -> None:
-        """Write to SSD what steps between two commits have left in memory."""
+        """Write the chunks to SSD that steps between two commits have changed in memory only."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
             slot = self._spec.slots + i
-            for chunk in range(self._spec.chunks[number]):  # frozen ones have none
+            for chunk in range(self._spec.chunks[number]):  # Frozen groups have no chunks.
                 tickets.append(self._slots.write(self._groups[number], chunk, slot))
         for i, (number, chunk) in enumerate(self._spec.host_cached_state):
             tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))

@@ -1,4 +1,4 @@
-"""The threads of the lanes: in-order queues, and the caller's own thread as the compute lane."""
+"""The lanes of a run: in-order queues with their threads, and the caller's thread for compute."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lohan.util.trace import Span, Trace
 
 # -- The queues of lanes ---------------------------------------------------------------------------
 #
-# What is to be done on a lane, in order, and what has become of it.
+# Each queue holds the actions of one lane in order, with their states.
 
 
 class Job:
-    """An action on its lane. `done` is set when it has happened."""
+    """An action in the queue of its lane. `done` is set when the action has finished."""
 
     __slots__ = ("action", "done", "number", "scalars", "waits")
 
@@ -31,7 +31,7 @@ class Job:
 
 
 class Queue:
-    """A first-in first-out queue that can be dropped and joined."""
+    """A first-in first-out queue that can be emptied and joined."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -59,7 +59,7 @@ class Queue:
 
     def drop(self) -> None:
         with self._change:
-            # What was submitted is in flight: it must be completed, not forgotten.
+            # Submitted I/O is in flight and must be completed, so it stays in the queue.
             self._items = deque(item for item in self._items if isinstance(item, tuple))
 
     def join(self, timeout_s: float) -> None:
@@ -74,11 +74,11 @@ class Queue:
             self._change.notify_all()
 
 
-# -- When a device did what was launched, on the host's clock --------------------------------------
+# -- Times of device work on the host's clock ------------------------------------------------------
 
 
 class Begun(NamedTuple):
-    """Of a compute action: when the caller began to give it, and the device's stamp of it."""
+    """The start of a compute action: the caller's time, and the device's stamp."""
 
     at_s: float
     stamp: Event | None
@@ -87,9 +87,9 @@ class Begun(NamedTuple):
 class DeviceClock:
     """Converts time stamps of a device to the clock of the host.
 
-    A device counts from an arbitrary moment. Its first stamp is taken to be of the time when it
-    was read. If work would then have begun before it was launched, or ended in the future, the
-    offset is corrected.
+    The clock of a device starts at an arbitrary time. Its first stamp is assumed to be from the
+    time at which it is read. If work would then have begun before it was launched, or ended in the
+    future, the offset is corrected.
     """
 
     def __init__(self, device: Device) -> None:
@@ -103,7 +103,7 @@ class DeviceClock:
             self._anchor, self._anchor_s = stamp, now_s
         found_s = self._anchor_s + self._device.elapsed_s(self._anchor, stamp)
         possible_s = min(max(found_s, not_before_s), now_s)
-        # From here on counted from this stamp: long times have few digits.
+        # Later stamps are relative to this one, because long durations lose precision.
         self._anchor, self._anchor_s = stamp, possible_s
         return possible_s
 
@@ -114,29 +114,31 @@ class DeviceClock:
 #                and writes are in flight while both sides keep the order of the schedule
 #     optimizer  one thread for updates or, with `updates_on_caller`, the caller's own
 #     compute    the thread that runs the model: it announces what it begins and ends
-#     h2d        one thread for copies to a device with a memory of its own,
-#     d2h        one for copies from it
-#     net        one for exchanges with other ranks, if there are any
+#     h2d        one thread for copies to a device with its own memory
+#     d2h        one thread for copies from such a device
+#     net        one thread for collectives, if there are several ranks
 #
-# Note [compute that is launched and not yet done] Such a device works through its stream while
-# the caller goes on. An action of the compute lane is done when the device says so: a further
-# thread waits for its event. So the caller is ahead of the device by what the next block waits for
-# and no more, and every other lane sees what has happened, not what was asked for.
+# Each lane overlaps with the others and waits only for the actions that an action names. With
+# `overlap=False`, the same actions run on the caller's thread, one after the other, in the order of
+# the schedule.
 #
-# Note [updates on the caller's thread] Where the model computes on the CPU, an optimizer thread
-# takes cores away from matrix products in the middle of their work, and every OpenMP barrier then
-# waits for the slower half. There the caller runs the updates that are ready between two blocks
-# and while it waits, with all cores.
+# Note [compute that is launched and not yet done] A device with its own memory executes its stream
+# while the caller continues. A compute action is done when the device has executed it; a separate
+# thread waits for its event. The caller is therefore ahead of the device only until the next block
+# has to wait, and other lanes rely on completed work, not on launched work.
 #
-# Each overlaps with the others and only waits for the names that an action lists. `overlap=False`
-# runs the same actions on the caller's thread, one after the other, in the order of the schedule.
+# Note [updates on the caller's thread] If the model computes on the CPU, an optimizer thread would
+# take cores away from running matrix products, and every OpenMP barrier would wait for the slower
+# threads. Instead, the caller runs ready updates between two blocks and while it waits, with all
+# cores.
 #
-# Note [an error on any lane] The first error is kept, with its action and the ten before it. Every
-# wait then raises it, queued actions are dropped, what is in flight is completed by `reset`.
-# Nothing is committed after it.
+# Note [an error on any lane] The first error is kept, with its action and the ten actions before
+# it. Every wait then raises it, queued actions are dropped, and `reset` completes those in flight.
+# Nothing is committed after an error.
 
 
-STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits
+# An error is raised if no lane finishes anything for this long while the caller waits.
+STALL_S = 600.0
 HISTORY = 10
 LINK = ("h2d", "d2h")
 
@@ -155,7 +157,7 @@ class Runner(Protocol):
 
 
 class Lanes:
-    """Owner of the lanes' threads. One caller thread drives it."""
+    """The owner of the lanes' threads, which are driven by one caller thread."""
 
     def __init__(
         self,
@@ -170,23 +172,25 @@ class Lanes:
     ) -> None:
         self._device = device or CpuDevice()
         self._moving = (*LINK, "net") if net else LINK
-        # Over all exchanges so far, in their order: the same on all ranks.
+        # A checksum of all collectives so far, in their order, which is the same on all ranks.
         self.collectives_checksum = 0
         self._runner, self._overlap, self._trace, self._stall_s = runner, overlap, trace, stall_s
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
-        self._changed = threading.Condition()  # something finished or failed
+        self._changed = threading.Condition()  # notified when an action has finished or failed
         self._latest: dict[str, Job] = {}
         self._compute: deque[Job] = deque()
-        self._in_order: deque[Job] = deque()  # everything in schedule order, without overlap
+        # without overlap: all actions in the order of the schedule
+        self._in_order: deque[Job] = deque()
         self._error: BaseException | None = None
         self._history: deque[Action] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
-        self._cancelled_from: int | None = None  # number of the first job that is not to begin
-        self._cancelled: list[Action] = []  # those of them that lanes have come to
+        self._cancelled_from: int | None = None  # number of the first job that must not begin
+        # the cancelled actions that lanes have taken from their queues
+        self._cancelled: list[Action] = []
         self._current: Job | None = None
         self._begun, self._computed_s = Begun(0.0, None), 0.0
         self._clock = DeviceClock(self._device)
-        self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
+        self.delay: Callable[[Action], None] | None = None  # tests delay lanes at random
         self._queues: dict[str, Queue] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -216,7 +220,7 @@ class Lanes:
                 self._queues[action.lane].put(job)
 
     def expected(self) -> str | None:
-        """Name of the next action of the compute lane."""
+        """Return the name of the next action of the compute lane."""
         return self._compute[0].action.name if self._compute else None
 
     def begin(self, name: str) -> Action:
@@ -232,7 +236,7 @@ class Lanes:
 
     @property
     def computing(self) -> bool:
-        """A compute action has begun and not ended."""
+        """Whether a compute action has begun and not ended."""
         return self._current is not None
 
     def end(self) -> None:
@@ -288,7 +292,7 @@ class Lanes:
         self._cancelled_from = first
         for (
             job
-        ) in self._compute:  # lanes that wait for one of these see at once that it will not come
+        ) in self._compute:  # Lanes that wait for a cancelled action must not wait any longer.
             job.done.set()
         self._compute.clear()
         if self._updates is not None:
@@ -318,14 +322,14 @@ class Lanes:
             self._device.mark().synchronize()
 
     def reset(self) -> None:
-        """After an error: drops what is queued, completes what is in flight, forgets the error."""
+        """Drop queued actions, complete those in flight, and clear the error."""
         if self._error is None:
             self._error = LohanError("the step was aborted")
         for queue in self._queues.values():
             queue.drop()
         for queue in self._queues.values():
             queue.join(self._stall_s)
-        with suppress(LohanError, RuntimeError):  # a block that broke off has given compute work
+        with suppress(LohanError, RuntimeError):  # An aborted block may have launched work.
             self._device.mark().synchronize()
         self._compute.clear()
         self._in_order.clear()
@@ -352,7 +356,8 @@ class Lanes:
             seen, since = self._finished, time.monotonic()
             while not job.done.is_set():
                 self._raise_if_failed()
-                if self._updates is None:  # what else finishes need not wake the caller
+                # Only updates run on the caller's thread, so nothing else needs to wake it.
+                if self._updates is None:
                     job.done.wait(0.2)
                     self._raise_if_failed()
                 elif not self._update_if_ready():
@@ -410,12 +415,12 @@ class Lanes:
         self._trace.add(Span(job.action.lane, job.action.name, start_s, stop_s))
         self._history.append(job.action)
         self._finished += 1
-        job.waits = []  # or every job would keep all before it alive
+        job.waits = []  # Otherwise, every job would keep all earlier jobs alive.
         with self._changed:
             job.done.set()
             self._changed.notify_all()
 
-    # -- one after the other ----------------------------------------------------------------------
+    # -- execution without overlap -----------------------------------------------------------------
 
     def _run_in_order_until(self, stop: Job | None) -> None:
         """Run queued actions on this thread up to `stop`.
@@ -447,7 +452,7 @@ class Lanes:
             raise
         self._finish(job, start)
 
-    # -- the lanes' side --------------------------------------------------------------------------
+    # -- the threads of the lanes ------------------------------------------------------------------
 
     def _start_threads(self) -> None:
         bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit}
@@ -455,7 +460,7 @@ class Lanes:
             bodies["optimizer"] = self._run_ready
         if self._device.has_own_memory:
             bodies |= {lane: self._run_ready for lane in self._moving} | {"compute": self._computed}
-        bodies["done"] = self._complete  # the last: others are joined before it
+        bodies["done"] = self._complete  # It is last, because the other lanes are joined before it.
         for lane in bodies:
             self._queues[lane] = Queue()
         for lane, body in bodies.items():
@@ -470,7 +475,7 @@ class Lanes:
         while (item := queue.take()) is not None:
             job = item[0] if isinstance(item, tuple) else item
             try:
-                if not entered:  # with a job at hand, so that an error is somebody's
+                if not entered:  # Enter lazily, so that a failure is attributed to an action.
                     self._device.enter(lane)
                     entered = True
                 body(item)
@@ -480,10 +485,10 @@ class Lanes:
                 queue.finished()
 
     def _ready(self, job: Job) -> bool:
-        """Wait for what a job needs, and return whether it can run.
+        """Wait for the actions that a job depends on, and return whether the job can run.
 
-        The caller may take any time to provide it. A job that is dropped counts as done, so
-        that those behind it need not wait.
+        This may take any time, because the caller determines when compute runs. A dropped job
+        counts as done, so that later jobs need not wait for it.
         """
         for other in job.waits:
             while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
@@ -508,7 +513,8 @@ class Lanes:
     def _complete(self, item: tuple[Job, Any, float]) -> None:
         job, handle, start = item
         if self._error is not None and not handle:
-            return  # nothing is in flight: a commit behind a failed write must not happen
+            # Nothing is in flight. In particular, a commit must not run after a failed write.
+            return
         self._runner.complete(job.action, handle)
         self._finish(job, start)
 
@@ -517,9 +523,9 @@ class Lanes:
             self._run_now(job)
 
     def _computed(self, item: tuple[Job, Event, Begun, Event | None]) -> None:
-        """Record when the device has done a compute action, by its own clock.
+        """Record the time at which the device finished a compute action, by the device's clock.
 
-        Without a device clock, the action is taken to begin when the previous one ended.
+        Without a device clock, the action is assumed to begin when the previous one ended.
         """
         job, event, begun, ended = item
         event.synchronize()

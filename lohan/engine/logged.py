@@ -1,7 +1,7 @@
 """Logged steps: gradients that are appended to the log of the store, and their replay.
 
-Backward appends the gradients of every group (P), and the step is committed by them (J). The next
-forward reads the last full state of a chunk (Q) and the gradients logged since (N), applies these
+Backward appends the gradients of every group (P), which commits the step (J). The next forward
+reads the last full state of a chunk (Q) and the gradients logged since then (N), applies these
 updates in one pass (U), and uses the weights. A step that commits a generation writes the result
 (W) as the new full state.
 """
@@ -41,7 +41,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """What a step has logged for a group: the type of its gradients, and the tensors with one."""
+    """The logged gradients of a group in one step: their type, and the tensors with one."""
 
     dtype: torch.dtype
     tensors: frozenset[int]
@@ -53,14 +53,14 @@ class LoggedGroup:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step in the log: the numbers of its updates, and where its gradients are."""
+    """A step in the log: the numbers of its updates, and the segment of its gradients."""
 
     scalars: StepScalars
     segment: int
     groups: Mapping[str, LoggedGroup]
 
     def to_record(self) -> dict[str, Any]:
-        """Return what the log records of the step, from which `of_record` makes it again."""
+        """Return the record of the step in the log, from which `of_record` restores it."""
         scalars, values = self.scalars, self.scalars.groups
         return {
             "update": scalars.update,
@@ -122,7 +122,7 @@ def _optimizer_of_json(values: Mapping[str, Any]) -> Optimizer:
 def log_regions(
     groups: Sequence[FlatGroup], chunk_params: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the trained groups, with the bytes of room for the gradients of each chunk."""
+    """Return the trained groups with the bytes reserved for the gradients of each chunk."""
     return [
         (
             group.key,
@@ -134,11 +134,11 @@ def log_regions(
 
 
 class LoggedGradients:
-    """The log of a running session, and the staging buffers that gradients pass through.
+    """The log of a running session, and the staging buffers of its transfers.
 
-    Entries change when actions of the ssd lane are submitted, which is in the order of the lane: J
-    adds a step, and a C that commits a generation drops all of them. So every N reads the steps
-    that its chunk lacks, whichever actions have completed.
+    The entries change when actions of the ssd lane are submitted, in the order of the lane: J adds
+    a step, and a C that commits a generation drops all of them. Every N therefore reads the steps
+    that its chunk lacks, no matter which actions have completed.
     """
 
     def __init__(
@@ -162,12 +162,14 @@ class LoggedGradients:
         assert store.log is not None
         self.log: GradientLog = store.log
         self._store = store
-        self._appended: dict[str, LoggedGroup] = {}  # of the step in backward
-        # Meta and scalars of steps to commit, and whether ended steps commit a generation: handed
-        # over by the caller, taken in the order of the lane.
+        # the groups that the current backward has appended
+        self._appended: dict[str, LoggedGroup] = {}
+        # Metadata and scalars of steps to commit, and whether ended steps commit a generation. The
+        # caller appends to both, and the ssd lane consumes them in order.
         self._closed: deque[tuple[dict[str, Any], StepScalars]] = deque()
         self._ends: deque[bool] = deque()
-        self._to_commit: deque[tuple[dict[str, Any], LoggedStep]] = deque()  # submitted
+        # steps whose J was submitted
+        self._to_commit: deque[tuple[dict[str, Any], LoggedStep]] = deque()
         self._live: list[LoggedStep] = []  # steps after the state that Q reads, oldest first
         self._by_segment: dict[int, LoggedStep] = {}
         # The steps whose gradients are in each staging buffer, by number of the buffer.
@@ -178,7 +180,7 @@ class LoggedGradients:
     def append(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> LogTicket:
-        """Pack one chunk of a group's gradients, as wide as they are, and submit its write."""
+        """Pack one chunk of a group's gradients in their widest dtype, and submit its write."""
         found = {grad.dtype for grad in grads.values()} or {torch.float32}
         dtype = found.pop() if len(found) == 1 else torch.float32
         group = self._groups[number]
@@ -194,7 +196,7 @@ class LoggedGradients:
         return self.log.append(group.key, chunk, data.bytes)
 
     def close_step(self, meta: dict[str, Any], scalars: StepScalars, *, commits: bool) -> None:
-        """Hand over the step whose J and C are about to be scheduled."""
+        """Record the step whose J and C will be scheduled next."""
         self._closed.append((meta, scalars))
         self._ends.append(commits)
 

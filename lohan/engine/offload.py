@@ -1,11 +1,12 @@
-"""Activation offload: what a site's backward needs leaves after its forward and comes back in time.
+"""Activation offload: the activations of a site leave memory after forward and return for backward.
 
     ActivationSpill           host memory -> SSD
     DeviceActivationOffload   device -> host memory and, through an ActivationSpill, on to SSD
 
-Only inputs that take a gradient leave (masks and positions are shared by all blocks), and results
-that the save plan keeps. Those of one slice, or the inputs, are packed into one buffer.
-There is room for one call of each site: a second call of it before backward stays where it is.
+Only inputs that take a gradient (masks and positions are shared by all blocks) and the results of
+the save plan are offloaded. The inputs, or the results of one slice, are packed into one buffer.
+There is room for one call of each site. If a site is called again before backward, the activations
+of the second call stay in memory.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from lohan.store.extents import Region
 from lohan.store.store import Counters, Status, Store, Ticket
 from lohan.util.units import PAGE, MiB, align_up
 
-TRANSFER = 16 * MiB  # bytes of one transfer; they are spread over the directories
-# Bytes to which each tensor is aligned, as CUDA's allocator does: cuBLAS chooses its kernel by the
-# alignment too, and an operation must take the same one behind a kept result as behind a new one.
+TRANSFER = 16 * MiB  # size in bytes of one transfer; transfers are spread over the directories
+# The alignment of each tensor in bytes, that of CUDA's allocator. cuBLAS selects kernels by the
+# alignment of their inputs, so kept results must have that of newly computed ones.
 PAD = 512
-BUFFERS = 2  # slices of a site that are on the device at a time
+BUFFERS = 2  # slices of a site that have a buffer on the device
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Tensors side by side: where the pack begins in its site's memory, and each tensor in it."""
+    """The layout of tensors packed side by side, and the offset of the pack in its site."""
 
     start: int
     size: int
@@ -60,7 +61,7 @@ class Pack:
         )
 
     def tensors_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors in the memory that holds the pack."""
+        """Return the tensors of the pack, given the memory of the pack."""
         made = []
         for at, layout in self.parts:
             size = layout.shape.numel() * layout.dtype.itemsize
@@ -82,17 +83,17 @@ class Pack:
 
 @dataclass
 class _Spilled:
-    """One call whose activations are on SSD: the pack of its inputs, then those of its slices."""
+    """A call whose activations are on SSD: the pack of its inputs, then those of its slices."""
 
     call: weakref.ref[SavedCall]
     packs: list[Pack]
 
 
 class ActivationSpill(ActivationHooks):
-    """Kept activations on SSD, and the buffers that they pass through.
+    """Kept activations on SSD, and the host buffers for their transfers.
 
-    The space on SSD is a store of its own with scratch regions only, created with the buffers
-    of a plan and removed with them. `sizes` are bytes by site number.
+    The space on SSD is a separate store with scratch regions only, created with the buffers of a
+    plan and removed with them. `sizes` are bytes by site number.
     """
 
     def __init__(
@@ -108,14 +109,15 @@ class ActivationSpill(ActivationHooks):
         self._buffers = [
             pool.allocate("activation buffers", largest, for_device=True) for _ in range(buffers)
         ]
-        regions = [Region("nothing", (PAGE,))]  # a store has state; this one needs none
+        # Every store must have a durable region, although nothing is written to this one.
+        regions = [Region("nothing", (PAGE,))]
         regions += [Region(_key(s), _transfers(n), scratch=True) for s, n in self.sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine="auto")
         self._dirs = dirs
         self._compute_view = pool.compute_view
-        self._new: dict[int, SavedCall] = {}  # calls that have run and are not yet written
+        self._new: dict[int, SavedCall] = {}  # calls that have run and are not written yet
         self._spilled: dict[int, _Spilled] = {}
-        self._used: dict[int, int] = {}  # bytes on SSD
+        self._used: dict[int, int] = {}  # bytes on SSD, by site number
         self._from_device: set[int] = set()  # sites whose activations were packed on a device
         self.moved_bytes = 0
 
@@ -124,7 +126,7 @@ class ActivationSpill(ActivationHooks):
         return self._store.counters
 
     def close(self) -> None:
-        self._store.close()  # and with it goes its space: it is never committed
+        self._store.close()  # This also removes the files, because the store was never committed.
 
     # -- the caller's side ------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class ActivationSpill(ActivationHooks):
             self._new[site] = call
 
     def load_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
-        """All activations lie in the buffer that backward's action names."""
+        """Restore all activations from the buffer that the backward action names."""
         if not call.evicted:
             return
         memory = self._compute_view(self.buffer(buffers[0]))
@@ -153,15 +155,15 @@ class ActivationSpill(ActivationHooks):
         return self._buffers[number].tensor(torch.uint8)
 
     def filled(self, site: int, used: int) -> None:
-        """So many bytes of a site lie in the buffer that its O will name."""
+        """Record that `used` bytes of a site were copied from a device into the buffer of its O."""
         self._from_device.add(site)
         self._used[site] = align_up(used, PAGE)
         self.moved_bytes += used
 
-    # -- the ssd lane's side ----------------------------------------------------------------------
+    # -- the ssd lane ------------------------------------------------------------------------------
 
     def write(self, site: int, buffer: int) -> Iterator[Ticket]:
-        """O: packs a site's activations and submits their writes; nothing, if it did not run."""
+        """Run O: pack a site's activations and submit their writes, if the site has run."""
         call = self._new.get(site)
         if call is not None:
             saved, memory = _saved(call), self.buffer(buffer)
@@ -178,7 +180,7 @@ class ActivationSpill(ActivationHooks):
             yield self._store.write(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def written(self, site: int) -> None:
-        """O is complete: the call frees what is on SSD."""
+        """Complete O: free the activations that are on SSD."""
         call = self._new.pop(site, None)
         if call is not None:
             call.evict_inputs()
@@ -187,7 +189,7 @@ class ActivationSpill(ActivationHooks):
                     saved.hand_over()
 
     def read(self, site: int, buffer: int) -> Iterator[Ticket]:
-        """I: submits the reads of what `write` wrote, unless nothing needs it any more."""
+        """Run I: submit reads of what `write` has written, if a call still needs it."""
         spilled = self._spilled.get(site)
         if site in self._from_device or (spilled is not None and spilled.call() is not None):
             for chunk, start, stop in self._used_transfers(site):
@@ -197,7 +199,7 @@ class ActivationSpill(ActivationHooks):
         self._store.wait_all(tickets)
 
     def discard_in_flight(self) -> None:
-        """After an error: nothing is in flight to or from the buffers, or it raises."""
+        """Wait until no I/O uses the buffers, after an error; raise StoreError if that fails."""
         self._store.discard()
         if self._store.status is Status.FAILED:
             raise StoreError(
@@ -211,7 +213,7 @@ class ActivationSpill(ActivationHooks):
         self._from_device.clear()
 
     def _used_transfers(self, site: int) -> Iterator[tuple[int, int, int]]:
-        """Transfers that hold anything: number, first and last byte."""
+        """Yield the transfers that contain data: number, first and last byte."""
         start = 0
         for chunk, size in enumerate(_transfers(self.sizes[site])):
             if start < self._used[site]:
@@ -241,35 +243,40 @@ def _key(site: int) -> str:
 
 # -- From the device to host memory ----------------------------------------------------------------
 #
-# On the device activations pass through buffers that the schedule names: compute packs them there
-# and they are copied from there, so the memory that torch gave out is free again at once. Inputs go
-# as a whole. Kept results go slice by slice, through two buffers, while their block still computes
-# the others: the device never holds those of a whole batch.
+# On the device, activations pass through buffers that the schedule names. Compute packs them there,
+# and they are copied from there, so that the memory from torch's allocator is free immediately.
+# Inputs are copied as a whole. Kept results are copied slice by slice through two buffers, while
+# the block still computes the other slices, so that the device never holds those of a whole batch.
 #
 # Note [slices inside an action] The schedule's K and V stand for all slices of a site. Copies of
-# slices are given to the link while F and B run, behind the compute that makes them or makes room
-# for them; K waits for the last, V brings the first two. Host buffer and device buffer belong to
-# the site from the beginning of F to the end of K, and from V to the end of B.
+# slices are enqueued while F and B run, after the compute that produces them or frees their buffer.
+# K waits for the last copy, and V copies the first two slices. The host buffer and the device
+# buffer belong to the site from the beginning of F to the end of K, and from V to the end of B.
 
 
 @dataclass
 class OffloadedCall:
-    """One call whose activations leave the device."""
+    """A call whose activations are offloaded from the device."""
 
     call: weakref.ref[SavedCall]
-    held: SavedCall | None  # until they have left, whatever becomes of the graph
+    # keeps the call alive until its activations were copied, even if the graph is freed
+    held: SavedCall | None
     device_buffer: int
-    host_buffer: int | None  # of the spill, on the way to and from SSD
+    host_buffer: int | None  # the buffer through which they are spilled to SSD
     inputs: Pack
     slices: list[Pack | None] = field(default_factory=list)
-    used: int = 0  # bytes of host memory
+    used: int = 0  # bytes of host memory used so far
     last: Event | None = None
-    copies: dict[int, Event] = field(default_factory=dict)  # to or from each slice buffer
+    # the latest copy to or from each slice buffer
+    copies: dict[int, Event] = field(default_factory=dict)
     evicted: bool = False
 
 
 class DeviceActivationOffload(ActivationHooks):
-    """Owner of the buffers on the device and of host memory for what does not go on to SSD."""
+    """The owner of activation buffers on the device, and of host memory for them.
+
+    Host memory holds the activations that are not spilled to SSD.
+    """
 
     def __init__(
         self,
@@ -282,10 +289,13 @@ class DeviceActivationOffload(ActivationHooks):
         self._device, self._sites, self._spill = device, sites, spill
         self._input_buffers: list[torch.Tensor | None] = [None] * device_buffers
         self._slice_buffers: list[torch.Tensor | None] = [None] * (device_buffers * BUFFERS)
-        self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site; 0 is inputs, 1 a slice
+        # by site and slice + 1; slice 0 stands for the inputs
+        self._host: dict[tuple[int, int], torch.Tensor] = {}
         self._calls: dict[int, OffloadedCall] = {}
-        self._packs: dict[tuple[int, int], Pack] = {}  # by site and slice, -1: its inputs
-        self._views: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # by pack and buffer
+        # by site and slice; slice -1 stands for the inputs
+        self._packs: dict[tuple[int, int], Pack] = {}
+        # by pack and address of the buffer
+        self._views: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     # -- forward, the caller's side ---------------------------------------------------------------
 
@@ -336,10 +346,10 @@ class DeviceActivationOffload(ActivationHooks):
         own.last = self._device.copy("d2h", pairs, after=self._device.mark())
         return own.last
 
-    # -- the links' side --------------------------------------------------------------------------
+    # -- the lanes h2d and d2h ---------------------------------------------------------------------
 
     def evict(self, site: int) -> None:
-        """K: all of it is in host memory; the call frees what was on the device."""
+        """Complete K: wait until all activations are in host memory; free those on the device."""
         own = self._calls.get(site)
         if own is None or own.evicted or own.last is None or own.held is None:
             return
@@ -351,7 +361,7 @@ class DeviceActivationOffload(ActivationHooks):
         own.copies.clear()
 
     def bring_back(self, site: int, buffers: Sequence[int]) -> None:
-        """V: inputs and the first slices are on the device when it returns."""
+        """Run V: copy the inputs and the first slices to the device, and wait."""
         own = self._calls.get(site)
         if own is None or not own.evicted or own.call() is None:
             return
@@ -386,7 +396,7 @@ class DeviceActivationOffload(ActivationHooks):
         call.saved_ops[number].adopt(self._tensors_in(pack, there))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """Load the slice after the next into this buffer, when compute is done with this slice."""
+        """Load the next slice but one into this buffer, after compute has used this slice."""
         own, following = self._offloaded_call(site, call), number + BUFFERS
         pack = own.slices[following] if own and following < len(own.slices) else None
         if own is None or pack is None:
@@ -404,7 +414,10 @@ class DeviceActivationOffload(ActivationHooks):
             del self._calls[site]
 
     def forget(self) -> None:
-        """After an error. The lanes are idle; copies that they were given may still run."""
+        """Discard all calls after an error.
+
+        The lanes are idle, but copies that they enqueued may still be running.
+        """
         for own in self._calls.values():
             for event in (own.last, *own.copies.values()):
                 with suppress(LohanError, RuntimeError):
@@ -416,10 +429,10 @@ class DeviceActivationOffload(ActivationHooks):
         own = self._calls.get(site)
         return own if own is not None and own.call() is call else None
 
-    # -- memory: shapes repeat, so after a step or two no buffer grows ----------------------------
+    # -- buffers; since shapes repeat, they do not grow after the first steps ----------------------
 
     def _pack(self, site: int, number: int, tensors: Sequence[torch.Tensor], start: int) -> Pack:
-        """Return the pack for these tensors, usually that of the step before."""
+        """Return the pack for these tensors, usually that of the previous step."""
         known = self._packs.get((site, number))
         if known is None or not known.fits(tensors, start):
             known = self._packs[site, number] = Pack.of(tensors, start)
@@ -442,8 +455,9 @@ class DeviceActivationOffload(ActivationHooks):
     def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
         there = buffers[number]
         if there is None or len(there) < size:
-            # Views of the old buffer go before the new one takes its room. The launching thread may
-            # add views meanwhile, so the dict is neither walked nor replaced.
+            # Remove views of the old buffer first, so that its memory is free for the new one. The
+            # launching thread may add views at the same time, so iterate over a copy and change the
+            # dict in place.
             for key in [key for key, own in list(self._views.items()) if own[0] is there]:
                 self._views.pop(key, None)
             there = buffers[number] = None
@@ -451,7 +465,10 @@ class DeviceActivationOffload(ActivationHooks):
         return there
 
     def _fits(self, site: int, own: OffloadedCall, pack: Pack) -> bool:
-        """Return whether a pack fits. A host buffer for SSD has a fixed size; any other grows."""
+        """Return whether a pack fits into the host buffer.
+
+        Only the buffers through which activations are spilled have a fixed size.
+        """
         if own.host_buffer is None or self._spill is None:
             return True
         return pack.start + pack.size <= self._spill.sizes[site]

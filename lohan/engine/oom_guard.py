@@ -1,4 +1,4 @@
-"""One more try with a smaller plan if device memory runs out."""
+"""A second attempt with a smaller plan if device memory runs out."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from lohan.engine.session import Session
 
 
-LEFT = 3 / 4  # of the device's memory, for the second plan
+LEFT = 3 / 4  # The second plan gets this share of the device's memory.
 
 
-YOUNG = 2  # steps of a plan: the second is the first that overlaps with the one before
+# Steps of a plan in which running out of memory leads to a retry. The second step is the first that
+# overlaps with an earlier one.
+YOUNG = 2
 
 
 Made = TypeVar("Made")
@@ -31,15 +33,16 @@ Made = TypeVar("Made")
 class OomGuard:
     """Runs the steps of a session, and reduces the plan if device memory runs out.
 
-    Other programs may use the memory, or kernels may need more than was measured. This shows in
-    the first steps, and the run then continues with a plan for less memory. A smaller
-    micro-batch changes the rounding of results, so the change is reported, and made only once.
+    Other programs may use the memory, or kernels may need more than was measured. Both happen in
+    the first steps, and the run then continues with a plan for less memory. A smaller micro-batch
+    changes the rounding of results, so the change is reported, and made only once.
     """
 
     def __init__(self, session: Session, say: Callable[[str], None]) -> None:
         self._session, self._say = session, say
         self._plan: Plan | None = None
-        self._drawn: dict[int, Any] = {}  # random states before the plan's first steps
+        # random states before the first steps of the plan, by step
+        self._drawn: dict[int, Any] = {}
         self._shrunk = False
 
     def run(self, step: Callable[[], Made]) -> Made:
@@ -66,7 +69,7 @@ class OomGuard:
             f"{format_bytes(session.context.device_bytes or 0)}: micro-batch {after} instead of "
             f"{before.micro_batch or 'all'}"
         )
-        # Steps that were not committed are done again.
+        # Steps that were not committed are repeated.
         device.set_random_state(self._drawn[session.step])
         self._plan = None
         return self.run(step)
@@ -75,7 +78,8 @@ class OomGuard:
 def _shrunk(session: Session) -> str:
     context = session.context
     room = int((context.device_bytes or 0) * LEFT)
-    if (used := session.plan.tier_bytes("device")) <= room:  # it would be the same plan
+    # Otherwise, the plan would be the same.
+    if (used := session.plan.tier_bytes("device")) <= room:
         room = int(used * LEFT)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
     options = replace(context.options, chunk_params=session.plan.chunk_params)

@@ -24,14 +24,14 @@ STORE_FOLDER = "lohan-store"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The limits of memory and the directories of the state.
+    """The limits of memory, and the directories of the state.
 
-    `host` bounds what LoHan holds in main memory beyond Python and torch themselves. None means
-    four fifths of the free memory. Several ranks on a machine share it. `device` bounds the
-    memory of an accelerator in the same way. `ssd` names the directories over which the state
-    is spread. `commit_every` is "step", a number of steps, a time such as "10min", or "auto".
-    `log_gradients` is the number of steps from one write of the full state to the next, if every
-    step is to be committed by its gradients, or "off".
+    `host` limits the main memory that LoHan uses in addition to Python and torch. None means four
+    fifths of the free memory. Several ranks on a machine share it. `device` limits the memory of an
+    accelerator in the same way. `ssd` names the directories over which the state is spread.
+    `commit_every` is "step", a number of steps, a time such as "10min", or "auto". `log_gradients`
+    is "off", or the number of steps from one write of the full state to the next; the steps in
+    between are committed by logging their gradients.
     """
 
     ssd: Sequence[str | os.PathLike[str]]
@@ -41,7 +41,7 @@ class Budget:
     log_gradients: str | int = "off"
 
     def host_bytes(self, ranks: int = 1) -> int:
-        """Of each of so many ranks on this machine."""
+        """Return the host memory of each of `ranks` ranks on this machine, in bytes."""
         if self.host is None:
             return host_memory_bytes() * 4 // 5 // ranks
         given, there = parse_bytes(self.host, name="host"), total_memory_bytes()
@@ -59,19 +59,19 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What leaves memory, and what overlaps with compute.
+    """The placement of activations and updates, and their overlap with compute.
 
     These settings change the speed only, except for the rounding of other micro-batches and of
     `tiles`.
 
-    `tiles` is the number of tokens that the parts of a block that do not mix tokens process at
-    a time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster
-    with them. `activations` selects what blocks keep for backward: "holistic" (what pays on a
-    machine with this `profile`), "recompute" (only the inputs), "all", exact classes, or the
-    choice of another policy ("static", "capuchin", "checkmate", "g10"). `run_again` states that
-    the loop checks `session.must_run_again` after every backward and, if it is True, runs the
-    same batch again from the random state before it. Updates then need not wait for the norm
-    even if memory cannot hold all gradients.
+    `tiles` is the number of tokens that the parts of a block that do not mix tokens process at a
+    time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster with
+    them. `activations` selects what blocks keep for backward: "holistic" (the fastest choice on a
+    machine with this `profile`), "recompute" (only the inputs), "all", exact classes, or the choice
+    of another policy ("static", "capuchin", "checkmate", "g10"). `run_again` states that the loop
+    checks `session.must_run_again` after every backward and, if it is True, runs the same batch
+    again from the random state before it. Updates then need not wait for the norm even if memory
+    cannot hold all gradients.
     """
 
     activations: str | Kept = "holistic"
@@ -128,7 +128,7 @@ class StorePolicy:
 def with_keywords(
     offload: OffloadPolicy, model: ModelPolicy, store: StorePolicy, keywords: Mapping[str, Any]
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
-    """Return the policies, with the fields that were given as keywords of `attach` itself."""
+    """Return the policies with the fields that were given as keywords of `attach`."""
     made: list[Any] = []
     left = dict(keywords)
     for policy in (offload, model, store):

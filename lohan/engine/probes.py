@@ -1,4 +1,4 @@
-"""How this machine is measured: compute, links and drives, through the parts that a run uses."""
+"""Measurements of this machine: compute, links and drives, through the code that a run uses."""
 
 from __future__ import annotations
 
@@ -39,29 +39,30 @@ from lohan.store.store import Store, Ticket
 from lohan.util.memory import host_memory_bytes
 from lohan.util.units import GiB, MiB, counted, format_bytes
 
-# -- How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks -------
+# -- Compute: a Llama-shaped block, a token head, and the optimizer on chunks ----------------------
 #
-# Compute runs on the device that a run will use, behind the same seam, on weights in its memory
-# and in the type that it computes in; the update is the optimizer's own, on state in a host pool.
-# So what is measured is what a run will see. Several sets of weights take turns: none of them
-# stays in the caches from one use to the next, as in a model of many blocks.
+# Compute runs on the device of a run, through the same interface, on weights in its memory and in
+# the type that it computes in. The update is the optimizer's own, on state in a host pool. Several
+# sets of weights are used in turn, so that none stays in a cache from one use to the next, as in a
+# model of many blocks.
 
 
-LONGEST = 1024  # tokens of one sequence; more come as several
+LONGEST = 1024  # tokens of one sequence; larger numbers are divided into several sequences
 ROTATED, SMALL = 10000.0, 1e-6
-HEAD_SIZES = (128, 64, 32, 16)  # features of one head of attention
+# Features of one attention head: the largest that divides the width is used.
+HEAD_SIZES = (128, 64, 32, 16)
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the block and the head that stand for a model's."""
+    """The sizes of the measured block and head, which represent those of a model."""
 
     hidden: int = 1024
     inner: int = 2816
     heads: int = 16
     vocabulary: int = 8192
-    copies: int = 4  # of weights and state
+    copies: int = 4  # sets of weights and state that are used in turn
     chunk_params: int = 2**22
 
     @classmethod
@@ -98,7 +99,7 @@ class Weights:
         return list(vars(self).values())
 
 
-ENDING_S = 120.0  # that a probe in the background may take to end
+ENDING_S = 120.0  # Seconds within which a probe in the background must end.
 
 
 class Figure:
@@ -142,14 +143,14 @@ def end(thread: threading.Thread) -> None:
 
 
 def repeated(run: Callable[[], float], *, seconds: float) -> float:
-    """Measured in one go."""
+    """Return the median duration of `run`, repeated for at least `seconds`."""
     figure = Figure(run)
     figure.measure(seconds)
     return figure.median_s
 
 
 def computed_s(device: Device, run: Callable[[], object]) -> float:
-    """Seconds until the device has done what `run` gives it: by its own clock, if it has one."""
+    """Return the seconds that the device needs for `run`, by its own clock if it has one."""
     start_s, first = time.perf_counter(), device.stamp()
     with device.computing():
         run()
@@ -161,7 +162,7 @@ def computed_s(device: Device, run: Callable[[], object]) -> float:
 
 
 class BlockProbe:
-    """A decoder block, forward and backward, on weights that take turns."""
+    """Forward and backward of a decoder block, on several sets of weights in turn."""
 
     def __init__(self, sizes: Sizes, device: Device | None = None) -> None:
         self._sizes, self._device = sizes, device or CpuDevice()
@@ -172,7 +173,7 @@ class BlockProbe:
         )
         self._weights: Iterator[Weights] = cycle([self.new_weights() for _ in range(sizes.copies)])
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.backward_s(1)  # the first one of a process also starts autograd's threads
+        self.backward_s(1)  # The first backward of a process also starts autograd's threads.
 
     def new_weights(self) -> Weights:
         h, inner = self._sizes.hidden, self._sizes.inner
@@ -199,7 +200,7 @@ class BlockProbe:
         return computed_s(self._device, run)
 
     def backward_s(self, tokens: int) -> float:
-        """Of backward alone; the forward before it is not counted."""
+        """Return the seconds of backward, without those of the forward before it."""
         x, weights = self._input(tokens).requires_grad_(), next(self._weights)
         leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
         made: list[torch.Tensor] = []
@@ -243,7 +244,7 @@ class BlockProbe:
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Root mean square, operation by operation as in most models: each has a price of its own."""
+    """Return the RMS norm, computed with separate operations as in most models."""
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + SMALL))
 
 
@@ -271,12 +272,15 @@ class BlockPoint:
         return float(self.tokens), 2 * self._flops / self._backward.median_s
 
     def least_s(self, rate: float) -> float:
-        """About how long a go takes at least: two forwards, and two with a backward."""
+        """Return the approximate minimum seconds of a measurement.
+
+        It consists of two forwards, and of two forwards with backward.
+        """
         return 8 * self._flops / rate
 
 
 def head_flops(sizes: Sizes, tokens: int) -> float:
-    """Of logits, loss and both gradients of one slice of tokens."""
+    """Return the FLOPs of logits, loss and both gradients of one slice of tokens."""
     return 6.0 * sizes.hidden * sizes.vocabulary * tokens
 
 
@@ -300,7 +304,7 @@ def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
 
 
 def adam_figure(sizes: Sizes, dtype: str) -> Figure:
-    """One update of a chunk in host memory."""
+    """Return the duration of an AdamW update of one chunk in host memory."""
     fmt, count = STATE_FORMATS[dtype], sizes.chunk_params
     group = FlatGroup("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
@@ -335,21 +339,21 @@ def adam_figure(sizes: Sizes, dtype: str) -> Figure:
     return Figure(run)
 
 
-# -- How fast the drives are, through a store like that of a run -----------------------------------
+# -- Drives, through a store like that of a run ----------------------------------------------------
 #
-# Same engine, checksums, commits.
+# The engine, the checksums and the commits are those of a run.
 
 
 KEY, SMALL_KEY = "probe", "small"
 IN_FLIGHT = 4  # chunks
-WEIGHT_SHARE = 3  # in fp32 one chunk in three is weights; a step reads those twice
+WEIGHT_SHARE = 3  # In fp32, one chunk in three holds weights, which a step reads twice.
 SMALL_BYTES = 4096
 _PREFIX = "lohan-profile-"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second; `mixed` is the total of both directions in the pattern of a step."""
+    """Rates in bytes per second; `mixed` is the total of both directions as in a step."""
 
     read: float
     write: float
@@ -359,25 +363,29 @@ class Rates:
 
 
 class DriveProbe:
-    """A store of equal chunks, both generations written, and buffers to move them with."""
+    """A store of equal chunks with both generations written, and buffers for transfers."""
 
     def __init__(self, dirs: Sequence[Path], *, chunk_bytes: int, total_bytes: int) -> None:
         self._count = max(WEIGHT_SHARE, total_bytes // chunk_bytes)
         regions = [Region(KEY, (chunk_bytes,) * self._count), Region(SMALL_KEY, (SMALL_BYTES,))]
-        self._store = Store.create(dirs, regions)  # first: it checks that there is room
+        # This comes first, because it checks the free space.
+        self._store = Store.create(dirs, regions)
         pool = HostPool(IN_FLIGHT * chunk_bytes + SMALL_BYTES)
         self._buffers = [pool.allocate("chunks", chunk_bytes).bytes for _ in range(IN_FLIGHT)]
         self._small = pool.allocate("small chunk", SMALL_BYTES).bytes
-        generator = np.random.default_rng(0)  # a drive may make short work of zeros
+        generator = np.random.default_rng(0)  # Drives may compress zeros, so use random bytes.
         for buffer in self._buffers:
             buffer[:] = generator.integers(0, 256, len(buffer), dtype=np.uint8)
         self.commits_s: list[float] = []
-        for _ in range(2):  # first writes to a preallocated file cost more than later ones
+        for _ in range(2):  # The first writes to a preallocated file are slower than later ones.
             self._pass("write")
         self.commits_s.clear()
 
     def rate(self, kind: str, *, seconds: float) -> float:
-        """Median over passes of bytes per second, commits not counted; `kind`: read|write|mixed."""
+        """Return the median bytes per second over passes, without commits.
+
+        `kind` is "read", "write" or "mixed".
+        """
         rates: list[float] = []
         stop = time.perf_counter() + seconds
         while not rates or time.perf_counter() < stop:
@@ -426,7 +434,7 @@ class DriveProbe:
         return self._store.counters.bytes_read + self._store.counters.bytes_written
 
     def _pass(self, kind: str) -> float:
-        """All requests in order, as many in flight as there are buffers; seconds of the commit."""
+        """Run all requests in order, with IN_FLIGHT at a time; return the seconds of the commit."""
         in_flight: deque[Ticket] = deque()
         for number, (verb, index) in enumerate(requests(kind, self._count)):
             if len(in_flight) == IN_FLIGHT:
@@ -445,7 +453,11 @@ class DriveProbe:
 
 
 def requests(kind: str, count: int) -> Iterator[tuple[str, int]]:
-    """One pass: every chunk once, or as in a step: all are read and written, weights read again."""
+    """Yield the requests of one pass.
+
+    Each chunk is read or written once. In the pattern of a step ("mixed"), all chunks are read and
+    written, and those with weights are read twice.
+    """
     for index in range(count):
         if kind in ("read", "mixed"):
             yield "read", index
@@ -459,7 +471,7 @@ def requests(kind: str, count: int) -> Iterator[tuple[str, int]]:
 def opened(
     dirs: Sequence[Path], *, total_bytes: int, chunk_bytes: int = 16 * MiB
 ) -> Iterator[DriveProbe]:
-    """Open a probe in new folders below these, which are removed afterwards."""
+    """Open a probe in new folders inside `dirs`, which are removed afterwards."""
     with ExitStack() as stack:
         folders = []
         for path in dirs:
@@ -484,14 +496,14 @@ def rates(probe: DriveProbe, *, seconds: float) -> Rates:
     return Rates(read, write, mixed, probe.action_s(), median(probe.commits_s))
 
 
-# -- How fast the links to a device are, through the device's own copies and host memory -----------
+# -- Links to a device, through the device's own copies and host memory ----------------------------
 
 
 SMALLEST = 4096  # bytes
 
 
 def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, float]:
-    """Bytes per second to the device and from it, each way alone, of blocks of so many bytes."""
+    """Return the bytes per second to the device and from it, each direction alone."""
     size = max(SMALLEST, size)
     there = device.allocate(size)
     host = torch.from_numpy(device.host_memory(size))
@@ -584,20 +596,21 @@ def bus_rate(copied: float, alone: Point, shared: Point) -> float:
     return total if slower and total else max(copied, total)
 
 
-# -- Measures this machine -------------------------------------------------------------------------
+# -- The profile of this machine -------------------------------------------------------------------
 #
-# A profile made through the store, device and optimizer that a run uses.
-#
-# On the CPU there is no link to measure, and device memory is host memory.
+# Rates are measured through the store, the device and the optimizer that a run uses. On the CPU
+# there is no link to measure, and device memory is host memory.
 
 
-Progress = Callable[[str, int, int], None]  # what is measured, done, of how many
-GOES = 3  # at every figure of compute, apart in time
-LIMITED = 0.95  # what reaches less than this share of its speed beside others has a limit
+# called with the name of the measurement, the number done, and the total
+Progress = Callable[[str, int, int], None]
+GOES = 3  # measurements of every compute figure, spread over time
+# Concurrent work counts as limited if its speed falls below this share of its speed alone.
+LIMITED = 0.95
 
 
 def memory_rate(size: int, seconds: float) -> float:
-    """Bytes/s of main memory, read and written, by copies of so many bytes with all threads."""
+    """Return the bytes per second of main memory, read and written by a copy with all threads."""
     source, target = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
 
     def run() -> float:
@@ -633,32 +646,35 @@ def silent(task: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long and on how much is measured; the default takes under a minute for one drive."""
+    """The duration and size of the measurements; the default takes under a minute for one drive."""
 
     sizes: Sizes = field(default_factory=Sizes)
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     head_tokens: int = 256
-    # Where compute and drives are measured together: few, since with many there is little I/O
-    # for the time of compute.
+    # Tokens of a block that is measured together with the drives. They are few, because a block
+    # with many tokens computes for a long time and there would be little I/O.
     shared_tokens: int = 64
     shared_seconds: float = 1.0
-    shared_bytes: int = 64 * MiB  # of each of the store's two disk slots
-    seconds: float = 0.4  # at least, for each other figure of compute
-    compute_seconds: float = 25.0  # in all; a point that would take longer is left out
-    drive_seconds: float = 2.0  # for each figure of a drive; less where there are many drives
+    shared_bytes: int = 64 * MiB  # in each of the store's two disk slots
+    seconds: float = 0.4  # for each other compute figure, at least
+    compute_seconds: float = 25.0  # in total; a point that would exceed it is left out
+    drive_seconds: float = 2.0  # for each figure of a drive; less if there are many drives
     all_drives_seconds: float = 24.0
-    drive_bytes: int = 512 * MiB  # of each of the store's two disk slots
+    drive_bytes: int = 512 * MiB  # in each of the store's two disk slots
     chunk_bytes: int = 16 * MiB
-    link_bytes: int = 256 * MiB  # of one copy; less where the device has little memory
+    link_bytes: int = 256 * MiB  # of one copy; less if the device has little memory
 
 
-# A large card is done with a block of a thousand features before the next is launched: that would
-# measure Python. The width of a 7B model shows what it can do.
+# A large card finishes a block with a thousand features before the next one is launched, so that
+# Python would be measured. A block as wide as that of a 7B model shows the speed of the card.
 WIDE, WIDE_FROM = Sizes(hidden=4096, inner=11008, heads=32, vocabulary=32000, copies=2), 6 * GiB
 
 
 def effort_for(device: Device, model: ModelShape | None = None) -> Effort:
-    """Blocks as wide as the model's, or as those of the models that such a device is for."""
+    """Return the effort for blocks as wide as those of the model.
+
+    Without a model, the width is that of the models for which such a device is used.
+    """
     if model is not None:
         return Effort(sizes=_fitting(Sizes.of(model), device, model.name))
     wide = device.torch_device.type != "cpu" and device.memory_bytes() >= WIDE_FROM
@@ -787,7 +803,7 @@ def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, f
 
 
 def _link_size(device: Device, effort: Effort) -> int:
-    """Return the bytes of one copy or pass: less than `link_bytes` on a device of little memory."""
+    """Return the bytes of one copy or pass, which a device with little memory reduces."""
     if not device.has_own_memory:
         return effort.link_bytes
     return min(effort.link_bytes, device.memory_bytes() // 4)
@@ -796,7 +812,7 @@ def _link_size(device: Device, effort: Effort) -> int:
 def _bus(device: Device, effort: Effort, progress: Progress) -> float:
     task = "main memory under load"
     progress(task, 0, 1)
-    size = _link_size(device, effort) // 2  # each way
+    size = _link_size(device, effort) // 2  # bytes in each direction
     copied = memory_rate(effort.link_bytes, effort.seconds)
     moved = under_load(device, effort.sizes, size=size, seconds=effort.seconds)
     progress(task, 1, 1)
@@ -813,14 +829,17 @@ class _Computed:
 
 
 def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progress) -> _Computed:
-    """All figures in every go, as far as there is time: points that take long are measured once."""
+    """Measure all compute figures in several rounds, as far as time permits.
+
+    Points that take long are measured only once.
+    """
     sizes, tokens = effort.sizes, effort.tokens
     stop = time.perf_counter() + effort.compute_seconds
     points = [BlockPoint(probe, count) for count in tokens]
     head = head_figure(sizes, effort.head_tokens, device)
     update = adam_figure(sizes, device.default_dtype)
     measured: list[BlockPoint] = []
-    too_large: list[BlockPoint] = []  # for the device's memory
+    too_large: list[BlockPoint] = []  # points that do not fit into the device's memory
     task, total = "blocks, head and optimizer", GOES * len(points)
     for number, point in enumerate(GOES * points):
         progress(task, number, total)
@@ -871,7 +890,8 @@ class _ProbedBlock(nn.Module):
         return self._probe.run(x, Weights(*self.weights))
 
 
-LAUNCHED = Sizes(hidden=64, inner=128, heads=2, copies=1)  # a block that computes next to nothing
+# The compute of this block takes almost no time.
+LAUNCHED = Sizes(hidden=64, inner=128, heads=2, copies=1)
 LAUNCHED_BLOCKS, LAUNCHED_STEPS = 4, 12
 
 
@@ -933,9 +953,10 @@ def _contention(
         before = alone()
         with drives.busy("mixed") as rates:
             shared_s = taken_s()
-            seen = rates[1:]  # it began alone
+            seen = rates[1:]  # The first pass began before compute did.
         after = alone()
     progress(task, 1, 1)
     alone_s, alone_rate = ((x + y) / 2 for x, y in zip(before, after, strict=True))
-    rate = median(seen) if seen else alone_rate  # drives that slow lose nothing to compute
+    # Drives that complete no pass in this time lose nothing to compute.
+    rate = median(seen) if seen else alone_rate
     return max(0.0, 1.0 - alone_s / shared_s), max(0.0, 1.0 - rate / alone_rate)

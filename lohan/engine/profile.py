@@ -1,4 +1,4 @@
-"""`lohan profile`, and the profiles that runs reuse: measured once, kept in the user's cache."""
+"""`lohan profile`, and the cached profiles that runs reuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lohan.util.files import OutputFile, write_atomic
 from lohan.util.memory import host_memory_bytes
 from lohan.util.units import format_bytes
 
-FORMAT = 3  # of what is measured; a new one makes old files worthless
+FORMAT = 3  # The version of the measurements. Cached files with another version are ignored.
 PREFIX = f"machine-{FORMAT}-"
 WRITTEN_BY = "# Written by `lohan profile -o`, which replaces a file with this line."
 Measure = Callable[[Sequence[Path]], Profile]
@@ -29,7 +29,7 @@ Measure = Callable[[Sequence[Path]], Profile]
 
 @dataclass(frozen=True)
 class Where:
-    """Where blocks compute, in the words of the settings; `auto` is known by then."""
+    """Where blocks compute, in terms of the settings, with `auto` already resolved."""
 
     device: str = "cpu"
     memory: int | None = None
@@ -84,7 +84,7 @@ def cached_profile(
             raise ConfigError(f"--ssd {folder}: no such folder; create it or choose another")
     file = cache_file(folders, where)
     if not fresh and file.is_file():
-        with suppress(LohanError):  # not ours, or of another version: measured again
+        with suppress(LohanError):  # It is not a profile, or has another version, so measure again.
             return _refreshed(Profile.read(file), folders)
     profile = (measure or _measure(progress, where))(folders)
     _keep(file, profile)
@@ -165,7 +165,7 @@ def _measure(
 
 
 def _refreshed(profile: Profile, folders: Sequence[Path]) -> Profile:
-    """With the names that were asked for and the bytes that are free now."""
+    """Return the profile with the requested folder names and the current free bytes."""
     if len(profile.drives) != len(folders):
         raise ConfigError(f"the profile has {len(profile.drives)} drives, not {len(folders)}")
     drives = tuple(

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from lohan.engine.session import Session
 
 
-FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a known order
+FIRST_LOOK = 3  # The first step runs on demand, and the second is the first with a known order.
 
 
-TOLERANCE = 0.2  # between predicted and measured seconds of a lane
+# The accepted relative difference between predicted and measured seconds of a lane.
+TOLERANCE = 0.2
 
 
-LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
+LEAST_SHARE = 0.1  # A lane counts if it is busy for at least this share of a step.
 
 
 MOST_PLANS = 3
@@ -41,7 +42,7 @@ MOST_PLANS = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """After a step: why, the plan to follow, if any, and its gain in words."""
+    """A decision after a step: the reason, the plan to follow if any, and its gain as text."""
 
     why: str | None = None
     plan: Plan | None = None
@@ -69,11 +70,13 @@ class Replanner:
         self._since = 0  # steps with the current plan
         self._plans = 1
         context = session.context
-        chosen = context.options.activations != "holistic"  # by the user
+        # whether the user has chosen the activations
+        chosen = context.options.activations != "holistic"
         able = context.workload is not None and session.plan.overlap
         self._done = chosen or context.plan_is_given or not able
-        self._last_s = time.perf_counter()  # of `after_own_step`
-        # The forecast of the plan, or None. Only the first rank has it, if it knows the machine.
+        self._last_s = time.perf_counter()  # the time of the last call of `after_own_step`
+        # The forecast of the plan. It is None if the machine is not known, and on all ranks but the
+        # first.
         self._promised: Forecast | None = None
         if context.profile is not None and not self._done and session.process_group.ranks.first:
             self._promised = context.forecast(context.profile, session.plan)
@@ -81,13 +84,13 @@ class Replanner:
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """Describe what was measured and changed, or return None."""
         self._since += 1
-        # The first two steps of a plan are committed in any case; some of the second's writes come
-        # in the third, which is no step between two commits then.
+        # The first two steps of a plan are always committed. Some writes of the second are done
+        # during the third, which is therefore not typical for a step between two commits.
         first_look = FIRST_LOOK + (not self._session.plan.commit.every_step)
         if self._done or self._since != first_look:
             return None
         found = self._decided(partial(self._look, spans, step_s=step_s))
-        self._done = True  # unless another plan is followed
+        self._done = True  # The comparison is repeated only if another plan is followed.
         if found.plan is None:
             return found.why
         said, followed = self._follow(found.plan, found.faster)
@@ -137,11 +140,11 @@ class Replanner:
         try:
             return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
         except BaseException:
-            group.abort()  # Note [an error on one rank]: others may wait in the collective
+            group.abort()  # Note [an error on one rank]: others may be waiting in the collective.
             raise
 
     def _follow(self, plan: Plan, faster: str) -> tuple[str, bool]:
-        """Goes on by a plan; what it says, and whether it could."""
+        """Follow a plan, and return a description of the result and whether it succeeded."""
         old = self._session.plan
         try:
             self._session.follow(plan)

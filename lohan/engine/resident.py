@@ -25,7 +25,7 @@ from lohan.model.layout import RESIDENT, FlatGroup, ParameterRef, TensorSpec
 
 
 class Resident:
-    """Owner of the parameters of the resident groups, each given with its cached slot."""
+    """The owner of the parameters of the resident groups, given with their cached slots."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class Resident:
         step: StepGradients,
     ) -> None:
         self._process_group = process_group
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
+        # pairs of the values on the device and the slot, for the trained group
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         parameters: dict[str, list[ResidentParameter]] = {RESIDENT: []}
         olds = {
             (ref.group, ref.tensor): model.get_submodule(ref.module)._parameters[ref.attribute]
@@ -69,14 +70,15 @@ class Resident:
     def copy_updated(self) -> None:
         with torch.no_grad():
             for current, flat in self._copies:
-                # The slot is updated when compute is done with the step, and with this copy.
+                # The slot is updated only after compute has finished the step, and with it this
+                # copy.
                 current.copy_(self._gathered(flat, current.numel()), non_blocking=True)
 
     def _gathered(self, flat: torch.Tensor, count: int) -> torch.Tensor:
         return self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
-        """Take the gradients on the device that computed them."""
+        """Return and remove the gradients, on the device that computed them."""
         grads = {
             index: parameter.grad.contiguous()
             for index, parameter in enumerate(self.parameters)

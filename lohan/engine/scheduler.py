@@ -1,12 +1,16 @@
-"""From what the model does next to schedules on the lanes.
+"""Schedules on the lanes, derived from the calls of the model.
 
-Three situations. A known order (every step after the first, and passes without gradients in the
-order of a step or of the pass before): the whole forward, then the whole backward, is scheduled
-ahead, so reads, updates and writes overlap with compute. An unknown order (the first step or pass,
-a model that takes another path):
-each block is scheduled on demand. `overlap=False`: always on demand, one action after the other;
-this is the specification, and the other two differ from it in order only. A new order of steps is
-checked once, when it has been seen, before anything is scheduled by it.
+There are three situations:
+
+* The order is known: every step after the first, and passes without gradients in the order of a
+  step or of the previous pass. The whole forward, then the whole backward, is scheduled ahead, so
+  that reads, updates and writes overlap with compute.
+* The order is unknown: the first step or pass, or a model that takes another path. Each block is
+  scheduled on demand.
+* `overlap=False`: blocks are always scheduled on demand, and actions run one after the other. This
+  is the specification; the other two differ from it in their order only.
+
+A new order of steps is checked once, before anything is scheduled by it.
 """
 
 from __future__ import annotations
@@ -33,13 +37,13 @@ from lohan.schedule.steps import ExecutionOrder, check_order
 
 
 class Slots(Protocol):
-    """Where compute finds weights: in host memory or on the device."""
+    """The weight slots of compute, in host memory or on the device."""
 
     def flat(self, group: FlatGroup, slot: int, /) -> torch.Tensor: ...
 
 
 class ActionScheduler:
-    """Owner of the slot table and of the order in which sites come."""
+    """The owner of the slot table and of the order in which sites are called."""
 
     def __init__(
         self,
@@ -57,14 +61,15 @@ class ActionScheduler:
         self._compiled: dict[tuple[bool, bool], StepPlacement] = {}
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
-        # Writes of the step before that this backward contains, followed by its end.
+        # The writes of the previous step that this backward contains, followed by the end of that
+        # step.
         self._behind: tuple[Action, ...] = ()
-        # Where activations of the current block lie: a host buffer, a device buffer.
+        # The buffers of the current block's activations: a host buffer, a device buffer, or both.
         self.activation_buffers: tuple[int, ...] = ()
-        self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._queued_inference = False  # the forward that is queued is one without gradients
+        self._flats: dict[tuple[int, int], torch.Tensor] = {}  # the tensor over each (group, slot)
+        self._queued_inference = False  # whether the queued forward is one without gradients
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
-        self._last_inference: tuple[int, ...] = ()  # and of the last such pass
+        self._last_inference: tuple[int, ...] = ()  # sites of the last such pass
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -89,7 +94,8 @@ class ActionScheduler:
         """Return the weights of a site, by group, for its forward."""
         name = Op.FORWARD.of(site)
         if training and self._queued_inference:
-            # A pass without gradients was expected to go on; it has no buffers for activations.
+            # The queued pass without gradients will not continue, and it has no buffers for
+            # activations.
             self.drain()
         step = self.steps.current
         if training and not step.forward and self._lanes.expected() is None:
@@ -124,13 +130,13 @@ class ActionScheduler:
             self._inference_sites = order
 
     def drain(self) -> None:
-        """Everything that is queued is done; nothing is scheduled ahead."""
+        """Wait for everything that is queued; afterwards, nothing is scheduled ahead."""
         self._write_behind()
         self._lanes.drain()
         self.steps.current.whole_phase = self._queued_inference = False
 
     def _write_behind(self) -> None:
-        """Schedule the remaining writes of the step before, because no backward follows."""
+        """Schedule the remaining writes of the previous step, because no backward follows."""
         if self._buffers.behind:
             made, self._buffers = sched.write_behind(self._spec, self._buffers)
             self._lanes.enqueue(made)
@@ -154,11 +160,11 @@ class ActionScheduler:
         step = self.steps.current
         step.scalars, step.placed = scalars, self._place()
         if self._lanes.expected() is not None:
-            self.drain()  # sites that did not come this time
+            self.drain()  # These sites were not called this time.
         known = self._known
         step.last_uses = None
-        # If backward comes to every call that it came to last time, what was the last use of a
-        # group in its order is the last use in any order that begins like it.
+        # If backward will visit every call that it visited in the last step, the last use of a
+        # group in the known order is its last use in any order with the same beginning.
         sure = known is not None and Counter(step.reached) == Counter(known.backward)
         if known is not None and sure and whole and known.forward == tuple(step.forward):
             step.whole_phase, step.placed = True, self._place(speculates=speculate)
@@ -173,7 +179,7 @@ class ActionScheduler:
                 step.placed,
                 unreached=step.unreached,
             )
-            # What was left behind precedes the writes of this step.
+            # The writes of the previous step precede those of this step.
             first = {action.name: action for action in reversed(made)}
             self._behind = tuple(first[name] for name in names)
             self._lanes.enqueue(made, scalars)
@@ -182,10 +188,11 @@ class ActionScheduler:
         name = Op.BACKWARD.of(site)
         step = self.steps.current
         if step.whole_phase and self._lanes.expected() != name:
-            # It runs blocks in another order than in the step before: what follows from the blocks
-            # that it has reached is brought to its end, what was scheduled beyond is cancelled, and
-            # the rest goes on demand.
-            if self._spec.net:  # ranks cannot cancel what others may have begun with them
+            # Backward visits blocks in another order than in the previous step. Actions that belong
+            # to the blocks visited so far are completed, later ones are cancelled, and the rest is
+            # scheduled on demand.
+            # A rank cannot cancel collectives that others may have begun with it.
+            if self._spec.net:
                 raise RankError(
                     "backward takes another way through the model than in the step before, which "
                     "several ranks cannot follow; keep the blocks in one order, or train on one "
@@ -201,7 +208,7 @@ class ActionScheduler:
     def _cancel_rest(self) -> None:
         cancelled = set(map(id, self._lanes.cancel_queued()))
         left = [action for action in self._behind if id(action) in cancelled]
-        # Idle; what slots hold is not known.
+        # The lanes are idle, and the contents of the slots are unknown.
         behind = (*left, *self._buffers.behind)
         self._buffers = replace(empty_buffers(self._spec), behind=behind)
         self._write_behind()
@@ -218,11 +225,11 @@ class ActionScheduler:
             assert step.placed is not None
             made, self._buffers = sched.updates(self._spec, self._buffers, finished, step.placed)
             self._lanes.enqueue(made, step.scalars)
-            # One block at a time: its gradients must be gone before the next makes its own.
+            # The gradients of a block must be consumed before the next block computes its own.
             self._lanes.wait_for(*(action.name for action in made))
 
     def backward_done(self) -> None:
-        """Backward has ended. Groups that it did not reach carry weights and state over."""
+        """End the backward. The weights and the state of unreached groups are carried over."""
         step = self.steps.current
         if not step.whole_phase:
             assert step.placed is not None
@@ -232,14 +239,15 @@ class ActionScheduler:
             )
             self._lanes.enqueue(made, step.scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
-            self._lanes.begin(name)  # its block got no gradient: its update carries the state over
+            # This block got no gradient, so its update carries the state over.
+            self._lanes.begin(name)
             self._lanes.end()
         self._lanes.begin(Op.BACKWARD_DONE)
         self._learn()
         self._inference_sites = []
 
     def pause(self) -> None:
-        """Backward has ended, and its step goes on with another forward."""
+        """End a backward whose step continues with another forward."""
         self.drain()
         self._learn()
         self.steps.current.begin_part()
@@ -263,7 +271,7 @@ class ActionScheduler:
 
         If `scalars` is None, the updates are dropped.
         """
-        if self._lanes.computing:  # not where the step was rolled back
+        if self._lanes.computing:  # It is False if the step was rolled back.
             self._lanes.end()
         placed = self.steps.current.placed
         assert placed is not None
@@ -282,7 +290,8 @@ class ActionScheduler:
     def roll_back(self) -> None:
         """Discard the updates of this backward, and invalidate all weight slots.
 
-        The previous step is committed first. The current one goes on as a step that waits.
+        The previous step is committed first. The current one continues as a step that waits for the
+        norm.
         """
         self._lanes.wait_for(Op.END_STEP)
         self._lanes.reset()
@@ -311,8 +320,7 @@ class ActionScheduler:
     def wait_for_squares(self) -> list[int]:
         """Wait until the squares of all groups that backward has reached are summed.
 
-        Returns the other groups, whose sums follow after BACKWARD_DONE, which waits for the
-        caller.
+        Returns the other groups. Their sums follow BACKWARD_DONE, which waits for the caller.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
         unreached = self.steps.current.unreached
@@ -323,21 +331,21 @@ class ActionScheduler:
 
     @property
     def collectives_checksum(self) -> int:
-        """All exchanges between ranks so far, as a number."""
+        """A checksum of all collectives between ranks so far."""
         return self._lanes.collectives_checksum
 
     def finish_earlier_steps(self, *, in_backward: bool) -> None:
-        """Bring the earlier steps to their commit after a step broke off without a failed lane.
+        """Commit the earlier steps after a step failed without a failure of a lane.
 
-        In forward, their updates may be queued behind blocks of this step, which are
-        skipped. In backward, they wait for nothing of this step.
+        In forward, their updates may be queued behind blocks of this step, which are skipped. In
+        backward, they do not depend on this step.
         """
         if in_backward:
             self._cancel_rest()
         self.drain()
 
     def reset(self) -> None:
-        """After an error: the lanes are idle, and the slots hold nothing that is known."""
+        """Return to idle lanes and slots with unknown contents, after an error."""
         self._lanes.reset()
         self._buffers = empty_buffers(self._spec)
         self._queued_inference, self._inference_sites = False, []
@@ -348,7 +356,7 @@ class ActionScheduler:
         return {group: self._flat(group, slot) for group, slot in zip(groups, at, strict=False)}
 
     def _flat(self, group: int, slot: int) -> torch.Tensor:
-        """Slots stay where they are: the same tensor every time."""
+        """Return the tensor over a group in a slot; slots do not move, so it is created once."""
         found = self._flats.get((group, slot))
         if found is None:
             found = self._flats[group, slot] = self._slots.flat(self._groups[group], slot)

@@ -42,7 +42,7 @@ ExecutorAndHead = tuple[Executor, SlicedHead | None]
 
 
 def _plan_beside_sums(problem: PlanProblem, sums_bytes: int) -> Any:
-    """Return a plan for the memory that sums of gradients leave, as JSON."""
+    """Return a plan for the memory that is left besides sums of gradients, as JSON."""
     try:
         return make_plan(problem).plan.to_json()
     except BudgetError as error:
@@ -55,7 +55,7 @@ def _plan_beside_sums(problem: PlanProblem, sums_bytes: int) -> Any:
 
 
 class Session:
-    """A model attached to its store. Close it (or use `with`) to let the store go."""
+    """A model attached to its store. Close it, or use `with`, to release the store."""
 
     def __init__(
         self,
@@ -66,20 +66,23 @@ class Session:
     ) -> None:
         return_freed_memory()
         self.model, self.context = model, context
-        self._make_executor = make_executor  # makes the model run from the store by a plan
+        # creates the executor for a plan, which runs the model from the store
+        self._make_executor = make_executor
         self._executor: Executor | None = None
         self._head: SlicedHead | None = None
-        self._finished: list[dict[str, Any]] = []  # under earlier plans, not yet taken
+        # metadata of steps under earlier plans that was not taken yet
+        self._finished: list[dict[str, Any]] = []
         self._closed = self._stopped = self._planless = False
         self._updates_in_backward = True
-        self._replanner: Replanner | None = None  # of `replan`
-        self._mean_over: int | None = None  # of the executor before, as the head's settings
+        self._replanner: Replanner | None = None  # created by the first call of `replan`
+        # settings of the previous executor, restored by `_start`, like those of the head below
+        self._mean_over: int | None = None
         self._norm: float | None = None
         self._of_head: dict[str, Any] = {}
         self._start(plan)
         self.store = self.executor.store
-        self._before = Counters(0, 0)  # of activations under earlier plans
-        self._committed_step = self.step  # the last step known to be durable and whole
+        self._before = Counters(0, 0)  # bytes of activations under earlier plans
+        self._committed_step = self.step  # The last step that is known to be durable.
 
     def _start(self, plan: Plan) -> None:
         """Create executor and head for a plan, and apply the settings of the previous ones.
@@ -91,7 +94,7 @@ class Session:
             self._executor.mean_over = self._mean_over
         self._executor.clipping.norm = self._norm
         self._executor.step_gradients.updates = self._updates_in_backward
-        if self._head is not None:  # user code may have changed the loss since
+        if self._head is not None:  # User code may have changed the settings of the head.
             for name, value in self._of_head.items():
                 setattr(self._head, name, value)
         self._stopped = self._planless = False
@@ -116,7 +119,7 @@ class Session:
 
     @property
     def stopped(self) -> bool:
-        """The model's modules have their own forward; the store may still be open."""
+        """Whether the model's modules have their own forward again; the store may still be open."""
         return self._stopped
 
     @contextmanager
@@ -137,7 +140,7 @@ class Session:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Another session takes the model over: this one ends, unless that fails."""
+        """End this session while another one takes over its model, unless that fails."""
         plan = self.plan
         self.commit()
         self._stop()
@@ -169,7 +172,10 @@ class Session:
 
     @property
     def must_run_again(self) -> bool:
-        """The last backward was that of a clipped step and did not count; see `attach`."""
+        """Whether the last backward was that of a clipped step that must be rerun.
+
+        The training loop then has to run the same batch again; see `OffloadPolicy.run_again`.
+        """
         return self.executor.clipping.must_rerun
 
     @property
@@ -192,7 +198,7 @@ class Session:
         found = compute(batch)
         found.backward()
         while self.must_run_again:
-            del found  # Its graph holds the activations of the first run.
+            del found  # Free the activations of the first run, which the graph of the loss holds.
             device.set_random_state(drawn)
             found = compute(batch)
             found.backward()
@@ -213,7 +219,7 @@ class Session:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step, of parameters that are in no group of their own."""
+        """The learning rate of the next step, for parameters without their own group."""
         return self.executor.groups.at(self.step).rates[0]
 
     def changed_groups(self) -> str:
@@ -228,7 +234,7 @@ class Session:
 
     @property
     def head(self) -> SlicedHead | None:
-        """Where there is one, a call with labels gives a loss and no logits."""
+        """The sliced head, or None. With it, a call with labels returns a loss and no logits."""
         return self._head
 
     @property
@@ -237,7 +243,7 @@ class Session:
 
     @property
     def counters(self) -> Counters:
-        """Bytes to and from SSD since the session began, activations included."""
+        """The bytes read from and written to SSD by the session, including activations."""
         activation_spill = self.executor.runner.activation_spill
         own = [self._before, self.store.counters]
         own += [activation_spill.counters] if activation_spill is not None else []
@@ -325,7 +331,7 @@ class Session:
     def make_room_for_sums(self) -> None:
         """Follow a plan that leaves host memory for sums of gradients, if this one does not.
 
-        A plan that was given to `attach`, or whose forward has begun, stays.
+        A plan that was given to `attach`, or whose forward has begun, is kept.
         """
         context, executor, plan = self.context, self.executor, self.plan
         pool, stays = executor.pool, context.plan_is_given or bool(executor.steps.current.forward)

@@ -1,8 +1,8 @@
 """The steps in flight: the one that the model runs, and those whose end is still queued.
 
-A step begins with a forward. When its backward has ended, it is closed: the decision is made, and
-its remaining updates and its commit are queued. It then is the previous step, and the model may
-already run the next one. Executor, scheduler, runner, clipping and collector share one `Steps`.
+A step begins with a forward. After its backward, it is closed: its decision is made, and its
+remaining updates and its commit are queued. It is then the previous step, and the model may already
+run the next one. Executor, scheduler, runner, clipping and collector share one `Steps`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from lohan.engine.buffers import StepScalars
 from lohan.schedule.placement import StepPlacement
 
-MAX_PENDING_META = 16  # steps whose metadata is kept until it is taken; a loop need not take any
+MAX_PENDING_META = 16  # Steps whose metadata is kept until it is taken. A loop need not take any.
 
 
 class State(Enum):
-    """How far a step has come."""
+    """The progress of a step."""
 
     FORWARD = "forward"  # no backward has begun
     BACKWARD = "backward"
@@ -28,12 +28,12 @@ class State(Enum):
 
 
 class Decision(Enum):
-    """What becomes of a step when its backward has ended."""
+    """The result of a step after its backward."""
 
-    ACCEPT = "accept"  # It counts. Updates that have waited get the clipping factor.
-    REDO = "redo"  # Its updates were rolled back, and are repeated with the kept gradients.
-    RERUN = "rerun"  # They were rolled back, and the loop runs the batch again.
-    SKIP = "skip"  # A gradient has overflowed in fp16: no weight changes.
+    ACCEPT = "accept"  # The step counts. Updates that have waited get the clipping factor.
+    REDO = "redo"  # The updates were rolled back, and are repeated with the kept gradients.
+    RERUN = "rerun"  # The updates were rolled back, and the loop runs the batch again.
+    SKIP = "skip"  # A gradient has overflowed in fp16, so that no weight changes.
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Factor:
 
 @dataclass(eq=False)
 class Step:
-    """Everything about one step."""
+    """The state of one step."""
 
     commits: bool = True
-    # The factor that the first run of the batch has found, if this is its second run.
+    # If this is the second run of a batch: the factor that the first run has determined.
     first_run: Factor | None = None
     state: State = State.FORWARD
     parts: int = 0  # backward calls that were added to the step so far, without ending it
-    # The order of sites as seen so far. `reached` are the sites that backward will come to.
+    # The order of sites as called so far. `reached` are the sites that backward will visit.
     forward: list[int] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -66,16 +66,17 @@ class Step:
     handed_over: set[int] = field(default_factory=set)  # groups that were finished in backward
     # The tensors that got a gradient, for each group whose gradients were handed over.
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
-    # Gradients stay when they are used, until the norm is known; `used` are those that were.
+    # Whether gradients are kept after their use until the norm is known; `used` lists the used
+    # ones.
     keeps_gradients: bool = False
     used: list[int] = field(default_factory=list)
     decision: Decision | None = None
     factor: float = 1.0  # by which clipping multiplies the gradients of updates that have waited
-    meta: dict[str, Any] = field(default_factory=dict)  # what its commit records
+    meta: dict[str, Any] = field(default_factory=dict)  # the metadata that its commit records
 
     @property
     def speculates(self) -> bool:
-        """Whether its updates run in backward without waiting for the norm."""
+        """Whether the updates of the step run in backward without waiting for the norm."""
         return self.placed is not None and self.placed.speculates
 
     def finished_groups(self) -> tuple[int, ...] | None:
@@ -95,11 +96,11 @@ class Steps:
     def __init__(self) -> None:
         self.current = Step()
         self.previous: Step | None = None
-        self.ending: deque[Step] = deque()  # closed steps, until they have ended
+        self.ending: deque[Step] = deque()  # closed steps whose end is still queued
         self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING_META)
         # The metadata of the last step that has ended, if it is not committed.
         self.uncommitted: dict[str, Any] | None = None
-        self.unfinished = False  # whether updates of a step have run that has not ended
+        self.unfinished = False  # whether updates of a step that has not ended have run
 
     def next(self, *, commits: bool) -> None:
         """Close the current step, and begin the next one."""

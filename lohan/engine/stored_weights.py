@@ -1,9 +1,9 @@
-"""The weights of an attached model: found again, saved, copied and merged by its own methods.
+"""The weights of an attached model: saved, copied, merged and attached again by its own methods.
 
-A parameter that was moved to a store knows which (`StoredWeights`) and under what name, also when
-its session is closed. So a model may be attached again with what it has learnt, and
-`save_pretrained`, `state_dict`, `deepcopy` and PEFT's `merge_and_unload` read from there: streamed
-where they write a folder, into memory where their result is in memory, if there is room.
+A parameter that was moved to a store refers to the store (`StoredWeights`) and has a name in it,
+even after its session is closed. A model may therefore be attached again with its current weights,
+and `save_pretrained`, `state_dict`, `deepcopy` and PEFT's `merge_and_unload` read from the store.
+They stream weights if they write a folder, and otherwise load them into memory, if there is room.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ P = ParamSpec("P")
 
 
 class StoredWeights:
-    """Where the weights of a model are. `dtype` is the type that its owner gave it in."""
+    """The store of a model's weights; `dtype` is the type in which they were given."""
 
     def __init__(self, session: Session, dtype: torch.dtype) -> None:
         self.model, self.dtype = session.model, dtype
         self.dirs = session.store.dirs
         self._session = weakref.ref(session)
-        self._opened: Store | None = None  # for as long as it is read
-        self._writes: dict[str, torch.Tensor] | None = None  # by name, inside `writing`
+        self._opened: Store | None = None  # the store, while it is being read without a session
+        self._writes: dict[str, torch.Tensor] | None = None  # values by name, inside `writing`
 
     @property
     def session(self) -> Session | None:
-        """The one that has the store open, if it still has."""
+        """The session that has the store open, or None."""
         found = self._session()
         return None if found is None or found.closed else found
 
     @property
     def running_session(self) -> Session | None:
-        """The session, if the model's blocks run from the store by it."""
+        """The session if the model's blocks run from the store, otherwise None."""
         session = self.session
         return None if session is None or session.stopped else session
 
     def read(self, parameter: AttachedParameter) -> torch.Tensor:
-        """Return the values of a parameter, in memory. A loss may depend on them."""
+        """Return the values of a parameter in memory; a loss may depend on them."""
         session = self.running_session
         with torch.no_grad():
             if session is not None:
@@ -104,7 +104,7 @@ class StoredWeights:
 
     @contextmanager
     def store(self) -> Iterator[Store]:
-        """With the last step in it."""
+        """Open the store with the last step committed."""
         session = self.session
         if session is not None:
             if not session.stopped:
@@ -128,7 +128,7 @@ class StoredWeights:
     def handing_over(self, *, resume: bool) -> Iterator[None]:
         """Keep the weights readable while another session is created for the model.
 
-        The new session takes its weights from here or, with `resume`, from its own store.
+        The new session reads its weights from this store or, with `resume`, from its own.
         """
         session = self.session
         if session is None and resume:
@@ -183,7 +183,7 @@ class StoredWeights:
 
 
 def stored_weights_of(model: nn.Module) -> StoredWeights | None:
-    """Where the weights of a model are, if they are in a store."""
+    """Return the store of a model's weights, or None if they are not in a store."""
     return next(iter(all_stored_weights_of(model)), None)
 
 
@@ -209,7 +209,7 @@ def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
 
 
 def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
-    """In the order of the model's parameters."""
+    """Return all stores of a model's weights, in the order of its parameters."""
     found = [getattr(parameter, "stored_weights", None) for parameter in model.parameters()]
     return [stored for stored in dict.fromkeys(found) if stored is not None]
 
@@ -217,7 +217,7 @@ def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
 def taking_over(
     attach: Callable[Concatenate[nn.Module, P], Session],
 ) -> Callable[Concatenate[nn.Module, P], Session]:
-    """Wrap `attach` so that a model brings its weights from an earlier session, which ends."""
+    """Wrap `attach` so that a model keeps its weights from an earlier session, which ends."""
 
     @wraps(attach)
     def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
@@ -229,7 +229,7 @@ def taking_over(
                 earlier.enter_context(stored.handing_over(resume=bool(resume)))
             session = attach(model, *given, **named)
         stored = redirect_to_store(session, dtype)
-        for parameter in originals:  # a torch optimizer may still have them
+        for parameter in originals:  # A torch optimizer may still refer to the original parameters.
             parameter.moved_to = stored  # type: ignore[attr-defined]
         watch_optimizers()
         return session
@@ -238,7 +238,7 @@ def taking_over(
 
 
 def given_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the type in which a parameter's owner gave it, whatever type it computes in."""
+    """Return the type in which a parameter was given, even if it computes in another."""
     stored = getattr(parameter, "stored_weights", None)
     return parameter.dtype if stored is None else stored.dtype
 
@@ -254,7 +254,10 @@ def _given_dtype(model: nn.Module) -> torch.dtype:
 
 
 def weights_source(model: nn.Module) -> ReadFlat:
-    """First values for a new store: what is in an earlier one counts as it is there now."""
+    """Return a reader of the initial values of a new store.
+
+    Weights that are in an earlier store are read from there.
+    """
     named = dict(model.named_parameters(remove_duplicate=False))
     held: dict[str, Any] = {
         name: p for name, p in named.items() if getattr(p, "stored_weights", None) is not None
@@ -299,7 +302,7 @@ class _SavePretrained(_Method):
         **how: Any,
     ) -> None:
         stored = self._stored
-        if state_dict is not None:  # what is to be written is given
+        if state_dict is not None:  # The values to write are given, so the store is not needed.
             own: Any = type(stored.model)
             own.save_pretrained(stored.model, save_directory, state_dict=state_dict, **how)
             return
@@ -349,7 +352,8 @@ class _MergeAndUnload(_Method):
         """
         base: Any = base_of(self._stored.model)
         with self._stored.reading() as read:
-            MergedReader(self._stored.model, read)  # refuses what cannot be merged, now
+            # Adapters that cannot be merged are refused now, not when the model is saved.
+            MergedReader(self._stored.model, read)
         base.save_pretrained = _SaveMerged(self._stored)
         base.state_dict = _MergedStateDict(self._stored)
         base.__deepcopy__ = _MergedCopy(self._stored)
@@ -428,7 +432,7 @@ class _MergedCopy(_Method):
 
 
 def values_of(stored: StoredWeights, parameters: list[Any]) -> dict[int, nn.Parameter]:
-    """Parameters in memory, by the id of those that stand for them."""
+    """Return parameters with the values from the store, by the id of their placeholders."""
     needed = sum(p.numel() for p in parameters) * stored.dtype.itemsize
     free = host_memory_bytes()
     if needed > free:

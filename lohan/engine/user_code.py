@@ -1,10 +1,10 @@
-"""Where user code meets an attached model: parameters that it reads, freezes, replaces or hooks.
+"""User code that accesses an attached model: parameters that it reads, freezes, replaces or hooks.
 
-A loop of one's own, a callback or a Trainer subclass may do to the model's parameters whatever
-PyTorch allows. What LoHan can honour is honoured in the next step: a parameter that is frozen stays
-as it is, gradient hooks run over complete gradients, values are streamed where they are read, and
-a loss may depend on them. The rest is refused by name: parameters that were added or unfrozen have
-no optimizer state, and a torch optimizer would update nothing.
+A custom loop, a callback or a Trainer subclass may change the model's parameters in any way that
+PyTorch allows. Supported changes take effect in the next step: a frozen parameter keeps its values,
+gradient hooks run on complete gradients, values are streamed when they are read, and a loss may
+depend on them. All other changes are refused with the name of the parameter: added or unfrozen
+parameters have no optimizer state, and a torch optimizer would update nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from lohan.engine.executor import Executor
 
 TensorKey = tuple[str, int]  # key of a group, index of a tensor in it
-READ_WARNING_BYTES = 64 * MiB  # a parameter that is read outside its block and is larger is named
+# A parameter larger than this that is read outside its block is named in a warning.
+READ_WARNING_BYTES = 64 * MiB
 
 
 class WatchedParameters:
-    """The parameters of an attached model, by group and index, as user code may have changed them.
+    """The parameters of an attached model, by group and index, with changes by user code.
 
     `frozen` are those that take no gradient now, although they have optimizer state.
     """
@@ -50,7 +51,7 @@ class WatchedParameters:
         self.frozen: frozenset[TensorKey] = frozenset()
 
     def check(self) -> None:
-        """Take over what has changed since the last step, or refuse it by name."""
+        """Apply changes since the last step, or refuse them with the name of the parameter."""
         present = list(self._model.parameters())
         if [id(parameter) for parameter in present] != self._order or not all(
             isinstance(parameter, AttachedParameter) for parameter in present
@@ -99,7 +100,7 @@ class WatchedParameters:
     def hooked(self) -> dict[TensorKey, OffloadedParameter]:
         """Return the parameters whose gradient hooks LoHan runs.
 
-        Autograd runs those of the others, which are in memory.
+        Parameters in memory are not among them, because autograd runs their hooks.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return {
@@ -126,7 +127,7 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> torch.Tensor | None:
     """Run a parameter's hooks on its complete gradient of one backward.
 
-    The order is that of PyTorch. Returns the gradient that is left.
+    The order is that of PyTorch. Returns the resulting gradient, or None.
     """
     shape = grad.shape
     with torch._C.DisableTorchFunctionSubclass():
@@ -185,7 +186,7 @@ def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tenso
 class WeightRead(torch.autograd.Function):
     """An autograd function for values that were read outside the call of their block.
 
-    The gradient that they get in backward is added to that of the block.
+    Their gradient is added to that of the block in backward.
     """
 
     @staticmethod
@@ -242,12 +243,12 @@ class KeptGradients:
 
 
 class UnwantedGradients:
-    """Drops the gradients of parameters: backward was asked for those of other tensors."""
+    """Discards the gradients of parameters, if backward was called for other tensors."""
 
     def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None: ...
 
 
-_checking: list[Any] = []  # the hook, once it is registered
+_checking: list[Any] = []  # Holds the hook after it was registered.
 
 
 def watch_optimizers() -> None:

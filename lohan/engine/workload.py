@@ -27,7 +27,7 @@ from lohan.planner.memory import MemoryModel
 
 
 def is_tested(model: nn.Module) -> bool:
-    """Whether models of its class were compared with the same in memory, step by step."""
+    """Return whether models of this class were compared step by step with in-memory training."""
     kind = type(base_of(model))
     own = kind.__module__.startswith(("transformers.", "diffusers."))
     return own and kind.__name__ in tested_classes()
@@ -35,7 +35,10 @@ def is_tested(model: nn.Module) -> bool:
 
 @cache
 def tested_classes() -> frozenset[str]:
-    """As docs/models_sweep.py found them, which writes docs/models.md too."""
+    """Return the names of the classes that docs/models_sweep.py has compared.
+
+    The same list is in docs/models.md.
+    """
     file = resources.files("lohan.capture").joinpath("tested.txt")
     return frozenset(file.read_text(encoding="utf-8").split())
 
@@ -57,7 +60,10 @@ def workload_of(
     """Return what a batch of these shapes requires of a plan, if blocks run on this device."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
-        """Backward repeats in tiles what it repeats as a whole without them."""
+        """Return the workload in tiles.
+
+        Backward repeats in tiles what it repeats as a whole without them.
+        """
         found = _workload(model, blocks, batch, torch_device, tiles=tokens)
         seq, shapes = whole.seq, dict(found.shapes)
         for name, shape in shapes.items():
@@ -91,7 +97,7 @@ def _workload(
     kinds, sliced = inventories(
         model, blocks, shapes, micro_batch=samples, torch_device=torch_device, tiles=tiles
     )
-    # A model may give its blocks several rows of each sample, such as the choices of a question.
+    # A model may call its blocks with several rows per sample, such as the choices of a question.
     rows = max(samples, sliced.rows)
     seen = {samples: sliced}
 
@@ -105,7 +111,8 @@ def _workload(
                 torch_device=torch_device,
                 tiles=tiles,
             )
-        if head_site is not None:  # runs in slices of tokens, planned apart
+        # The head runs in slices of tokens, which are planned separately.
+        if head_site is not None:
             seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
 
@@ -133,7 +140,7 @@ def _workload(
 
 
 def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> SavePlans:
-    """Return which activations each site keeps."""
+    """Return the activations that each site keeps."""
     if workload is None or not plan.kept:
         return SavePlans({}, {})
     workload = workload.in_tiles(plan.tiles)
@@ -148,7 +155,7 @@ def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> Sa
 
 
 def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Without labels where the loss is sliced: the model gives its hidden states."""
+    """Return the batch without labels if the loss is sliced, so that no logits are computed."""
     sliced = find_decoder(base_of(model)) is not None
     return {name: value for name, value in batch.items() if name != "labels" or not sliced}
 

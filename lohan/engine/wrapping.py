@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class WrappedSite:
-    """Stands in for one module's forward; the module itself is not changed otherwise."""
+    """The replacement of one module's forward, which is all that changes in the module."""
 
     def __init__(self, executor: Executor, number: int, site: Site, module: nn.Module) -> None:
         self.number, self.name, self.site = number, site.name, site
@@ -68,7 +68,7 @@ class WrappedSite:
         module.forward = self
 
     def refresh(self) -> None:
-        """Take over which parameters the user has frozen."""
+        """Apply changes by the user to which parameters are frozen."""
         frozen = self.executor.watched.frozen
         self._takes_grad = [
             trainable and (group, index) not in frozen
@@ -85,7 +85,7 @@ class WrappedSite:
             del self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._removed:  # user code has put a function around it before the plan changed
+        if self._removed:  # User code has wrapped this forward before the plan changed.
             return self._forward(*args, **kwargs)
         executor = self.executor
         if any(map(self.within, executor.sites_with_weights)):
@@ -102,7 +102,8 @@ class WrappedSite:
         self.check_values(call)
         self._check_hidden(call)
         inputs = call.detach()
-        if not self._trained and not any(call.wants_grad):  # nothing before it learns either
+        # No earlier block takes a gradient either.
+        if not self._trained and not any(call.wants_grad):
             with torch.no_grad():
                 leaves, spec = executor.block_runner.forward(self, call, backward_follows=False)
             return deliver_collected(*unflatten(leaves, spec))
@@ -167,7 +168,7 @@ def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Tensors inside an object that is no tuple, list or dict."""
+    """Return tensors inside an object that is not a tuple, list or dict."""
     if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
         return
     for value in vars(leaf).values():
@@ -194,7 +195,7 @@ class Uses:
             sink.expect(key)
 
     def claim(self, executor: Executor, name: str) -> None:
-        """Check that the backward of this call may run. `name` is the block's."""
+        """Check that the backward of this call may run; `name` is that of the block."""
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
@@ -209,7 +210,7 @@ class Uses:
 
 
 def _withdraw(sink: weakref.ref[GradientSink], groups: tuple[str, ...], period: int) -> None:
-    """End the uses of a graph that was dropped, unless the end of their step has done so."""
+    """End the uses of a graph that was dropped, unless the end of the step has ended them."""
     alive = sink()
     if alive is not None and alive.period == period:
         for key in groups:
@@ -246,7 +247,7 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-# -- A call of one site: its weights come, it computes (capture/recompute.py), its gradients go ----
+# -- A call of one site: load its weights, compute (capture/recompute.py), collect its gradients ---
 
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -254,7 +255,7 @@ Weights = dict[str, list[torch.Tensor]]  # by key of group
 
 
 class _Views(NamedTuple):
-    """Parameters over a slot, and where they lay when they were made."""
+    """Parameters over a slot, and their layouts at creation."""
 
     flat: torch.Tensor
     made: list[nn.Parameter]
@@ -295,8 +296,8 @@ class BlockRunner:
     ) -> Iterator[Weights]:
         """Yield the site's parameters for a forward."""
         with self._guarded():
-            # Views of slots are kept for later calls, and a tensor that is made in inference mode
-            # could not take a gradient there.
+            # Views of slots are kept for later calls. A tensor created in inference mode could not
+            # take a gradient there.
             with torch.inference_mode(False):
                 flats = self._scheduler.begin_forward(
                     wrapped.number, training=training, backward_follows=backward_follows
@@ -332,7 +333,7 @@ class BlockRunner:
     def forward(
         self, wrapped: WrappedSite, call: SavedCall, *, backward_follows: bool = True
     ) -> tuple[list[Any], Any]:
-        """Run a site, and return its output as leaves and layout, without a graph."""
+        """Run a site, and return its output without a graph, as leaves and tree structure."""
         weights = self.weights(wrapped, training=True, backward_follows=backward_follows)
         installed = partial(wrapped.installed, with_graph=backward_follows)
         with weights as tensors, installed(tensors), self._device.computing():
@@ -352,7 +353,8 @@ class BlockRunner:
         wrapped.check_values(call)
         weights = self.weights(wrapped, training=False)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
-            if isinstance(wrapped.original, TiledForward):  # for the whole batch, as in training
+            # As in training, this covers the whole batch.
+            if isinstance(wrapped.original, TiledForward):
                 wrapped.original.prepare(args, kwargs)
             if fills_cache((*args, *kwargs.values())):
                 return wrapped.original(*args, **kwargs)
@@ -362,7 +364,10 @@ class BlockRunner:
     def backward(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
-        """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
+        """Recompute a site slice by slice, and return the gradients of its inputs.
+
+        The gradients of its weights are added to the sink.
+        """
         site, parts = wrapped.number, len(call.slices(self.compute.micro_batch))
         flats = self._scheduler.begin_backward(site)
         self.compute.activations.load_inputs(site, call, self._scheduler.activation_buffers)
@@ -377,7 +382,7 @@ class BlockRunner:
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
-        """Check the results of the first call of a block, whose weights are in place."""
+        """Check the results of the first call of a block, while its weights are in memory."""
         call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
         with self.compute.as_in_forward(call), torch.enable_grad():
@@ -417,29 +422,33 @@ class BlockRunner:
         self.first_calls.compare_gradients(call.name, found, plain)
 
 
-# -- The first step checks itself: each block against a plain call of the same module --------------
+# -- A check of first calls: each block is compared with a plain call of the same module -----------
 #
-# A block is run once more on the same inputs, with the weights that are there and PyTorch's own
-# autograd. Results and gradients of its inputs must be those of the call through LoHan, up to the
-# rounding of slices; those of its weights would take memory that no plan has. What differs would
-# differ in every step: a module that keeps state from call to call, so that recomputing it gives
-# another result, say.
+# A block runs once more on the same inputs and weights, with PyTorch's own autograd. Its results
+# and the gradients of its inputs must equal those of the call through LoHan, up to the rounding of
+# slices. Gradients of its weights are not compared, because they would need memory that no plan
+# has. A difference would occur in every step, for example if a module keeps state from call to
+# call, so that recomputation gives another result.
 
 
-RELATIVE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm; rounding is far below
+# The largest difference, relative to the norm; differences by rounding are far smaller.
+RELATIVE = {torch.float32: 1e-3, torch.float64: 1e-3}
 RELATIVE_16_BIT = 0.1
-NOISE = 1e-2  # times that: of the norm of all gradients of the block. A bias of keys has none
+# The norm of all gradients of the block, multiplied by this, is added to the norm of each gradient.
+# The gradient of a key bias, for example, is zero in exact arithmetic and consists of rounding
+# errors.
+NOISE = 1e-2
 # in exact arithmetic, and what is computed for it is rounding
 
 NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
-    """`sites`: blocks whose first call is still to be compared with a plain one."""
+    """The comparison of the first calls of blocks with plain ones; `sites` are to be checked."""
 
     def __init__(self, sites: Collection[str] = ()) -> None:
         self._left = set(sites)
-        self.checked: list[str] = []  # whose results were compared
+        self.checked: list[str] = []  # sites whose results were compared
 
     def take_first(self, name: str) -> bool:
         """Return whether this call is the one to check."""
@@ -469,7 +478,7 @@ def _compare(
     if one is None or other is None:
         there = other if one is None else one
         assert there is not None
-        if float(there.float().norm()) == 0.0:  # none, and none in effect
+        if float(there.float().norm()) == 0.0:  # A gradient of zero has the same effect as none.
             return
         raise _differs(name, what, "absent" if one is None else "there, absent in the plain call")
     if one.shape != other.shape:
@@ -497,7 +506,7 @@ def _differs(name: str, what: str, how: str) -> ModelError:
 def plain_gradients(
     run: Callable[[], Any], leaves: Mapping[str, torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> NamedGrads:
-    """Of one plain call, for leaves that take one; `grads` are those of its results."""
+    """Return the gradients of the leaves in a plain call; `grads` are those of its results."""
     with torch.enable_grad():
         out = tensors_in(run())
     pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]

@@ -530,7 +530,7 @@ def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float =
 def _expected_s(simulator: Simulator, forecast: Forecast, *, clipped: float) -> float:
     """Return the expected step time, given the probability `clipped` that a step is clipped.
 
-    `made` is the forecast of a step that is not clipped.
+    `forecast` is that of a step that is not clipped.
     """
     speculates = UpdateOptions.of(forecast.plan).can_speculate
     if not clipped or not speculates:

@@ -80,7 +80,7 @@ def choose_commit_interval(
 def adds_much(plan: Plan, forecast: Forecast) -> bool:
     """Return whether cached chunks are a considerable share of the bytes that a step writes.
 
-    `made` is the forecast of a plan that writes cached chunks in every step.
+    `forecast` is that of a plan that writes cached chunks in every step.
     """
     layout, stays = forecast.work.per_parameter, sum(weights_too(plan))
     added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
