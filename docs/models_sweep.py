@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 LIMIT_S = 900  # for one class
-MAX_REASON_CHARS = 160
+MAX_REASON_CHARS = 130
 SWEEP_DATE = "November 2026"  # change it with the results
 NOT_DONE = "not done"  # no result: the machine was busy, or it takes too long
 RESULTS = ROOT / "docs/models_sweep.json"
@@ -149,7 +149,8 @@ HEAD = """\
 
 transformers {version} has {every} classes in the auto mappings below. For {ran} of them, a tiny
 random model could be trained in memory with torch's AdamW for three steps. Of these, {exact}
-({share} %) gave the same result with LoHan. The results are from {date}.
+({share} %) gave the same result with LoHan. [tested.txt](../lohan/capture/tested.txt) lists the
+classes of which every block was compared; this page lists the others. The results are from {date}.
 `python docs/models_sweep.py` repeats the sweep and generates this page.
 
 Each class is trained twice from a folder: with all activations kept, and with none kept and in
@@ -159,19 +160,27 @@ compared as well: its distance from fp64 may be {noise} times that of in-memory 
 weights differ by one ulp. The first run is exported and reloaded by transformers. The models are
 tiny, and dropout is off.
 
-* *exact*: all comparisons agree.
-* *exact, nothing kept*: all comparisons agree, but the activations of the blocks cannot be planned,
-  so they are always recomputed.
-* *partly reached*: all comparisons agree, but the batches of the sweep do not call every block,
-  such as an audio tower. The table counts the class as exact, but `attach` treats it as untested.
-* *refused*: LoHan refuses the model with a reason before training starts.
-* *no training in memory*: the sweep could not create the tiny model or a batch for it, mostly
-  because of special inputs or a missing package. `docs/models_sweep.json` has the reason.
+A class that is not on the list can be trained unless it is refused. LoHan then compares the first
+call of each block with a plain call of the same module (`attach(check=...)`), but nothing between
+blocks. DiT, SD3 and Flux from diffusers are compared by `tests/end_to_end/test_architectures.py`.
+"""
 
-Classes that are not listed as exact can be trained unless they are refused. LoHan then compares the
-first call of each block with a plain call of the same module (`attach(check=...)`), but nothing
-between blocks. DiT, SD3 and Flux from diffusers are compared by
-`tests/end_to_end/test_architectures.py`.
+OTHERS = """\
+## Classes with another result
+
+| result | meaning |
+| --- | --- |
+| exact, nothing kept | All comparisons agree, but activations are always recomputed. |
+| partly reached | All comparisons agree, but the sweep's batches do not call every block. The \
+table above counts the class as exact, and `attach` treats it as untested. |
+| refused | LoHan refuses the model with a reason before training starts. |
+"""
+
+UNTRAINED = """\
+## No training in memory
+
+The sweep could not create a tiny model or a batch for these classes, mostly because of special
+inputs or a missing package. `docs/models_sweep.json` has the reasons.
 """
 
 
@@ -197,7 +206,8 @@ def page_of(rows: dict[str, Row]) -> str:
 
     counts = [["", *TRAINED.values(), "exact of these", "no training in memory", "not run"]]
     counts.append(["---"] * len(counts[0]))
-    sections: list[str] = []
+    others: dict[tuple[str, str], list[str]] = {}
+    untrained, not_run = [], []
     ran, exact, every = 0, 0, 0
     for kind, title in TITLES.items():
         names = every_model.classes(kind)
@@ -206,12 +216,16 @@ def page_of(rows: dict[str, Row]) -> str:
         by_status = Counter(row["status"] for row in trained)
         good = by_status["exact"] + by_status["nothing kept"]
         share = f"{100 * good / len(trained):.0f} %" if trained else ""
-        untrained = [row for row in of_kind if row["status"] not in TRAINED]
+        failed = [row["name"] for row in of_kind if row["status"] not in TRAINED]
         missing = sorted(names[t] for t in names if f"{kind}/{t}" not in rows)
         numbers = [str(by_status[status]) for status in TRAINED]
-        counts.append([title, *numbers, share, str(len(untrained)), str(len(missing))])
+        counts.append([title, *numbers, share, str(len(failed)), str(len(missing))])
         ran, exact, every = ran + len(trained), exact + good, every + len(names)
-        sections += [f"## {title}", *_section(trained, untrained, missing)]
+        for row in trained:
+            if row["status"] != "exact" or row["idle"]:
+                others.setdefault(_result(row), []).append(row["name"])
+        untrained += failed
+        not_run += missing
     head = HEAD.format(
         version=transformers.__version__,
         date=SWEEP_DATE,
@@ -222,29 +236,24 @@ def page_of(rows: dict[str, Row]) -> str:
         noise=every_model.NOISE,
         gradients=sum(row.get("gradients", False) for row in rows.values()),
     )
-    return "\n\n".join([head.strip(), _table(counts), *sections]) + "\n"
+    table = [["result", "reason, or blocks that were not called", "classes"], ["---"] * 3]
+    table += [[*result, _names(names)] for result, names in sorted(others.items())]
+    parts = [head.strip(), _table(counts), OTHERS.strip(), _table(table)]
+    parts += [UNTRAINED.strip(), _names(untrained)]
+    if not_run:
+        parts.append(f"## Not run\n\n{_names(not_run)}")
+    return "\n\n".join(parts) + "\n"
 
 
-def _section(trained: list[Row], untrained: list[Row], missing: list[str]) -> list[str]:
-    """Return the paragraphs about one kind: names of exact classes, then all others in a table."""
-    exact = [row for row in trained if row["status"] == "exact" and not row["idle"]]
-    others = [row for row in trained if row not in exact]
-    table = [["class", "result", "reason"], ["---"] * 3]
-    for row in others:
-        result = "partly reached" if row["idle"] else TRAINED[row["status"]]
-        table.append([f"`{row['name']}`", result, _plain(row["reason"] or row["idle"])])
-    parts = []
-    if exact:
-        parts.append("Exact: " + ", ".join(f"`{row['name']}`" for row in exact) + ".")
-    if len(table) > 2:
-        parts.append(_table(table))
-    if untrained:
-        parts.append(
-            "No training in memory: " + ", ".join(f"`{r['name']}`" for r in untrained) + "."
-        )
-    if missing:
-        parts.append("Not run: " + ", ".join(f"`{name}`" for name in missing) + ".")
-    return parts
+def _result(row: Row) -> tuple[str, str]:
+    """Return the result of a class that is not exact, or not whole, and its reason."""
+    result = "partly reached" if row["idle"] else TRAINED[row["status"]]
+    reason = (row["reason"] or row["idle"]).replace(row["name"], "the model")
+    return result, _plain(reason)
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -150,13 +150,13 @@ def near_table(points: Sequence[Point]) -> list[str]:
 
 
 def point_tables(points: Sequence[Point]) -> list[str]:
-    """Return a table for each figure: published, ours and the error."""
+    """Return a table for each figure, with the error of each simulated value."""
     lines: list[str] = []
     for figure in dict.fromkeys(point.figure for point in points):
         part = [point for point in points if point.figure == figure]
         at = list(dict.fromkeys(point.at for point in part))
         heads = (_where(next(p for p in part if p.at == x)) for x in at)
-        lines += ["", f"{figure}, {part[0].unit}:", "", f"| | {' | '.join(heads)} |"]
+        lines += ["", f"{figure}:", "", f"| | {' | '.join(heads)} |"]
         lines.append("|---" * (len(at) + 1) + "|")
         for series in dict.fromkeys(point.series for point in part):
             cells = {p.at: _document_cell(p) for p in part if p.series == series}
@@ -165,10 +165,10 @@ def point_tables(points: Sequence[Point]) -> list[str]:
 
 
 def _document_cell(point: Point) -> str:
+    if point.error is not None:
+        return f"{round(100 * point.error):+d} %"
     published, ours = (_cell(value).strip() for value in (point.published, point.ours))
-    if point.error is None:
-        return published if point.right else f"{published}, **{ours}**"
-    return f"{published}, {ours} ({100 * point.error:+.1f} %)"
+    return published if point.right else f"{published}, **{ours}**"
 
 
 # -- pictures -------------------------------------------------------------------------------------
