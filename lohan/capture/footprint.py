@@ -29,7 +29,7 @@ from lohan.capture.fake import (
     faking,
     with_least_values,
 )
-from lohan.capture.kernels import has_replaced_forward, plain_forwards
+from lohan.capture.kernels import plain_forwards, runs_liger
 from lohan.capture.recompute import (
     SavedCall,
     discard_saved_tensors,
@@ -159,7 +159,7 @@ def inventories(
         once_called = {
             name: inventory
             for name, inventory in probe.found.items()
-            if probe.calls[name] == 1 and not has_replaced_forward(model.get_submodule(name))
+            if probe.calls[name] == 1 and not runs_liger(model.get_submodule(name))
         }
         return once_called, footprint
 

@@ -5,8 +5,9 @@ computes shapes there. A kernel that takes pointers would write to address 0. Fa
 refuse to return a pointer, and `pointer_error` converts the error to a message that names the
 module.
 
-Liger replaces the forward of modules by such kernels, with the same results. The forward of the
-class is planned instead (`plain_forwards`): it has the same shapes and needs no less memory.
+Liger replaces the forward of modules, and rotary position embeddings, by such kernels, with the
+same results. Planning runs the forward of the class instead (`plain_forwards`), which has the same
+shapes and needs no less memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from lohan.errors import ModelError
 
 LIGER = "liger_kernel"
 _NO_POINTER = "Cannot access data pointer"  # part of torch's message
+# Packages that run the code of other packages, so they are not the origin of a kernel.
+_LAUNCHERS = ("torch", "triton", "contextlib", "lohan")
 
 
 def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
@@ -33,30 +36,49 @@ def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
     """
     if _NO_POINTER not in str(error):
         return None
-    module = _innermost_module(error)
+    module, caller = _origin(error)
+    package, owner = caller.partition(".")[0], type(module).__module__.partition(".")[0]
     names = (name for name, child in model.named_modules() if child is module)
     where = f"module {next(names, '') or type(model).__name__} ({type(module).__name__})"
+    remedy = (
+        "register the kernel as an operator with torch.library, with a fake implementation for "
+        "shapes"
+    )
+    if package == LIGER:
+        remedy = (
+            "apply Liger to the model after it has been created, as use_liger_kernel=True of "
+            "lohan.hf does, so that the forward of the replaced module is planned"
+        )
+    elif package not in ("", owner):
+        remedy = f"uninstall {package}, if the model also runs without it; or {remedy}"
     return ModelError(
-        f"{where} calls a kernel that torch does not dispatch: it takes the addresses of its "
-        "tensors, and planning has only their shapes; register the kernel as an operator with "
-        "torch.library, with a fake implementation for shapes, or switch it off "
-        "(use_liger_kernel=False), or leave `batch` out of lohan.attach"
+        f"{where} calls a kernel that torch does not dispatch{f' ({caller})' if caller else ''}: "
+        "it takes the addresses of its tensors, and planning has only their shapes; "
+        f"{remedy}; or leave `batch` out of lohan.attach"
     )
 
 
-def _innermost_module(error: BaseException) -> nn.Module | None:
-    """Return the module whose code raised the error."""
-    module, trace = None, error.__traceback__
+def _origin(error: BaseException) -> tuple[nn.Module | None, str]:
+    """Return the innermost module whose code raised the error, and the code that asked.
+
+    The latter is the name of the innermost Python module that is not part of torch or Triton, which
+    is the package that launches the kernel.
+    """
+    module, caller, trace = None, "", error.__traceback__
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         module = owner if isinstance(owner, nn.Module) else module
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        caller = caller if name.partition(".")[0] in _LAUNCHERS else name
         trace = trace.tb_next
-    return module
+    return module, caller
 
 
-def has_replaced_forward(module: nn.Module) -> bool:
-    """Return whether Liger has replaced a forward in the module or in one that it contains."""
-    return any(_is_liger(vars(child).get("forward")) for child in module.modules())
+def runs_liger(module: nn.Module) -> bool:
+    """Return whether Liger has replaced code of the module or of one that it contains."""
+    return any(_is_liger(vars(child).get("forward")) for child in module.modules()) or any(
+        True for _ in _replaced_functions(module)
+    )
 
 
 @contextmanager
@@ -67,14 +89,23 @@ def plain_forwards(model: nn.Module) -> Iterator[None]:
             if _is_liger(replaced := vars(module).get("forward")):
                 del module.forward
                 undo.callback(setattr, module, "forward", replaced)
-        for name in {type(module).__module__ for module in model.modules()}:
-            source = sys.modules.get(name)
-            for attribute, function in list(vars(source).items()) if source else ():
-                plain = _PLAIN.get(function.__name__) if _is_liger(function) else None
-                if plain is not None:
-                    setattr(source, attribute, plain)
-                    undo.callback(setattr, source, attribute, function)
+        for source, attribute, function in list(_replaced_functions(model)):
+            setattr(source, attribute, _rotary)
+            undo.callback(setattr, source, attribute, function)
         yield
+
+
+def _replaced_functions(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield the functions that Liger has replaced in the Python modules of a model's classes.
+
+    All of them apply rotary position embeddings.
+    """
+    for name in {type(module).__module__ for module in model.modules()}:
+        source = sys.modules.get(name)
+        for attribute, function in list(vars(source).items()) if source else ():
+            if _is_liger(function) and "rotary" in function.__name__:
+                assert source is not None
+                yield source, attribute, function
 
 
 def _is_liger(function: Any) -> bool:
@@ -83,22 +114,16 @@ def _is_liger(function: Any) -> bool:
 
 
 def _rotary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    unsqueeze_dim: int = 1,
+    q: torch.Tensor, k: torch.Tensor, *_angles: Any, **_options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply rotary position embeddings, as Llama does."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin
+    """Stand in for any form of rotary position embedding in a run on shapes.
+
+    The forms differ in their angles. All return tensors like `q` and `k`, and need temporaries of
+    the same size.
+    """
+    return _rotated(q), _rotated(k)
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-# The plain versions of functions that Liger replaces in modeling modules, by Liger's name.
-_PLAIN = {"liger_rotary_pos_emb": _rotary}
+    return x * 0.5 + torch.cat((-second, first), dim=-1) * 0.5
