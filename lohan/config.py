@@ -376,8 +376,7 @@ class BudgetConfig:
     log_gradients: str = setting(
         "off",
         logged_steps,
-        "Commit every step by its gradients, and write the full state every N steps (2 to 64). "
-        "Needs all trained weights in main memory.",
+        "Commit every step by its gradients, and write the full state every N steps (2 to 64).",
     )
     snapshot_every: int = setting(
         0, whole(0), "Steps between full copies of the state. 0 makes none."

@@ -150,14 +150,14 @@ class ActionRunner:
         """Commit the state after all logged steps as a generation. The lanes must be idle.
 
         Cached chunks are up to date, unless `cached_is_base`: then they are those of the committed
-        generation, and are updated too.
+        generation, and are updated too. Groups that are not cached pass through the first slot.
         """
         assert self.logged is not None
         slot_of = {n: self._spec.slots + i for i, n in enumerate(self._spec.host_cached_weights)}
         cached = {key: self._spec.ring + i for i, key in enumerate(self._spec.host_cached_state)}
         for number, count in enumerate(self._spec.chunks):
             for chunk in range(count):
-                buffer, slot = cached.get((number, chunk), 0), slot_of[number]
+                buffer, slot = cached.get((number, chunk), 0), slot_of.get(number, 0)
                 if (number, chunk) not in cached:
                     self._run_ssd(Action(Op.READ_BASE, number, chunk, (buffer, slot)))
                 if (number, chunk) not in cached or cached_is_base:
@@ -229,7 +229,12 @@ class ActionRunner:
     def _read_base(self, action: Action) -> Iterable[Ticket]:
         group, chunk = self._groups[action.index], action.chunk
         yield self._ring.read(group, chunk, action.at[0])
-        yield self.slots.read_chunk(group, chunk, action.at[1])
+        yield self.slots.read_base(group, chunk, action.at[1])
+
+    def _read_base_weights(self, action: Action) -> Iterable[Ticket]:
+        group = self._groups[action.index]
+        for chunk in range(self._spec.chunks[action.index]):
+            yield self.slots.read_base(group, chunk, action.at[0])
 
     def _write(self, action: Action) -> Iterable[Ticket]:
         number, chunk = action.index, action.chunk
@@ -237,6 +242,11 @@ class ActionRunner:
         state, weights = (None, None) if known is None else (known.state, known.weights)
         yield self._ring.write(group, chunk, action.at[0], crc=state)
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
+
+    def _write_weights(self, action: Action) -> Iterable[Ticket]:
+        known = self._checksums.pop((action.index, action.chunk))
+        group, slot = self._groups[action.index], action.at[0]
+        yield self.slots.write(group, action.chunk, slot, crc=known.weights)
 
     def _spill_gradients(self, action: Action) -> Iterable[Any]:
         # It is empty if no use of the group got a gradient.
@@ -370,8 +380,10 @@ class ActionRunner:
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
+        Op.READ_BASE_WEIGHTS: _read_base_weights,
         Op.READ_BASE: _read_base,
         Op.WRITE: _write,
+        Op.WRITE_WEIGHTS: _write_weights,
         Op.SPILL_GRADIENTS: _spill_gradients,
         Op.FETCH_GRADIENTS: _fetch_gradients,
         Op.FETCH_LOGGED: _fetch_logged,

@@ -149,11 +149,11 @@ class WeightSlots:
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, uncommitted=None)
 
-    def read_chunk(self, group: FlatGroup, chunk: int, slot: int) -> Ticket:
-        """Submit a read of the newest weights of one chunk into a slot."""
+    def read_base(self, group: FlatGroup, chunk: int, slot: int) -> Ticket:
+        """Submit a read of the committed weights of one chunk into a slot."""
         cut = chunks(group, self._chunk_params)[chunk]
         part = self._part(slot, cut.start, cut.stop).bytes
-        return self._store.read(weight_key(group), chunk, part, uncommitted=None)
+        return self._store.read(weight_key(group), chunk, part)
 
     def write(self, group: FlatGroup, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]

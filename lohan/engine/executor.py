@@ -511,7 +511,7 @@ class Executor:
                 self.store.commit_logged_meta(step.meta)
             self.steps.uncommitted = step.meta
             if step.commits:
-                self.runner.commit_uncommitted()
+                self._commit_uncommitted()
 
     def _reset_step(self) -> None:
         self.collector.clear()
@@ -533,8 +533,15 @@ class Executor:
         """Make every finished step durable."""
         self.flush()
         with self.guarded():
-            self.runner.commit_uncommitted()
+            self._commit_uncommitted()
             self.commit_clock.committed()
+
+    def _commit_uncommitted(self) -> None:
+        """Commit the last step if it has ended without a commit."""
+        if self.steps.uncommitted is not None and self.runner.logged is not None:
+            self.scheduler.drain()  # Groups that are not cached are folded in a weight slot.
+            self.scheduler.forget_slots()
+        self.runner.commit_uncommitted()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -135,6 +135,10 @@ class ActionScheduler:
         self._lanes.drain()
         self.steps.current.whole_phase = self._queued_inference = False
 
+    def forget_slots(self) -> None:
+        """Record that the weight slots in host memory may be overwritten; the lanes are idle."""
+        self._buffers = replace(self._buffers, slots=(None,) * self._spec.slots)
+
     def _write_behind(self) -> None:
         """Schedule the remaining writes of the previous step, because no backward follows."""
         if self._buffers.behind:

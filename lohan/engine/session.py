@@ -304,8 +304,16 @@ class Session:
         """
         self.executor.flush()
 
+    def make_durable(self) -> None:
+        """Flush, and make the last step durable: by its gradients if there is a log of them."""
+        if self.plan.log_gradients:
+            self.flush()
+            self._committed_step = self.step
+        else:
+            self.commit()
+
     def commit(self) -> None:
-        """Flush, and make the last step durable. `export` and `close` call this method."""
+        """Flush, and write the last step to the store. `export` and `close` call this method."""
         self.executor.commit()
         self._committed_step = self.step
 

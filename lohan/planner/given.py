@@ -15,7 +15,6 @@ from lohan.planner.memory import MemoryModel
 from lohan.planner.planner import (
     Planned,
     PlanProblem,
-    check_logged,
     lower_hint,
     over_budget,
 )
@@ -66,8 +65,6 @@ def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
         device_overhead=options.device_overhead,
     )
     plan = memory.with_ledger(plan)
-    if plan.log_gradients:
-        check_logged(plan, memory, problem.host_bytes)
     host, device = problem.host_bytes, problem.device_bytes or 0
     if problem.in_one_memory:
         device = plan.tier_bytes("device")
@@ -161,6 +158,12 @@ def _check_names(plan: Plan, problem: PlanProblem) -> None:
                 f"plan: host_cached_state has chunk {number} of group {key!r}, which has "
                 f"{counted(counts[key], 'chunk')} of {plan.chunk_params:,} parameters; {AGAIN}"
             )
+    cached = {*plan.host_cached_weights, *(g.key for g in blocks.groups if g.resident)}
+    if plan.log_gradients and (apart := dict(plan.host_cached_state).keys() - cached):
+        raise ConfigError(
+            f"plan: host_cached_state has chunks of group {min(apart)!r}, whose weights are not in "
+            f"host_cached_weights; with log_gradients both are cached or neither, {AGAIN}"
+        )
     if plan.kept or plan.spilled_sites or plan.staying:
         if problem.workload is None:
             raise ConfigError(

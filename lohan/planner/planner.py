@@ -129,23 +129,8 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
             break
     sizer, plan, choice = min(candidates, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
     plan = sizer.grown(plan, choice, limit)
-    if plan.log_gradients:
-        check_logged(plan, sizer.memory, host_bytes)
     known[key] = problem.blocks, plan  # Keep `blocks` alive so that its id() is not reused.
     return plan
-
-
-def check_logged(plan: Plan, memory: MemoryModel, host_bytes: int) -> None:
-    """Raise BudgetError unless all trained weights stay in host memory, as a log needs them."""
-    kept = set(plan.host_cached_weights)
-    missing = sum(group.numel for group in memory.trained if group.key not in kept)
-    if missing:
-        count = missing * memory.state_format.weight_bytes
-        raise BudgetError(
-            "host budget too small for a log of gradients: it keeps the trained weights in memory, "
-            f"and {format_bytes_up(count)} of them do not fit into {format_bytes(host_bytes)}; "
-            f"raise --host to {format_bytes_up(host_bytes + 2 * count)}, or set log_gradients = off"
-        )
 
 
 def check_fits(problem: PlanProblem) -> Plan:
@@ -497,7 +482,7 @@ class _PlanSearch:
             if at_once.step_s < forecast.step_s:
                 forecast, options = at_once, replace(options, update_mode="optimized")
         best, plan = forecast, forecast.plan
-        # A log needs all weights in memory, whose room whole groups would take.
+        # With a log, a byte of weights in memory saves three transfers, so weights come first.
         if not options.log_gradients and (
             0 < len(plan.host_cached_weights) < len(memory.moving)
             or 0 < len(plan.host_cached_state) < chunks

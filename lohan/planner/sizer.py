@@ -158,10 +158,17 @@ class GreedyFill:
         )
 
     def cache_state(self, plan: Plan) -> Plan:
-        """Cache as many state chunks as fit: the first ones, or spread evenly if `_spreads`."""
+        """Cache as many state chunks as fit: the first ones, or spread evenly if `_spreads`.
+
+        With a log, only groups whose weights are cached qualify: the others begin every step with
+        their last full state.
+        """
+        in_memory = {group.key for group in self._memory.blocks.groups if group.resident}
+        in_memory.update(plan.host_cached_weights)
         sizes = {
             (group.key, chunk.index): self._memory.state_format.state_size(chunk.stop - chunk.start)
             for group in self._memory.blocks.trained
+            if not plan.log_gradients or group.key in in_memory
             for chunk in chunks(group, plan.chunk_params)
         }
         left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
@@ -236,9 +243,6 @@ class Sizer:
         options = self.options
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
         small = self._small_groups()
-        if options.log_gradients:  # Its steps compute all trained weights before they are used.
-            trained = tuple(group.key for group in self.memory.trained)
-            small = (*trained, *(key for key in small if key not in trained))
         slots = max(1, self._widest_without(small))
         plan = Plan(
             **options.taken_over(),

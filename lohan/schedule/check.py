@@ -208,6 +208,9 @@ class _Contents:
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Chunks that were updated in memory and are outdated on SSD.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
+        # Chunks whose weights are outdated on SSD. A log restores the rest of an update.
+        self.unwritten_weights = set(self.unwritten)
+        self.replayed: set[int] = set()  # groups in slots with the weights of their last full state
         self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C
         self.held: set[int] = set()  # groups with complete gradients that are still to be updated
         self.put_away: set[tuple[int, int]] = set()  # chunks of held gradients that are on SSD
@@ -247,6 +250,8 @@ class _Contents:
         for group, slot in zip(self.spec.sites[action.index], action.at, strict=False):
             if held[slot] != group:
                 _fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
+            if group in self.replayed:
+                _fail(action, f"the logged gradients of group {group} are not applied yet")
             if self.spec.net and slot not in self.whole_there:
                 _fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
 
@@ -308,14 +313,29 @@ class _Contents:
         if action.at[0] >= self.spec.slots:
             _fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
-        if any(number == group for number, _ in self.unwritten):
+        if any(number == group for number, _ in self.unwritten_weights):
             _fail(action, "the newest weights are not written yet")
         self.held_in[SLOT][action.at[0]] = group
+        self.replayed.discard(group)
+
+    def _read_base_weights(self, action: Action) -> None:
+        self._base(action)
+        if action.at[0] >= self.spec.slots:
+            _fail(action, f"slot {action.at[0]} belongs to the host cache")
+        self.held_in[SLOT][action.at[0]] = action.index
+        self.replayed.add(action.index)
+
+    def _base(self, action: Action) -> None:
+        """Check that the last full state, which the action reads, is committed."""
+        if not self.spec.log:
+            _fail(action, "there is no log of gradients")
+        if self.step_end is not None and not self.clocks.known(self.step_end):
+            _fail(action, "C may not have committed the last full state yet")
 
     def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
             _fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
-        if (action.index, action.chunk) in self.unwritten:
+        if (action.index, action.chunk) in self.unwritten and not self.spec.log:
             _fail(action, "the newest state is not written yet")
         self.held_in[STATE][action.at[0]] = (action.index, action.chunk)
 
@@ -339,8 +359,14 @@ class _Contents:
             len(action.at) < 3 or self.held_in[STAGING][action.at[2]] != key
         ):
             _fail(action, "its held gradients are on SSD and in no staging buffer")
+        if self.spec.log and action.index not in self.spec.host_cached_weights:
+            if action.index not in self.replayed:
+                _fail(action, "its slot does not hold the weights of the last full state")
+            if key in self.spec.host_cached_state:
+                _fail(action, "its state is cached, and its weights are not")
         self.updated.add(key)
         self.unwritten.add(key)
+        self.unwritten_weights.add(key)
         self.last_update = self.clocks.finished(action)
         self.put_away.discard(key)
         self.since_forward.add(action.index)
@@ -349,12 +375,24 @@ class _Contents:
         ]
         if action.chunk == self.spec.chunks[action.index] - 1:
             self.held.discard(action.index)
+            self.replayed.discard(action.index)
 
     def _write(self, action: Action) -> None:
         self._chunk_at(action)
+        self._new_chunk(action)
+        self.unwritten.discard((action.index, action.chunk))
+        self.unwritten_weights.discard((action.index, action.chunk))
+
+    def _write_weights(self, action: Action) -> None:
+        if self.held_in[SLOT][action.at[0]] != action.index:
+            _fail(action, f"slot {action.at[0]} holds group {self.held_in[SLOT][action.at[0]]}")
+        self._new_chunk(action)
+        self.unwritten_weights.discard((action.index, action.chunk))
+
+    def _new_chunk(self, action: Action) -> None:
+        """Check that the chunk was updated, and that a generation is open for it."""
         if (action.index, action.chunk) not in self.unwritten:
             _fail(action, "there is nothing new to write")
-        self.unwritten.discard((action.index, action.chunk))
         if self.step_end is not None and not self.clocks.known(self.step_end):
             _fail(action, "would write into the generation that C is committing")
 
@@ -379,8 +417,7 @@ class _Contents:
 
     def _read_base(self, action: Action) -> None:
         buffer, slot = action.at
-        if not self.spec.log:
-            _fail(action, "there is no log of gradients")
+        self._base(action)
         if buffer >= self.spec.ring:
             _fail(action, f"ring buffer {buffer} belongs to the host cache")
         if self.held_in[SLOT][slot] != action.index:
@@ -438,10 +475,12 @@ class _Contents:
         Op.BACKWARD_DONE: _end_backward,
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
+        Op.READ_BASE_WEIGHTS: _read_base_weights,
         Op.READ_BASE: _read_base,
         Op.SUM_SQUARES: _hold,
         Op.UPDATE: _update,
         Op.WRITE: _write,
+        Op.WRITE_WEIGHTS: _write_weights,
         Op.SPILL_GRADIENTS: _spill_gradients,
         Op.FETCH_GRADIENTS: _fetch_gradients,
         Op.FETCH_LOGGED: _fetch_gradients,

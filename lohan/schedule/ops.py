@@ -270,6 +270,22 @@ class Op:
         rate=lambda profile: profile.ssd_read,
         bus=lambda layout: layout.weight,
     )
+    READ_BASE_WEIGHTS = Operation(
+        "T",
+        "read the weights of the last full state of group 5 into slot 0; logged gradients are "
+        "applied to them",
+        lane="ssd",
+        subject=Subject.GROUP,
+        at=(SLOT,),
+        effects=lambda index, chunk, at, spec: [
+            ((SLOT, at[0]), WRITE, WHOLE),
+            (("group on SSD", index), READ, WHOLE),
+            (GENERATION, AFTER, WHOLE),  # The last full state is the committed generation.
+        ],
+        moves=_per_parameter(lambda layout: layout.weight),
+        rate=lambda profile: profile.ssd_read,
+        bus=lambda layout: layout.weight,
+    )
     READ_STATE = Operation(
         "S",
         "read state chunk 1 of group 5 into ring buffer 0",
@@ -295,6 +311,7 @@ class Op:
             ((STATE, at[0]), WRITE, WHOLE),
             ((SLOT, at[1]), WRITE, chunk),
             (("group on SSD", index), READ, chunk),
+            (GENERATION, AFTER, WHOLE),
         ],
         moves=_per_parameter(lambda layout: layout.state + layout.weight),
         rate=_mixed_read,
@@ -328,6 +345,23 @@ class Op:
         rate=_mixed_write,
         writes=True,
         bus=lambda layout: layout.weight + layout.state,
+    )
+    WRITE_WEIGHTS = Operation(
+        "Y",
+        "write the weights of that chunk in slot 0 for the passes that follow; the log has the "
+        "rest of its update",
+        lane="ssd",
+        subject=Subject.CHUNK,
+        at=(SLOT,),
+        effects=lambda index, chunk, at, spec: [
+            ((SLOT, at[0]), READ, chunk),
+            (("group on SSD", index), WRITE, chunk),
+            (GENERATION, AFTER, WHOLE),
+        ],
+        moves=_per_parameter(lambda layout: layout.weight),
+        rate=_mixed_write,
+        writes=True,
+        bus=lambda layout: layout.weight,
     )
     SUM_SQUARES = Operation(
         "H",

@@ -15,7 +15,14 @@ from lohan.schedule.actions import DEVICE_BUFFERS, Action, Schedule, ScheduleSpe
 from lohan.schedule.buffers import BufferState
 from lohan.schedule.effects import effects_of
 from lohan.schedule.ops import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, Op, Operation
-from lohan.schedule.placement import Gradient, Persist, Placement, StepPlacement, Update
+from lohan.schedule.placement import (
+    Gradient,
+    Persist,
+    Placement,
+    Residence,
+    StepPlacement,
+    Update,
+)
 
 # Resources of a phase, in addition to those of its actions (effects.py).
 # In mode `naive`, a chunk is read only after the previous chunk was written.
@@ -103,6 +110,8 @@ class Builder:
         self.read: dict[tuple[int, int], int] = {}  # (group, chunk) -> its state buffer
         self.staged: dict[tuple[int, int], int] = {}  # (group, chunk) -> its staging buffer
         self.unwritten: list[Action] = []  # writes that this phase leaves to the next one
+        # Held groups that this phase updates before they are used.
+        self.due: dict[int, None] = {}
         self.behind = deque(buffers.behind)  # writes that the previous phase left to this one
         if not defer_writes:
             self.emit_left_writes(len(self.behind))
@@ -180,12 +189,18 @@ class Builder:
         return True
 
     def bring(self, group: int, upcoming: Upcoming) -> None:
-        """Read the weights of a group, replacing the group whose next use is farthest away."""
-        if self.slot_of(group) is not None:
+        """Read the weights of a group, replacing the group whose next use is farthest away.
+
+        If logged gradients are about to be applied to them, those of the last full state are read.
+        """
+        replays = self.spec.log and group in self.due and group not in self.cached
+        slot = self.slot_of(group)
+        if slot is not None and not replays:
             return
-        free = [i for i, held in enumerate(self.slots) if held not in self.needed]
-        slot = max(free, key=lambda i: upcoming.distance(self.slots[i]))
-        self.emit(Op.READ_WEIGHTS, group, at=(slot,))
+        if slot is None:
+            free = [i for i, held in enumerate(self.slots) if held not in self.needed]
+            slot = max(free, key=lambda i: upcoming.distance(self.slots[i]))
+        self.emit(Op.READ_BASE_WEIGHTS if replays else Op.READ_WEIGHTS, group, at=(slot,))
         self.slots[slot] = group
 
     def held_slot(self, group: int) -> int:
@@ -290,13 +305,12 @@ class Builder:
             self.read[key] = self.cached[key]
             return
         buffer = self.ring.take()
-        if self.spec.log:
-            self.emit(Op.READ_BASE, group, chunk, (buffer, self.held_slot(group)))
-            self.read[key] = buffer
+        self.read[key] = buffer
+        if self.spec.log and group in self.cached:
+            self.emit(Op.READ_BASE, group, chunk, (buffer, self.cached[group]))
             return
         one_by_one = [(CHUNK_TURN, WRITE, WHOLE)] if self.one_by_one else []
         self.emit(Op.READ_STATE, group, chunk, (buffer,), *one_by_one)
-        self.read[key] = buffer
 
     def stage(self, kind: Operation, group: int, chunk: int, *more: Effect) -> int:
         """Spill or fetch a chunk of held gradients through a staging buffer; return the buffer."""
@@ -338,6 +352,8 @@ class Builder:
             self.emit_action(action, *([(CHUNK_TURN, READ, WHOLE)] if self.one_by_one else []))
         elif persist is Persist.BEHIND:
             self.unwritten.append(action)
+        elif persist is Persist.LOG and placement.weights is Residence.STREAM:
+            self.emit(Op.WRITE_WEIGHTS, action.index, action.chunk, action.at[1:])
 
 
 # -- Phases ---------------------------------------------------------------------------------------
@@ -360,7 +376,7 @@ def forward(
     Without `training`, no backward follows and no activations are kept.
     """
     b = Builder(spec, buffers, left)
-    held = dict.fromkeys(() if left is None else left.held)
+    held = b.due = dict.fromkeys(() if left is None else left.held)
     ends = left is not None and not left.ends_in_backward
     used = [group for site in order for group in spec.sites[site]]
     back = [group for site in reversed(order) for group in spec.sites[site]] if training else []

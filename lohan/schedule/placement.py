@@ -52,7 +52,9 @@ class Persist(StrEnum):
     NOW = "now"  # after their update
     BEHIND = "behind"  # in the backward after the updates
     AT_COMMIT = "at commit"  # by a later step, which commits
-    LOG = "by its gradients"  # The log restores them; a later step writes them.
+    # The log restores them, and a later step writes them. Weights that are not cached are written
+    # after the update too, because backward reads them.
+    LOG = "by its gradients"
 
 
 @dataclass(frozen=True)

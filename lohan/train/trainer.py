@@ -589,7 +589,7 @@ class StepLog:
             self.pending.logged(row["step"])
 
     def catch_up(self) -> None:
-        self._session.commit()
+        self._session.make_durable()
         self.write()
 
 

@@ -35,14 +35,25 @@ STEPS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedTuning(Tuning):
-    """All weights in memory, as a log needs them, and a share of the state."""
+    """All weights in memory or a share of them, and a share of the state."""
 
     cached_state: float = 0.3
+    cached_weights: float = 1.0
 
     def apply(self, plan: Plan, blocks: Blocks) -> Plan:
         made = super().apply(plan, blocks)
         keys = [group.key for group in blocks.groups if group.key != RESIDENT]
-        chunks = [(g.key, c) for g in blocks.trained for c in range(-(-g.numel // CHUNK))]
+        weights = [
+            key
+            for i, key in enumerate(keys)
+            if int((i + 1) * self.cached_weights) > int(i * self.cached_weights)
+        ]
+        chunks = [
+            (g.key, c)
+            for g in blocks.trained
+            if g.resident or g.key in weights
+            for c in range(-(-g.numel // CHUNK))
+        ]
         state = [
             x
             for i, x in enumerate(chunks)
@@ -52,7 +63,7 @@ class LoggedTuning(Tuning):
             return made
         return replace(
             made,
-            host_cached_weights=tuple(keys),
+            host_cached_weights=tuple(weights),
             host_cached_state=tuple(state),
             spilled_gradients=tuple(keys),
         )
@@ -124,6 +135,15 @@ def test_none_or_all_of_the_state_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_state: float
 ) -> None:
     compare(tmp_path, monkeypatch, tuning=LoggedTuning(cached_state=cached_state))
+
+
+@pytest.mark.parametrize("cached_weights", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["tied", "several"])
+def test_weights_that_do_not_fit_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, cached_weights: float
+) -> None:
+    tuning = LoggedTuning(cached_weights=cached_weights)
+    compare(tmp_path, monkeypatch, kind=kind, tuning=tuning, clip=0.5)
 
 
 @pytest.mark.parametrize("clip", [1e-3, 0.5, 100.0])
