@@ -244,7 +244,7 @@ void add_updates(Call& call, nb::sequence gradients, nb::sequence updates, uint3
                                 std::to_string(nb::len(updates)) + " for " +
                                 std::to_string(count) + " gradients");
   for (size_t i = 0; i < count; ++i) {
-    Numbers n(nb::object(updates[i]));
+    Numbers n{nb::object(updates[i])};
     const nb::object g = gradients[i];
     const auto lr = n.operator()<double>("lr"), decay = n.operator()<double>("weight_decay");
     const auto scale = n.operator()<double>("grad_scale");

@@ -25,6 +25,9 @@ GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}"
 # The requirements of pyproject.toml's build system, the compiler, and the check.
 TOOLS = ("scikit-build-core>=0.10", "nanobind>=2.4", "cmake", "ninja", "ziglang", "auditwheel")
+# nanobind's headers use stderr, which Python's header of the stable ABI does not declare. Python's
+# header then repeats two definitions of the included file.
+CXXFLAGS = ("-include", "stdio.h", "-Wno-macro-redefined")
 REPAIR_TOOLS = ("patchelf",)
 
 
@@ -55,8 +58,7 @@ def build(python: str, target: Path, work: Path) -> Path:
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CXX": f"{own} -m ziglang c++ {target_flag}",
         "CC": f"{own} -m ziglang cc {target_flag}",
-        # nanobind's headers use stderr, and Python's header of the stable ABI does not declare it.
-        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include stdio.h".strip(),
+        "CXXFLAGS": " ".join((os.environ.get("CXXFLAGS", ""), *CXXFLAGS)).strip(),
     }
     pip = [own, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
     place = ["-C", f"build-dir={work / 'build'}", "-w", work / "raw"]

@@ -258,6 +258,43 @@ def gated_block(
     return _block(parameters, h, parts, last, ends=ends)
 
 
+def experts_block(
+    *,
+    parameters: int,
+    hidden: int,
+    queries: int,
+    keys: int,
+    inner: int,
+    experts: int,
+    active: int,
+    qk_norm: bool = False,
+    clamped: bool = False,
+) -> BlockShape:
+    """Return a block with grouped-query attention and a mixture of gated experts.
+
+    A router sends each token to `active` of `experts` MLPs, each `inner` wide. The products of all
+    experts are assumed to be as efficient as one product of the same size. With `clamped`, gate and
+    up projection are limited as in gpt-oss, which backward needs three more tensors for.
+    """
+    h, routed = hidden, active * inner
+    parts = [
+        Activation("norm1", h, NORM * h),
+        *_attention(h, queries=queries, keys=keys, qk_norm=qk_norm),
+        Activation("projection", h, 2 * queries * h + ADD * h),
+        Activation("norm2", h, NORM * h),
+        Activation("router", experts, 2 * h * experts + POINTWISE * experts),
+        Activation("routed", active * h, ADD * active * h),
+        Activation("gate and up", 2 * routed, 4 * active * h * inner),
+        *((Activation("clamped", 3 * routed, 3 * ADD * routed),) if clamped else ()),
+        Activation("activation", routed, POINTWISE * routed),
+        Activation("product", routed, ADD * routed),
+        Activation("down", active * h, 2 * active * inner * h),
+    ]
+    # Adapters on linear layers leave out the router and the experts, which are plain tensors.
+    ends = 2 * (h + queries) + 2 * (h + keys)
+    return _block(parameters, h, parts, ADD * (active + 1) * h, ends=ends)
+
+
 def dit_block(*, hidden: int, sample_tokens: int) -> BlockShape:
     """Return a block of a diffusion transformer.
 
@@ -473,6 +510,16 @@ class _Keys:
 
 
 @dataclass(frozen=True)
+class _Experts:
+    """The mixture of experts of a family: the default numbers of its config.json."""
+
+    count: int
+    active: int
+    inner: int = 0  # Default of `moe_intermediate_size`; 0 if the key is `intermediate_size`.
+    biases: bool = False  # Biases of experts and router, and one attention sink per head.
+
+
+@dataclass(frozen=True)
 class _Gated:
     """The differences of a family from Llama, and its defaults.
 
@@ -483,9 +530,11 @@ class _Gated:
     head_dim: int | None = None
     tied: bool = False
     qkv_bias: bool | None = False  # None: as in `attention_bias`, which then includes the output.
+    attention_bias: bool = False  # Default of that key.
     mlp_bias: bool = False  # True if the key `mlp_bias` is honoured.
     qk_norm: bool = False
     sandwich: bool = False
+    experts: _Experts | None = None
 
 
 GATED = {
@@ -499,18 +548,31 @@ GATED = {
     "gemma3_text": _Gated(
         kv_heads=4, head_dim=256, tied=True, qkv_bias=None, qk_norm=True, sandwich=True
     ),
+    "mixtral": _Gated(kv_heads=8, experts=_Experts(8, 2)),
+    "qwen3_moe": _Gated(
+        kv_heads=4, qkv_bias=None, qk_norm=True, experts=_Experts(128, 8, inner=768)
+    ),
+    "gpt_oss": _Gated(
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=None,
+        attention_bias=True,
+        experts=_Experts(128, 4, biases=True),
+    ),
 }
 
 
 def _gated_shape(keys: _Keys, family: _Gated) -> ModelShape:
     h, vocabulary = keys.number("hidden_size"), keys.number("vocab_size")
     tied = keys.flag("tie_word_embeddings", default=family.tied)
-    block = _gated_layer(keys, family, h)
+    layers = keys.number("num_hidden_layers")
+    if family.experts is not None:
+        _refuse_dense_layers(keys)
     return ModelShape(
         name=keys.name,
         hidden=h,
         vocabulary=vocabulary,
-        blocks=stacked(block, keys.number("num_hidden_layers")),
+        blocks=stacked(_gated_layer(keys, family, h), layers),
         embedding_parameters=vocabulary * h,
         head_parameters=0 if tied else vocabulary * h,
         tied=tied,
@@ -519,20 +581,39 @@ def _gated_shape(keys: _Keys, family: _Gated) -> ModelShape:
 
 
 def _gated_layer(keys: _Keys, family: _Gated, h: int) -> BlockShape:
-    heads, inner = keys.number("num_attention_heads"), keys.number("intermediate_size")
+    heads = keys.number("num_attention_heads")
     kv_default = family.kv_heads if keys.missing("num_key_value_heads") else None
     head_default = family.head_dim if keys.missing("head_dim") else None
     head = keys.number("head_dim", default=head_default or h // heads)
     queries = heads * head
     kv = keys.number("num_key_value_heads", default=kv_default or heads) * head
-    has_bias = keys.flag("attention_bias", default=False)
+    has_bias = keys.flag("attention_bias", default=family.attention_bias)
     bias = (queries + 2 * kv) if family.qkv_bias or (family.qkv_bias is None and has_bias) else 0
     bias += h if family.qkv_bias is None and has_bias else 0
-    if family.mlp_bias and keys.flag("mlp_bias", default=False):
-        bias += 2 * inner + h
     norms = (4 if family.sandwich else 2) * h + (2 * head if family.qk_norm else 0)
+    attention = h * (queries + 2 * kv) + queries * h + bias + norms
+    if family.experts is not None:
+        mixture = family.experts
+        wide = "moe_intermediate_size" if mixture.inner else "intermediate_size"
+        inner = keys.number(wide, default=mixture.inner or None)
+        count = keys.number("num_local_experts", "num_experts", default=mixture.count)
+        biases = count * (2 * inner + h + 1) + heads if mixture.biases else 0
+        return experts_block(
+            parameters=attention + count * (3 * h * inner + h) + biases,
+            hidden=h,
+            queries=queries,
+            keys=kv,
+            inner=inner,
+            experts=count,
+            active=keys.number("num_experts_per_tok", default=mixture.active),
+            qk_norm=family.qk_norm,
+            clamped=mixture.biases,
+        )
+    inner = keys.number("intermediate_size")
+    if family.mlp_bias and keys.flag("mlp_bias", default=False):
+        attention += 2 * inner + h
     return gated_block(
-        parameters=h * (queries + 2 * kv) + queries * h + 3 * h * inner + bias + norms,
+        parameters=attention + 3 * h * inner,
         hidden=h,
         queries=queries,
         keys=kv,
@@ -540,6 +621,15 @@ def _gated_layer(keys: _Keys, family: _Gated, h: int) -> BlockShape:
         qk_norm=family.qk_norm,
         sandwich=family.sandwich,
     )
+
+
+def _refuse_dense_layers(keys: _Keys) -> None:
+    """Raise an error if some layers have a plain MLP in place of experts."""
+    if keys.config.get("mlp_only_layers") or keys.number("decoder_sparse_step", default=1) > 1:
+        raise ConfigError(
+            f"{keys.name}: has layers with experts and layers without, for which there is no shape "
+            "here; plan with the model's folder and `lohan train --dry-run`"
+        )
 
 
 # -- GPT-2 and its relatives ----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from typer.utils import get_params_from_function
@@ -18,6 +19,7 @@ from tests.support.evaluated_run import (
     inputs_fixture,  # noqa: F401 - fixtures
 )
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 
@@ -47,6 +49,13 @@ def test_schema_describes_every_setting():
 def test_schema_accepts_settings_that_a_run_writes(inputs, tmp_path):
     config = load_config(None, overrides=given(inputs, tmp_path / "run", output__log=["mlflow"]))
     assert errors(config.to_toml()) == []
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, id=file.stem) for file in sorted(EXAMPLES.rglob("*.toml"))]
+)
+def test_schema_accepts_the_examples(file):
+    assert errors(file.read_text()) == []
 
 
 @pytest.mark.parametrize(

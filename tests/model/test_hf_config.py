@@ -13,18 +13,23 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
+from lohan.capture.tracing import inventory
 from lohan.errors import ConfigError
 from lohan.model.shapes import known_types, shape_from_config
 from lohan.planner import presets
+from tests.support.block_calls import call_made, second_block
 from tests.support.model_families import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
 
 OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
@@ -56,6 +61,11 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "neox 20b": GPTNeoXConfig(num_hidden_layers=1),
     "gpt2": GPT2Config(n_layer=1),
+    "mixtral": MixtralConfig(**GROUPED, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**GROUPED, moe_intermediate_size=24, num_experts=8),
+    "gpt_oss": GptOssConfig(**GROUPED, num_local_experts=4),
+    "gpt_oss, no biases": GptOssConfig(**GROUPED, num_local_experts=4, attention_bias=False),
+    "gpt_oss 120b": GptOssConfig(num_hidden_layers=1),
 }
 
 
@@ -121,6 +131,9 @@ WIDE = {
         GPT2Config(**WIDE),
         GPTNeoXConfig(**WIDE, intermediate_size=3072),
         OPTConfig(**WIDE, ffn_dim=3072),
+        MixtralConfig(**WIDE, intermediate_size=768, num_local_experts=8),
+        Qwen3MoeConfig(**WIDE, moe_intermediate_size=192, num_experts=16, head_dim=64),
+        GptOssConfig(**WIDE, **IDS, intermediate_size=768, num_local_experts=8),
     ],
     ids=lambda config: config.model_type,
 )
@@ -146,10 +159,46 @@ def test_flops_are_those_that_torch_counts(config):
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_real_models_have_their_published_size(name, parameters):
     assert presets.model(name).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MixtralConfig(**GROUPED, num_local_experts=4),
+        Qwen3MoeConfig(**GROUPED, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=4),
+        GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_experts_keep_what_autograd_saves(config):
+    """All large results of the experts are counted, but not indices and routing weights."""
+    block, call = block_and_call(config)
+    _, args, kwargs = call.restore(slice(0, 1), grad=True)
+    traced = inventory(block, args, kwargs).shape.activations
+    saved = sum(a.elements for a in traced if "experts" in a.name or "act_fn" in a.name)
+    shape = shape_from_config(config.to_dict(), config.model_type).blocks[0]
+    named = ("routed", "gate and up", "clamped", "activation", "product", "down")
+    expected = sum(a.elements for a in shape.activations if a.name in named)
+    assert 0 <= saved - expected < 10 * config.num_experts_per_tok * 4
+
+
+def block_and_call(config):
+    model = AutoModelForCausalLM.from_config(config).train()
+    block = second_block(model)
+    batch = {"input_ids": torch.ones(1, 16, dtype=torch.long), "use_cache": False}
+    return block, call_made(model, block, batch)
+
+
+def test_rejects_layers_with_and_without_experts():
+    data = Qwen3MoeConfig(**GROUPED, mlp_only_layers=[0]).to_dict()
+    with pytest.raises(ConfigError, match="layers with experts and layers without"):
+        shape_from_config(data, "x")
 
 
 def test_a_paper_gpt_is_a_gpt2(tmp_path):
