@@ -60,9 +60,20 @@ class Model:
     title: str
     hub: str
     lr: str
+    remark: str = ""  # lines of comments for the recipe
+    packs: bool = True  # False if the model does not keep examples apart that share a row
 
 
+HINT = "# `lohan profile` measures your machine, and `lohan train --dry-run` plans with its rates."
+PACK = "pack = true             # several short examples share a row, and none sees the others"
+NO_PACK = "pack = false            # this model would let examples that share a row see each other"
 MISTRAL = "mistralai/Mistral"
+GPT_OSS = """\
+# All experts are trained. The MXFP4 weights of the hub are converted to bf16 while they are read.
+# transformers computes this attention without a flash kernel unless one for attention sinks is
+# installed; the forecast assumes one.
+#
+"""
 MODELS = [
     Model("qwen3-0.6b", "Qwen3 0.6B", "Qwen/Qwen3-0.6B", "2e-5"),
     Model("qwen3-1.7b", "Qwen3 1.7B", "Qwen/Qwen3-1.7B", "2e-5"),
@@ -74,7 +85,9 @@ MODELS = [
     Model("gemma-3-12b", "Gemma 3 12B, the text part", "google/gemma-3-12b-it", "1e-5"),
     Model("qwen3-14b", "Qwen3 14B", "Qwen/Qwen3-14B", "1e-5"),
     Model("mistral-small-24b", "Mistral Small 24B", f"{MISTRAL}-Small-24B-Base-2501", "5e-6"),
+    Model("gpt-oss-20b", "gpt-oss-20b", "openai/gpt-oss-20b", "5e-6", GPT_OSS, packs=False),
     Model("gemma-3-27b", "Gemma 3 27B, the text part", "google/gemma-3-27b-it", "5e-6"),
+    Model("qwen3-30b-a3b", "Qwen3 30B-A3B", "Qwen/Qwen3-30B-A3B", "5e-6"),
     Model("qwen3-32b", "Qwen3 32B", "Qwen/Qwen3-32B", "5e-6"),
     Model("llama-3-70b", "Llama 3 70B", "meta-llama/Meta-Llama-3-70B", "5e-6"),
 ]
@@ -91,8 +104,11 @@ CHOSEN = [
     ("mistral-7b", "24 GB", 32),
     ("qwen3-14b", "24 GB", 32),
     ("gemma-3-12b", "24 GB", 32),
+    ("gpt-oss-20b", "16 GB", 32),
+    ("gpt-oss-20b", "24 GB", 32),
     ("gemma-3-27b", "32 GB", 32),
     ("mistral-small-24b", "32 GB", 32),
+    ("qwen3-30b-a3b", "32 GB", 32),
     ("qwen3-32b", "32 GB", 32),
     ("llama-3-70b", "32 GB", 32),
 ]
@@ -132,7 +148,7 @@ def recipe(model: Model, card: str, batch: int) -> str:
 #     {command} \\
 #         --batch {batch} --seq {SEQ} --steps {STEPS}
 #
-# On your machine, `lohan profile` measures the rates, and `lohan train --dry-run` plans with them.
+{model.remark}{HINT}
 model = "{model.hub}"   # or a folder with config.json, safetensors and tokenizer
 data = "data.jsonl"     # one JSON object per line: messages, prompt and completion, or text
 out = "{Path(file).stem}-run"
@@ -141,7 +157,7 @@ out = "{Path(file).stem}-run"
 steps = {STEPS}         # or epochs = 2
 batch = {batch}              # examples per step
 seq = {SEQ}
-pack = true             # several short examples share a row, and none sees the others
+{PACK if model.packs else NO_PACK}
 lr = {model.lr}
 warmup = 0.03           # of all steps
 clip = 1.0

@@ -397,3 +397,16 @@ def test_the_peer_is_asked_for_by_name(tmp_path: Path) -> None:
     run = bench("vs_zero_infinity.py", tmp_path)
     assert run.returncode == 2
     assert "--peer-python" in run.stderr and "pip install" in run.stderr
+
+
+@pytest.mark.slow
+def test_verify_fails_with_each_silent_bug(tmp_path: Path) -> None:
+    rows = json.loads(bench("silent_bugs.py", tmp_path, "--json").stdout)
+    healthy, *planted = rows
+    assert healthy["pass"] and healthy["wrong_tensors"] == 0
+    for row in planted:
+        assert not row["pass"] and row["wrong_tensors"] > row["tensors"] // 2
+        # The losses show nothing: the first is right, and the last is far below it.
+        assert row["first_loss"] == healthy["first_loss"]
+        assert row["last_loss"] < 0.7 * row["first_loss"]
+    assert list(tmp_path.iterdir()) == []

@@ -121,6 +121,7 @@ WIDE = {
     "num_attention_heads": 12,
     "max_position_embeddings": 64,
 }
+GROUPED_WIDE = {**WIDE, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -131,15 +132,16 @@ WIDE = {
         GPT2Config(**WIDE),
         GPTNeoXConfig(**WIDE, intermediate_size=3072),
         OPTConfig(**WIDE, ffn_dim=3072),
-        MixtralConfig(**WIDE, intermediate_size=768, num_local_experts=8),
-        Qwen3MoeConfig(**WIDE, moe_intermediate_size=192, num_experts=16, head_dim=64),
-        GptOssConfig(**WIDE, **IDS, intermediate_size=768, num_local_experts=8),
+        MixtralConfig(**GROUPED_WIDE, intermediate_size=768, num_local_experts=8),
+        Qwen3MoeConfig(**GROUPED_WIDE, moe_intermediate_size=192, num_experts=16, head_dim=64),
+        GptOssConfig(**GROUPED_WIDE, **IDS, intermediate_size=768, num_local_experts=8),
     ],
     ids=lambda config: config.model_type,
 )
 def test_flops_are_those_that_torch_counts(config):
     batch, seq = 2, 16
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # torch does not count grouped products
     model = AutoModelForCausalLM.from_config(config).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros((batch, seq), dtype=torch.long), use_cache=False)
