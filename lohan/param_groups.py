@@ -219,11 +219,11 @@ def _check_members(
     Every parameter must be in the model, and every pattern must match a trained parameter.
     """
     for group in groups:
-        strangers = group.parameter_ids - parameters.keys()
-        if strangers:
+        unknown_ids = group.parameter_ids - parameters.keys()
+        if unknown_ids:
             raise ConfigError(
-                f"{group.label}: {len(strangers)} of its parameters are not in {model}; take them "
-                "from the model that is attached"
+                f"{group.label}: {len(unknown_ids)} of its parameters are not in {model}; take "
+                "them from the model that is attached"
             )
         for pattern in group.patterns:
             matched = [p for key, p in parameters.items() if _matches_any(pattern, names[key])]

@@ -163,7 +163,11 @@ class SavedCall:
     @property
     def grad_inputs(self) -> list[torch.Tensor]:
         """The inputs that take a gradient."""
-        return [t for t, wants in zip(self.tensors, self.wants_grad, strict=True) if wants]
+        return [
+            t
+            for t, takes_gradient in zip(self.tensors, self.wants_grad, strict=True)
+            if takes_gradient
+        ]
 
     def evict_inputs(self) -> None:
         """Free the inputs that take a gradient, after they were copied to another tier."""
@@ -174,7 +178,9 @@ class SavedCall:
         """Replace evicted inputs by tensors with the same values."""
         remaining = iter(tensors)
         pairs = zip(self.tensors, self.wants_grad, strict=True)
-        self.tensors = [next(remaining) if wants else tensor for tensor, wants in pairs]
+        self.tensors = [
+            next(remaining) if takes_gradient else tensor for tensor, takes_gradient in pairs
+        ]
         self.evicted = False
 
     def slices(self, micro_batch: int | None) -> list[slice]:
@@ -195,9 +201,11 @@ class SavedCall:
         """Return the input tensors of one slice."""
         whole = part == slice(0, self.batch)
         tensors = []
-        for number, (tensor, wants) in enumerate(zip(self.tensors, self.wants_grad, strict=True)):
+        for number, (tensor, takes_gradient) in enumerate(
+            zip(self.tensors, self.wants_grad, strict=True)
+        ):
             piece = tensor if whole or not self.cut.inputs[number] else tensor[part]
-            tensors.append(piece.detach().requires_grad_(grad and wants))
+            tensors.append(piece.detach().requires_grad_(grad and takes_gradient))
         return tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

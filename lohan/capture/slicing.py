@@ -110,8 +110,8 @@ class Cuts:
 
 def pattern(call: SavedCall) -> Iterator[Any]:
     """Yield the properties of a call on which its cut depends."""
-    for tensor, wants in zip(call.tensors, call.wants_grad, strict=True):
-        yield tensor.ndim, tensor.dtype, wants, tensor.shape[:1] == (call.batch,)
+    for tensor, takes_gradient in zip(call.tensors, call.wants_grad, strict=True):
+        yield tensor.ndim, tensor.dtype, takes_gradient, tensor.shape[:1] == (call.batch,)
 
 
 def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> Cut:
@@ -207,7 +207,7 @@ def _try_cut(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
         )
         cut = Cut(cut.inputs, rows)
         if values:
-            with_nan = tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True))
+            with_nan = tensors_in(_slice(call, cut, run, slice(0, 2), invalid=True))
             for count, before, after in zip(cut.outputs, tensors_in(both), with_nan, strict=True):
                 if count:
                     before, after = before[count:], after[count:]
@@ -226,11 +226,11 @@ def _check_whole_batch(call: SavedCall, cut: Cut, run: Run) -> None:
             raise NotSliceable("gives other results for two samples than for all")
 
 
-def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, spoilt: bool = False) -> Any:
+def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, invalid: bool = False) -> Any:
     tensors = []
     for tensor, sliced in zip(call.tensors, cut.inputs, strict=True):
         piece = tensor[part] if sliced else tensor
-        if sliced and spoilt and piece.is_floating_point():
+        if sliced and invalid and piece.is_floating_point():
             piece = piece.clone()
             piece[0] = torch.nan
         tensors.append(piece.detach())

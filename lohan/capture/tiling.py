@@ -107,10 +107,13 @@ class TiledForward:
         if stream is None or kind in self._parts:
             return
         if stream.numel() // stream.shape[-1] > self._tiling.tokens:
-            alike, state = self._tiling.alike, BlockState(type(self._module).__name__, self._module)
+            known_cuts, state = (
+                self._tiling.alike,
+                BlockState(type(self._module).__name__, self._module),
+            )
             # Trials leave the block unchanged, and their tensors are not tensors of inference mode.
             with torch.inference_mode(False), state.preserved():
-                cuts = find_parts(self._module, self._original, args, kwargs, alike=alike)
+                cuts = find_parts(self._module, self._original, args, kwargs, alike=known_cuts)
             self._parts[kind] = [
                 _Part(self._module.get_submodule(name), cut, self._tiling)
                 for name, cut in cuts.items()
@@ -324,8 +327,8 @@ class _TiledCall:
         # tensors, puts back what it replaced, and a plain tensor would become an attribute of the
         # module.
         weights: list[torch.Tensor] = [
-            nn.Parameter(weight.detach(), requires_grad=wants)
-            for weight, wants in zip(tensors[count:], wanted[count:], strict=True)
+            nn.Parameter(weight.detach(), requires_grad=takes_gradient)
+            for weight, takes_gradient in zip(tensors[count:], wanted[count:], strict=True)
         ]
         totals: list[torch.Tensor | None] = [None] * len(tensors)
         tiled = [*self._cut.inputs, *(False for _ in weights)]
@@ -337,8 +340,8 @@ class _TiledCall:
             for number, tile in enumerate(tiles[: self._most]):
                 pieces = self.narrowed(tensors[:count], tile)
                 inputs = [
-                    piece.detach().requires_grad_(wants)
-                    for piece, wants in zip(pieces, wanted[:count], strict=True)
+                    piece.detach().requires_grad_(takes_gradient)
+                    for piece, takes_gradient in zip(pieces, wanted[:count], strict=True)
                 ]
                 args, kwargs = self.arguments(inputs)
                 with torch.enable_grad():
@@ -637,14 +640,14 @@ def _try_tiles(
     """Return which results have a dimension of tokens. Raises `NotSliceable` if two tiles mix."""
     state = BlockState(type(part).__name__, part)
 
-    def run(tile: slice, spoilt: slice | None = None) -> list[torch.Tensor]:
+    def run(tile: slice, invalid: slice | None = None) -> list[torch.Tensor]:
         pieces = []
         for tensor, has in zip(tensors, cut.inputs, strict=True):
             piece = tensor.detach()
             if has:
-                if spoilt is not None and piece.is_floating_point():
+                if invalid is not None and piece.is_floating_point():
                     piece = piece.clone()
-                    piece[_at(cut.dim, spoilt)] = torch.nan
+                    piece[_at(cut.dim, invalid)] = torch.nan
                 piece = piece[_at(cut.dim, tile)].contiguous()
             pieces.append(piece)
         args, kwargs = arguments(pieces)

@@ -518,15 +518,15 @@ class _Block:
 
     def _merged(self, parts: list[_Part]) -> list[_Part]:
         """Merge parts that have the same operations, bytes and work."""
-        alike: dict[Any, _Part] = {}
+        by_content: dict[Any, _Part] = {}
         for part in parts:
             ops = tuple(node.op for node in part.saved)
             size = sum(node.bytes for node in part.saved)
             work = sorted((self._nodes[i].op, self._nodes[i].moved_bytes) for i in part.saved_work)
-            merged = alike.setdefault((ops, size, tuple(work)), _Part([], set()))
+            merged = by_content.setdefault((ops, size, tuple(work)), _Part([], set()))
             merged.saved += part.saved
             merged.saved_work |= part.saved_work
-        return [part for part in alike.values() if sum(node.bytes for node in part.saved)]
+        return [part for part in by_content.values() if sum(node.bytes for node in part.saved)]
 
     def _classes(self, parts: list[_Part]) -> list[KeepClass]:
         classes: dict[str, KeepClass] = {}

@@ -53,9 +53,12 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             f"{target}: holds {files} and no model, it is not overwritten; give another --out"
         )
     recorded = _marked(target) or {}
-    if strange := [name for name, what in _files(target).items() if recorded.get(name) != what]:
+    if changed_files := [
+        name for name, what in _files(target).items() if recorded.get(name) != what
+    ]:
         raise ModelError(
-            f"{target}: holds {strange[0]!r}, which no export has written there, or not like that, "
+            f"{target}: holds {changed_files[0]!r}, which no export has written there, or not like "
+            "that, "
             "so it is not overwritten; move it away, or give another --out"
         )
 
@@ -156,10 +159,12 @@ def check_own(target: Path, run: str) -> None:
         return
     why, recorded = "is not an export of this run", _marked(target, run)
     if recorded is not None:
-        strange = [name for name, what in _files(target).items() if recorded.get(name) != what]
-        if not strange:
+        foreign_files = [
+            name for name, what in _files(target).items() if recorded.get(name) != what
+        ]
+        if not foreign_files:
             return
-        why = f"holds {strange[0]!r}, which this run has not written or not like that"
+        why = f"holds {foreign_files[0]!r}, which this run has not written or not like that"
     raise ModelError(
         f"{target} {why}, and the run exports its model there; move it away, or set export = false "
         "under [output] and use `lohan export` later"

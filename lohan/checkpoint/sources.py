@@ -131,10 +131,10 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
         return {name: name for name in shapes}
     from transformers.core_model_loading import revert_weight_conversion
 
-    theirs: Any = model
+    hf_model: Any = model
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        converted: dict[str, torch.Tensor] = revert_weight_conversion(theirs, dict(tensors))
+        converted: dict[str, torch.Tensor] = revert_weight_conversion(hf_model, dict(tensors))
         return converted
 
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

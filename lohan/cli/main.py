@@ -259,9 +259,9 @@ def stores_at(path: Path) -> list[Path]:
     folder = RunFolder(path.absolute())
     if folder.config_file.is_file():
         sets = sets_of(folder, config := folder.config())
-        own = [one for found in sets for one in found.primaries if one.exists()]
-        return own or [folder.store_dirs(config)[0]]
-    found = list_stores(path) if path.is_dir() else []
-    if not found:
+        primaries = [one for stores in sets for one in stores.primaries if one.exists()]
+        return primaries or [folder.store_dirs(config)[0]]
+    stores = list_stores(path) if path.is_dir() else []
+    if not stores:
         raise ConfigError(f"{path}: no store here or below; give a run or an --ssd folder")
-    return found
+    return stores

@@ -195,16 +195,16 @@ def _frozen(blocks: Blocks) -> dict[str, str]:
 
 def _optimizer(planned: MachinePlan) -> dict[str, str]:
     """Describe the bytes on SSD and, for another optimizer, the cost of the default one."""
-    plan, usual = planned.plan, planned.usual
+    plan, default_plan = planned.plan, planned.usual
     rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
     if plan.kind == DEFAULT_KIND:
         return rows
     costs = "it would not fit"
-    if usual is not None:
-        costs = f"{format_bytes(usual.peak_bytes['ssd'])} on SSD"
-        if usual.forecast is not None:
-            costs += f", {format_bytes(usual.forecast.written_bytes)} written per step"
-            costs += f", {format_seconds(usual.step_s)} per step"
+    if default_plan is not None:
+        costs = f"{format_bytes(default_plan.peak_bytes['ssd'])} on SSD"
+        if default_plan.forecast is not None:
+            costs += f", {format_bytes(default_plan.forecast.written_bytes)} written per step"
+            costs += f", {format_seconds(default_plan.step_s)} per step"
     return {**rows, "instead of": f"{DEFAULT_KIND}: {costs}"}
 
 

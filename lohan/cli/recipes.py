@@ -273,10 +273,10 @@ def _batches(
                 raise
             break
     speeds = {b: plan.forecast.tokens_per_s for b, plan in plans.items() if plan.forecast}
-    usual = {batch: speed for batch, speed in speeds.items() if batch >= USUAL_BATCH}
-    usual = usual or {max(speeds): speeds[max(speeds)]}
-    best = max(usual.values())
-    chosen = next(batch for batch, speed in usual.items() if speed >= ENOUGH * best)
+    usual_speeds = {batch: speed for batch, speed in speeds.items() if batch >= USUAL_BATCH}
+    usual_speeds = usual_speeds or {max(speeds): speeds[max(speeds)]}
+    best = max(usual_speeds.values())
+    chosen = next(batch for batch, speed in usual_speeds.items() if speed >= ENOUGH * best)
     return speeds, plans[chosen]
 
 

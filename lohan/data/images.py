@@ -774,8 +774,10 @@ def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) ->
     tokens, counts = np.unique(ids, return_counts=True)
     if len(shortened) == len(ids):
         return True
-    usual = {int(t): plain.count(int(t)) for t in tokens}
-    images = [t for t, n in zip(tokens.tolist(), counts.tolist(), strict=True) if n > usual[t]]
+    text_counts = {int(t): plain.count(int(t)) for t in tokens}
+    images = [
+        t for t, n in zip(tokens.tolist(), counts.tolist(), strict=True) if n > text_counts[t]
+    ]
     return bool(np.isin(ids, images).sum() == np.isin(shortened, images).sum())
 
 

@@ -91,11 +91,11 @@ def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
     """
     from hashlib import sha256
 
-    said_folder = (os.environ if env is None else env).get(SAID)
-    if said_folder is None:
+    folder = (os.environ if env is None else env).get(SAID)
+    if folder is None:
         return True
     try:
-        (Path(said_folder) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
+        (Path(folder) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # a repeated message is better than a lost one

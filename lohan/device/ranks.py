@@ -55,10 +55,10 @@ def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
     arrival. Accelerators have their own order.
     """
     if rows.device.type == "cpu":
-        heard = torch.empty_like(rows)
-        distributed().all_to_all_single(heard.view(-1), rows.view(-1), group=group)
-        total = heard[0]
-        for row in heard[1:]:
+        received = torch.empty_like(rows)
+        distributed().all_to_all_single(received.view(-1), rows.view(-1), group=group)
+        total = received[0]
+        for row in received[1:]:
             total += row
         return total
     total = torch.empty_like(rows[0])
@@ -152,9 +152,9 @@ class Heartbeat:
         A failing call to the store may take a minute to return, because torch first resolves the
         symbols of its C++ stack trace.
         """
-        heard = missed = 0
+        last_answered = missed = 0
         while not self._done.wait(BEAT_S):
-            heard, missed = self._heard, missed + 1 if self._heard == heard else 0
+            last_answered, missed = self._heard, missed + 1 if self._heard == last_answered else 0
             if missed >= SILENT and not self._ranks.first:
                 self._end_for([0])
 
@@ -371,12 +371,14 @@ class SeveralRanks(ProcessGroup):
     def all_gather_object(self, value: Any) -> list[Any]:
         data = json.dumps(value).encode()
         small = _framed(data[: BLOCK - WORD], len(data), BLOCK)
-        heard = self.all_gather(small).view(self.world, BLOCK)
-        lengths = [int(row[:WORD].view(torch.int64)) for row in heard]
+        gathered = self.all_gather(small).view(self.world, BLOCK)
+        lengths = [int(row[:WORD].view(torch.int64)) for row in gathered]
         longest = max(lengths)
         if longest > BLOCK - WORD:
-            heard = self.all_gather(_framed(data, len(data), longest + WORD)).view(self.world, -1)
-        pairs = zip(heard, lengths, strict=True)
+            gathered = self.all_gather(_framed(data, len(data), longest + WORD)).view(
+                self.world, -1
+            )
+        pairs = zip(gathered, lengths, strict=True)
         return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
@@ -454,10 +456,10 @@ class SeveralRanks(ProcessGroup):
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            gone = self._gone()
-            who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in gone)
+            ended_ranks = self._gone()
+            who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in ended_ranks)
             text = str(error)
-            cause = "" if gone else f" ({text.splitlines()[0][:200]})" if text else ""
+            cause = "" if ended_ranks else f" ({text.splitlines()[0][:200]})" if text else ""
             raise RankError(
                 f"{who or 'another rank'} is gone{cause}, so rank {self.rank} stops too; all steps "
                 "that were committed are safe: resume the run with all its ranks"
@@ -467,9 +469,11 @@ class SeveralRanks(ProcessGroup):
         """Return the ranks on this machine whose process has ended."""
         end, here = time.monotonic() + LOOK_S, self.peers[self.rank].host if self.peers else ""
         while self.peers:
-            gone = [r for r, p in enumerate(self.peers) if p.host == here and not alive(p.pid)]
-            if gone or time.monotonic() > end:
-                return gone
+            ended_ranks = [
+                r for r, p in enumerate(self.peers) if p.host == here and not alive(p.pid)
+            ]
+            if ended_ranks or time.monotonic() > end:
+                return ended_ranks
             time.sleep(0.05)
         return []
 
@@ -506,10 +510,11 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
     if here:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    ours = not distributed().is_initialized()  # a library may have created the default group
+    # A library may have created the default group.
+    creates_default = not distributed().is_initialized()
     try:
         rendezvous = None
-        if ours:
+        if creates_default:
             rendezvous = local_rendezvous(ranks, env) if here else None
             rendezvous = rendezvous or _environment_rendezvous(ranks)
             _meet(rendezvous, ranks, run_of(env), address)
@@ -517,7 +522,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
         # Start the heartbeat before the groups are created, because it ends this process if a rank
         # dies during their creation.
         heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
-        if ours:
+        if creates_default:
             distributed().init_process_group(
                 "gloo",
                 store=rendezvous,
@@ -525,7 +530,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
                 world_size=ranks.world,
                 timeout=PATIENCE,
             )
-        talk = distributed().new_group(backend="gloo", timeout=PATIENCE)
+        talk_group = distributed().new_group(backend="gloo", timeout=PATIENCE)
         commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
     except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
@@ -533,7 +538,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"({str(error).splitlines()[0]}); check that all ranks were "
             "started, and read the output of rank 0"
         ) from None
-    return SeveralRanks(ranks, talk, commit, heartbeat, ours=ours)
+    return SeveralRanks(ranks, talk_group, commit, heartbeat, ours=creates_default)
 
 
 def _environment_rendezvous(ranks: RankInfo) -> Any:

@@ -60,8 +60,8 @@ class ActionRunner:
         steps: Steps,
     ) -> None:
         self.steps = steps
-        own, chunk_params = context.shards, plan.chunk_params
-        self._groups = groups = own.groups
+        shards, chunk_params = context.shards, plan.chunk_params
+        self._groups = groups = shards.groups
         self._spec, self._store = spec, store
         self._state_format = state_format = state_format_of(plan.dtype, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
@@ -80,7 +80,7 @@ class ActionRunner:
             state_format=state_format,
             chunk_params=chunk_params,
             ring=spec.ring,
-            largest=max(g.numel for g in own.trained),
+            largest=max(g.numel for g in shards.trained),
             cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )
         self._gradient_spill: GradientSpill | None = None
@@ -238,8 +238,8 @@ class ActionRunner:
 
     def _write(self, action: Action) -> Iterable[Ticket]:
         number, chunk = action.index, action.chunk
-        group, known = self._groups[number], self._checksums.pop((number, chunk), None)
-        state, weights = (None, None) if known is None else (known.state, known.weights)
+        group, checksums = self._groups[number], self._checksums.pop((number, chunk), None)
+        state, weights = (None, None) if checksums is None else (checksums.state, checksums.weights)
         yield self._ring.write(group, chunk, action.at[0], crc=state)
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
 

@@ -103,7 +103,7 @@ def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanCon
     """
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
-    host, own = group.least(context.host_bytes, room)
+    host, device_bytes = group.least(context.host_bytes, room)
     in_one_memory = group.several and isinstance(device, LinkedCpuDevice)
     problem = PlanProblem(
         context.shards,
@@ -111,7 +111,7 @@ def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanCon
         host_bytes=host,
         workload=workload,
         profile=None if in_one_memory else context.profile,
-        device_bytes=own,
+        device_bytes=device_bytes,
         in_one_memory=in_one_memory,
     )
 
@@ -120,10 +120,10 @@ def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanCon
         taken = (planned.device_bytes or 0) if in_one_memory else 0
         return [planned.plan.to_json(), host - taken, planned.device_bytes]
 
-    made, host, own = group.broadcast_made(make)
+    plan_json, host, device_bytes = group.broadcast_made(make)
     if isinstance(device, LinkedCpuDevice) and in_one_memory:
-        device.memory = own
-    return Plan.from_json(made), replace(context, host_bytes=host, device_bytes=own)
+        device.memory = device_bytes
+    return Plan.from_json(plan_json), replace(context, host_bytes=host, device_bytes=device_bytes)
 
 
 def open_store(
@@ -139,13 +139,13 @@ def open_store(
             raise
         return alone
     with process_group.all_or_none():
-        own, primary = CommitState(None, None), Path(dirs[0])
+        own_state, primary = CommitState(None, None), Path(dirs[0])
         if primary.is_dir():
             with StoreLock([primary]):  # A rank of the previous run may still be shutting down.
-                own = commit_state_of(primary)
-    found = process_group.all_gather_object([own.committed, own.prepared])
-    said = [CommitState(*state) for state in found]
-    moves = recovery_actions(said)
+                own_state = commit_state_of(primary)
+    gathered = process_group.all_gather_object([own_state.committed, own_state.prepared])
+    states = [CommitState(*state) for state in gathered]
+    moves = recovery_actions(states)
     if moves is None:
         raise StoreError(
             f"the stores of the {process_group.world} ranks were never committed; start the run "
@@ -248,8 +248,10 @@ def attach(
     given = None if plan is None else read_plan(plan)
     make_groups = _groups_maker(model, optimizer, param_groups)
     batch = None if batch is None else arguments_by_name(model, batch)
-    source, dtype, found, wider = _prepared(model, batch, model_policy, new=not store_policy.resume)
-    groups = make_groups(found)
+    source, dtype, blocks, wider = _prepared(
+        model, batch, model_policy, new=not store_policy.resume
+    )
+    groups = make_groups(blocks)
     with ExitStack() as undo:  # Closes what was opened if a later part fails.
         if isinstance(device, str):
             if model_policy.deterministic and device != "cpu":
@@ -266,9 +268,9 @@ def attach(
         world = process_group.world
         options = _options(dtype, offload_policy, budget, optimizer, clip, world=world)
         context = PlanContext(
-            found,
+            blocks,
             replace(options, device_overhead=device_overhead(device, model, host_bytes)),
-            None if batch is None else workload_of(model, found, batch, device.torch_device),
+            None if batch is None else workload_of(model, blocks, batch, device.torch_device),
             host_bytes,
             machine_with(device, offload_policy.profile),
             device,
@@ -460,7 +462,7 @@ def _prepared(
     dtype = _dtype_name(model)
     wider = {name for name, p in _frozen(model) if p.dtype not in (given[name], torch.float32)}
     shapes = None if batch is None else _shapes(model, batch)
-    found = cut_for(
+    blocks = cut_for(
         model,
         shapes,
         blocks=model_policy.blocks,
@@ -468,13 +470,13 @@ def _prepared(
         decay=model_policy.decay,
     )
     if model_policy.base:
-        found = pack_base(model, found, model_policy.base, STATE_FORMATS[dtype].weight_bytes)
+        blocks = pack_base(model, blocks, model_policy.base, STATE_FORMATS[dtype].weight_bytes)
     if dtype == "fp16" and find_decoder(base_of(model)) is None:
         raise ModelError(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    return source, dtype, found, wider
+    return source, dtype, blocks, wider
 
 
 def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -545,13 +547,14 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
     total = context.device_bytes if tier == "device" else context.host_bytes
     left = (total or 0) - plan.tier_bytes(tier)
     sizes = STATE_FORMATS[plan.dtype].weight_bytes
-    found = workload.measure(plan.micro_batch or workload.batch).sites
+    footprints = workload.measure(plan.micro_batch or workload.batch).sites
     groups = context.blocks.by_key
     return {
         site.name
         for site in context.blocks.sites
-        if site.name in found
-        and found[site.name].peak_bytes + sum(groups[k].numel * sizes for k in site.groups) <= left
+        if site.name in footprints
+        and footprints[site.name].peak_bytes + sum(groups[k].numel * sizes for k in site.groups)
+        <= left
     }
 
 

@@ -366,10 +366,10 @@ def update_chunk(
             continue
         spec, span = group.tensors[own_range.tensor], _span(own_range)
         step = scalars.update - scalars.missed_updates.get(spec.name, 0)
-        own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
-        written = [weights[span], *(own[name] for name in (*masters, *moments))]
+        parts = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
+        written = [weights[span], *(parts[name] for name in (*masters, *moments))]
         lr, hyper = scalars.groups.of(spec.name)
-        made = kernel(
+        new_checksums = kernel(
             *written,
             grad,
             lr=lr,
@@ -377,10 +377,10 @@ def update_chunk(
             grad_scale=scalars.grad_multiplier,
             checksums=True,
             **hyper.numbers(step),
-            **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
+            **_rounding(spec, own_range, step, [parts[name] for name in scales], optimizer),
         )
-        written += [own[name] for name in scales]
-        checksums += zip(written, made, strict=True)
+        written += [parts[name] for name in scales]
+        checksums += zip(written, new_checksums, strict=True)
     if optimizer.ema:
         checksums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
     return ChunkChecksums(_checksum(weights, checksums), _checksum(state, checksums))
@@ -410,7 +410,7 @@ def replay_chunk(
     """
     if len(updates) == 1 or state_format.kind.ema:
         for update in updates:
-            made = update_chunk(
+            chunk_checksums = update_chunk(
                 group,
                 chunk,
                 weights=weights,
@@ -419,7 +419,7 @@ def replay_chunk(
                 state_format=state_format,
                 scalars=update.scalars,
             )
-        return made
+        return chunk_checksums
     arrays = split(state_format, state, chunk.stop - chunk.start)
     optimizer = updates[0].scalars.groups.optimizers[0]
     name = f"{optimizer.name}_{state_format.name}_updates"
@@ -446,25 +446,27 @@ def replay_chunk(
             )
         if not gradients:
             continue
-        own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
-        written = [weights[span], *(own[name] for name in (*masters, *moments))]
-        made_checksums = kernel(
+        parts = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
+        written = [weights[span], *(parts[name] for name in (*masters, *moments))]
+        new_checksums = kernel(
             *written,
             gradients,
             updates=numbers,
-            scales=[own[name] for name in scales],
+            scales=[parts[name] for name in scales],
             first=first,
             checksums=True,
         )
-        written += [own[name] for name in scales]
-        checksums += zip(written, made_checksums, strict=True)
+        written += [parts[name] for name in scales]
+        checksums += zip(written, new_checksums, strict=True)
     return ChunkChecksums(_checksum(weights, checksums), _checksum(state, checksums))
 
 
 def _checksum(flat: torch.Tensor, checksums: Sequence[tuple[torch.Tensor, int]]) -> int:
     """Return the checksum of a flat buffer from the known checksums of its arrays."""
     first, size = flat.data_ptr(), flat.numel() * flat.itemsize
-    starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in checksums]
+    starts = [
+        (array.data_ptr() - first, array.numel() * array.itemsize, crc) for array, crc in checksums
+    ]
     parts = sorted((at, at + count, crc) for at, count, crc in starts if 0 <= at < size)
     return _core.crc32c_around(flat.view(torch.uint8), parts)
 

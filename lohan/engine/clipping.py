@@ -93,10 +93,14 @@ class Clipping:
 
         `repeatable` states that the step can be run again with the same results.
         """
-        able = self._updates.can_speculate and (self.all_held_in_memory or repeatable)
-        calm = bool(self._clipped) and not self._clipped[-1]
-        pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
-        return pays or self.steps.current.first_run is not None
+        can_speculate = self._updates.can_speculate and (self.all_held_in_memory or repeatable)
+        last_unclipped = bool(self._clipped) and not self._clipped[-1]
+        speculates = (
+            can_speculate
+            and last_unclipped
+            and sum(self._clipped) <= self._plan.most_clipped * RECENT
+        )
+        return speculates or self.steps.current.first_run is not None
 
     def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> Decision:
         """Compute the norm after backward, and return the decision about the step.

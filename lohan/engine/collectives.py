@@ -50,20 +50,20 @@ class StepCollectives:
         self, number: int, grads: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Return the sum of this rank's shard, in host memory. Called by the caller."""
-        own = {index: grad.cpu() for index, grad in grads.items()}
+        host_grads = {index: grad.cpu() for index, grad in grads.items()}
         if not self.process_group.several:
-            return own
-        rows = pack(self._groups[number], own, self.process_group.ranks, torch.device("cpu"))
-        own.clear()
+            return host_grads
+        rows = pack(self._groups[number], host_grads, self.process_group.ranks, torch.device("cpu"))
+        host_grads.clear()
         return self._shard_of(number, self.process_group.reduce_scatter_host(rows))
 
     def _shard_of(self, number: int, total: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the gradients in a summed row by tensor, if any rank has one."""
-        own = self.process_group.ranks.shard(self._groups[number])
-        flags = read_back(total[own.numel :]).tolist()
+        shard = self.process_group.ranks.shard(self._groups[number])
+        flags = read_back(total[shard.numel :]).tolist()
         return {
             index: total[spec.offset : spec.offset + spec.numel]
-            for index, spec in enumerate(own.tensors)
+            for index, spec in enumerate(shard.tensors)
             if flags[index] and spec.numel
         }
 
@@ -75,15 +75,15 @@ class StepCollectives:
         `collectives_checksum` covers the collectives that this rank has called, and must be equal
         on all ranks.
         """
-        said = self.process_group.all_gather_object([collectives_checksum, numbers])
-        for rank, (checksum, _) in enumerate(said):
-            if checksum != said[0][0]:
+        gathered = self.process_group.all_gather_object([collectives_checksum, numbers])
+        for rank, (checksum, _) in enumerate(gathered):
+            if checksum != gathered[0][0]:
                 raise RankError(
                     f"rank {rank} called the blocks of the model in another order than rank 0, "
                     "which several ranks cannot do: they gather every block together; switch off "
                     "random or data-dependent choices of blocks, or train on one rank"
                 )
-        return sorted({number for _, own in said for number in own})
+        return sorted({number for _, numbers_of_rank in gathered for number in numbers_of_rank})
 
     def all_reduce_sum(self, number: float) -> float:
         """Return the sum over all ranks, with the same bits on every rank."""
@@ -132,5 +132,5 @@ def pack(
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the ranges (first, last + 1) of consecutive numbers in a sorted sequence."""
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        own = [number for _, number in run]
-        yield own[0], own[-1] + 1
+        run_numbers = [number for _, number in run]
+        yield run_numbers[0], run_numbers[-1] + 1

@@ -77,9 +77,9 @@ class DeviceOperations:
 
     def _squares_of(self, shard: GroupGrads) -> float:
         """Return the sum of squares of this rank's shard, computed on the net lane."""
-        made = self.gradient_offload.sum_squares(shard)
-        if made is not None:
-            return float(read_back(made))
+        squares = self.gradient_offload.sum_squares(shard)
+        if squares is not None:
+            return float(read_back(squares))
         return sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
 
     def _offload_gradients(self, action: Action) -> None:

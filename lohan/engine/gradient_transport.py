@@ -153,17 +153,17 @@ class GradientOffload:
         width = max((grad.itemsize for grad in grads.values()), default=0)
         if number not in self._own:
             self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
-        there = self._placed(self._own[number], group, grads, width)
-        pairs, summed = self._pairs(number, there, grads, squares)
+        targets = self._placed(self._own[number], group, grads, width)
+        pairs, summed = self._pairs(number, targets, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
         self._device.record_stream("d2h", [source for _, source in pairs])
-        return OffloadedGradients(there, event, summed)
+        return OffloadedGradients(targets, event, summed)
 
     def _pairs(
-        self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
+        self, number: int, targets: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
         """Return the targets and sources of the copies, and the target of the sum of squares."""
-        pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
+        pairs = [(targets[index], grad.contiguous()) for index, grad in grads.items()]
         if squares is None:
             return pairs, None
         summed = self._squares[number : number + 1]
@@ -184,13 +184,13 @@ class GradientOffload:
         if number not in self.aside:
             return {}
         aside = self.aside.pop(number)
-        made, pairs = {}, []
-        for index, own in aside.destinations():
-            flat = self._device.allocate(own.numel() * FLOAT)
-            made[index] = flat.view(torch.float32).view(own.shape)
-            pairs.append((made[index], own))
+        fetched, pairs = {}, []
+        for index, held in aside.destinations():
+            flat = self._device.allocate(held.numel() * FLOAT)
+            fetched[index] = flat.view(torch.float32).view(held.shape)
+            pairs.append((fetched[index], held))
         self._device.wait(self._device.copy("slices", pairs, after=aside.event))
-        return made
+        return fetched
 
     def offload(
         self,
@@ -202,22 +202,22 @@ class GradientOffload:
     ) -> OffloadedGradients:
         """Copy a group's gradients to the host, and wait for the copy."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
-        there = self._placed(self._take(number, group.numel * width), group, grads, width)
-        pairs, summed = self._pairs(number, there, grads, squares)
-        made = OffloadedGradients(there, self._device.copy("d2h", pairs), summed)
-        made.wait()
-        return made
+        targets = self._placed(self._take(number, group.numel * width), group, grads, width)
+        pairs, summed = self._pairs(number, targets, grads, squares)
+        offloaded = OffloadedGradients(targets, self._device.copy("d2h", pairs), summed)
+        offloaded.wait()
+        return offloaded
 
     @staticmethod
     def _placed(
         flat: torch.Tensor, group: FlatGroup, grads: Mapping[int, torch.Tensor], width: int
     ) -> dict[int, torch.Tensor]:
         """Return a view of the buffer for each gradient, with `width` bytes per element."""
-        made = {}
+        placed = {}
         for index, grad in grads.items():
             start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
-            made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
-        return made
+            placed[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
+        return placed
 
     def _take(self, number: int, size: int) -> torch.Tensor:
         self.release(number)
@@ -226,8 +226,8 @@ class GradientOffload:
             best = min(fitting, key=lambda i: len(self._resting[i]))
             self._used[number] = self._resting.pop(best)
         else:
-            there = sum(map(len, (*self._resting, *self._used.values())))
-            if there + size > self._limit:
+            allocated = sum(map(len, (*self._resting, *self._used.values())))
+            if allocated + size > self._limit:
                 self._resting.clear()
             self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
         return self._used[number]

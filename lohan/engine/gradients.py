@@ -114,11 +114,11 @@ class GradientSink:
         return self._grads.pop(group, {})
 
     def add_scaled(
-        self, group: str, made: dict[int, torch.Tensor], *, factor: float | torch.Tensor
+        self, group: str, scaled_grads: dict[int, torch.Tensor], *, factor: float | torch.Tensor
     ) -> None:
         """Add gradients that were computed in forward, multiplied by `factor`."""
         grads = self._grads.setdefault(group, {})
-        for tensor, grad in made.items():
+        for tensor, grad in scaled_grads.items():
             scale_(grad, factor)
             grads[tensor] = grads[tensor].float().add_(grad) if tensor in grads else grad
 
@@ -182,19 +182,19 @@ class GradientCollector:
         frozen = self.watched.frozen if self.watched is not None else frozenset()
         for key in site.groups:
             self.sink.sum_wide(key, self._wide and (parts > 1 or self.sink.uses(key) > 1))
-            own = weights[key]
+            tensors = weights[key]
             for index, spec in enumerate(self._blocks.by_key[key].tensors):
                 trainable = spec.trainable and (key, index) not in frozen
-                own[index] = self._leaf(own[index], key, index, trainable=trainable)
+                tensors[index] = self._leaf(tensors[index], key, index, trainable=trainable)
         return weights
 
     def _leaf(self, weight: torch.Tensor, key: str, index: int, *, trainable: bool) -> nn.Parameter:
-        known = self._leaves.get(id(weight))
-        if known is not None and known[0] is weight and layout(known[1]) == layout(weight):
-            known[1].grad = None  # An interrupted backward may have left a gradient.
-            if known[1].requires_grad != trainable:
-                known[1].requires_grad_(trainable)
-            return known[1]
+        cached = self._leaves.get(id(weight))
+        if cached is not None and cached[0] is weight and layout(cached[1]) == layout(weight):
+            cached[1].grad = None  # An interrupted backward may have left a gradient.
+            if cached[1].requires_grad != trainable:
+                cached[1].requires_grad_(trainable)
+            return cached[1]
         # `.data` gives the leaf its own version counter, as parameters have.
         leaf = nn.Parameter(weight.data)
         leaf.register_post_accumulate_grad_hook(self.sink.hook_for(key, index))
@@ -225,9 +225,9 @@ class GradientCollector:
             return
         scheduled = self.steps.current.finished_groups()
         handed = finished if scheduled is None else scheduled
-        there = self._pending.on_host if self._offload is None else self._pending.on_device
+        target = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:
-            grads = there[number] = self._for_update(
+            grads = target[number] = self._for_update(
                 self._hooked_gradients(number, self.sink.take(self._blocks.groups[number].key))
             )
             self.steps.current.gradients[number] = frozenset(grads)
@@ -307,12 +307,12 @@ class GradientCollector:
         """
         sums = self.accumulated
         assert sums is None or isinstance(sums, Accumulated)  # Otherwise, backward is not a step.
-        there = self._waiting() if sums is None else sums.numbers()
-        for number in self._collectives.late_groups(self._scheduler.collectives_checksum, there):
+        waiting = self._waiting() if sums is None else sums.numbers()
+        for number in self._collectives.late_groups(self._scheduler.collectives_checksum, waiting):
             if sums is None:
                 self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
             else:
-                self.hand_over_late(number, sums.take(number) if number in there else {})
+                self.hand_over_late(number, sums.take(number) if number in waiting else {})
         for number, grads in resident.items():
             self._hand_over_resident(number, grads)
 
@@ -386,7 +386,7 @@ def sum_of_squares(grads: GroupGrads) -> float:
     The result is the same on every lane and in every mode. If a device has already computed it,
     its result is returned, so that no lane reads the gradients for it.
     """
-    made = grads.sum_of_squares() if isinstance(grads, OffloadedGradients) else None
-    if made is not None:
-        return made
+    squares = grads.sum_of_squares() if isinstance(grads, OffloadedGradients) else None
+    if squares is not None:
+        return squares
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))

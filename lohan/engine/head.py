@@ -51,18 +51,18 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
     if not hasattr(model, "get_decoder") or not hasattr(model, "loss_function"):
         return None
     loss = vars(model).get("_loss_function")
-    known = _TRIED.get(model)
+    tried = _TRIED.get(model)
     # User code may have set either.
-    if known is None or known[0] is not loss or "forward" in vars(model):
+    if tried is None or tried[0] is not loss or "forward" in vars(model):
         head = causal.get_output_embeddings()
-        said = causal.get_decoder()
-        parts = [said] if said is not model else list(model.children())
+        declared = causal.get_decoder()
+        parts = [declared] if declared is not model else list(model.children())
         fits = (part for part in parts if _is_next_token(model, part, head))
         decoder = next(fits, None)
-        known = loss, None if decoder is None else weakref.ref(decoder)
+        tried = loss, None if decoder is None else weakref.ref(decoder)
         if "forward" not in vars(model):
-            _TRIED[model] = known
-    return None if known[1] is None else known[1]()
+            _TRIED[model] = tried
+    return None if tried[1] is None else tried[1]()
 
 
 _TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -90,7 +90,7 @@ _SHIFTS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 def _takes_labels_as_they_are(model: nn.Module) -> bool:
     causal: Any = model
     try:
-        head, said = causal.get_output_embeddings(), causal.get_decoder()
+        head, declared = causal.get_output_embeddings(), causal.get_decoder()
         width, count = next(p for p in head.parameters() if p.ndim == 2).shape[::-1]
     except (AttributeError, StopIteration):
         return False
@@ -98,7 +98,7 @@ def _takes_labels_as_they_are(model: nn.Module) -> bool:
     hidden = torch.zeros(1, 8, width, dtype=next(model.parameters()).dtype)
     logits = torch.randn(1, 8, count, generator=torch.Generator().manual_seed(0))
     wanted = nn.functional.cross_entropy(logits[0], ids[0])
-    for part in [said] if said is not model else model.children():
+    for part in [declared] if declared is not model else model.children():
         try:
             with (
                 torch.random.fork_rng(devices=[]),
@@ -106,10 +106,10 @@ def _takes_labels_as_they_are(model: nn.Module) -> bool:
                 _standing_in(part, lambda *_, **__: _stand_in(hidden)),
                 _standing_in(head, lambda _: logits),
             ):
-                found = model.forward(input_ids=ids, labels=ids).loss
+                loss = model.forward(input_ids=ids, labels=ids).loss
         except Exception:  # The model has more parts than a decoder and a head.
             continue
-        if torch.allclose(found.float(), wanted, rtol=1e-4):
+        if torch.allclose(loss.float(), wanted, rtol=1e-4):
             return True
     return False
 
@@ -122,7 +122,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
         return False
     inside = {id(p) for module in (decoder, head) for p in module.parameters()}
     between = [p for p in model.parameters() if id(p) not in inside]
-    own = {id(module) for part in (decoder, head) for module in part.modules()}
+    inner_modules = {id(module) for part in (decoder, head) for module in part.modules()}
     called: list[nn.Module] = []
     given: list[Any] = []
     generator = torch.Generator().manual_seed(0)
@@ -142,7 +142,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
         return logits[:, : x.shape[1]] + x.to(logits.dtype).sum(-1, keepdim=True)
 
     def seen(module: nn.Module, _: Any) -> None:
-        if id(module) not in own:
+        if id(module) not in inner_modules:
             called.append(module)
 
     extra = {"output_router_logits": False} if "output_router_logits" in _names(model) else {}
@@ -338,8 +338,8 @@ class SlicedHead:
         if isinstance(labels, torch.Tensor) and labels.device.type == "cpu":
             following, rows = labelled_rows(labels)
             following, rows = to_device(self.executor.device, (following, rows))
-            known = float(count) if count is not None else None
-            self._shifted_labels = ShiftedLabels(moved["labels"], following, rows, known)
+            label_count = float(count) if count is not None else None
+            self._shifted_labels = ShiftedLabels(moved["labels"], following, rows, label_count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -354,23 +354,23 @@ class SlicedHead:
             return self._original(*args, **kwargs)
         if shifted is None or shifted.labels is not labels:
             count = named.get("num_items_in_batch")
-            known = float(count) if count is not None else None
-            shifted = ShiftedLabels(labels, *labelled_rows(labels), known)
+            label_count = float(count) if count is not None else None
+            shifted = ShiftedLabels(labels, *labelled_rows(labels), label_count)
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self.decoder(**inputs)
         self._output_type = type(out)
         loss: Any = self._loss(out.last_hidden_state, shifted, logp_loss)
         if not named.get("output_router_logits", self._routes):
             cache = getattr(out, "past_key_values", None)
-            made: Any = _lazy(CausalLMOutputWithPast)(loss=loss, past_key_values=cache)
+            output: Any = _lazy(CausalLMOutputWithPast)(loss=loss, past_key_values=cache)
             hidden = out.last_hidden_state
-            object.__setattr__(made, "make_logits", lambda: self._logits(hidden))
-            return made
+            object.__setattr__(output, "make_logits", lambda: self._logits(hidden))
+            return output
         rest = self._rest(out, args, kwargs)
         scale = self.executor.train_state.loss_scale
         extra = rest.loss / (1 if self.ranks_apart else self.executor.process_group.world)
-        own = extra.detach()
-        rest.loss = loss + self._over_ranks(own) + scale * (extra - own)
+        value = extra.detach()
+        rest.loss = loss + self._over_ranks(value) + scale * (extra - value)
         return rest
 
     @property
@@ -387,7 +387,7 @@ class SlicedHead:
         model: Any = self.model
         head: nn.Module = model.get_output_embeddings()
         ready = type(out)({**out, "last_hidden_state": out.last_hidden_state[:, :1]})
-        own = vars(model).get("_loss_function")
+        custom_loss = vars(model).get("_loss_function")
         model.loss_function = lambda logits, *_, **__: logits.new_zeros((), dtype=torch.float32)
         try:
             with (
@@ -397,8 +397,8 @@ class SlicedHead:
                 rest = self._original(*args, **kwargs)
         finally:
             del model._loss_function
-            if own is not None:
-                model.loss_function = own
+            if custom_loss is not None:
+                model.loss_function = custom_loss
         rest.logits = None
         return rest
 
@@ -457,8 +457,8 @@ class SlicedHead:
                         assert x.grad is not None
                         d_flat[part] = x.grad
                 losses.append(loss.detach())
-        found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
-        loss = self._over_ranks(found / total)
+        loss_sum = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
+        loss = self._over_ranks(loss_sum / total)
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     def run_logp_loss(
@@ -490,8 +490,8 @@ class SlicedHead:
 
         with self._weights(grad=grad, parts=len(slices)), self.executor.device.computing():
             with torch.no_grad():
-                found = [-losses(flat[part], part, self.on_logits) for part in slices]
-            logps = torch.cat([flat.new_zeros(0, dtype=torch.float32), *found])
+                logps_of_slices = [-losses(flat[part], part, self.on_logits) for part in slices]
+            logps = torch.cat([flat.new_zeros(0, dtype=torch.float32), *logps_of_slices])
             with torch.set_grad_enabled(grad):
                 all_reduce_sum = self.executor.collectives.all_reduce_sum
                 loss = logp_loss(logps.requires_grad_(grad), all_reduce_sum)
@@ -528,8 +528,8 @@ class SlicedHead:
             return self._output_type(last_hidden_state=hidden)
 
         with _standing_in(self.decoder, ready):
-            made: torch.Tensor = self._original(input_ids=None).logits
-            return made
+            logits: torch.Tensor = self._original(input_ids=None).logits
+            return logits
 
 
 @cache
@@ -558,8 +558,8 @@ class _HeadFunction(torch.autograd.Function):
             if logp_loss is None:
                 loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
             else:
-                made = head.run_logp_loss(hidden, rows, labels, logp_loss, grad=True)
-                loss, ctx.d_hidden = made
+                loss_and_gradient = head.run_logp_loss(hidden, rows, labels, logp_loss, grad=True)
+                loss, ctx.d_hidden = loss_and_gradient
         finally:
             executor.in_head = False
         # The gradients are kept here until backward, so that a loss that is dropped frees them.

@@ -203,8 +203,8 @@ class Lanes:
         if self._overlap and not self._threads:
             self._start_threads()
         for action in schedule:
-            found = (self._latest.get(name) for name in action.waits)
-            waits = [other for other in found if other and not other.done.is_set()]
+            candidates = (self._latest.get(name) for name in action.waits)
+            waits = [other for other in candidates if other and not other.done.is_set()]
             self._enqueued += 1
             if action.lane == "net":
                 self.collectives_checksum = crc32(action.name.encode(), self.collectives_checksum)

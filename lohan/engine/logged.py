@@ -78,21 +78,26 @@ class LoggedStep:
     @classmethod
     def of_record(cls, record: Mapping[str, Any], segment: int) -> LoggedStep:
         try:
-            found = from_json(_Record, record)
-            optimizers = tuple(map(_optimizer_of_json, found.optimizers))
-            if not len(optimizers) == len(found.rates) > max(found.index.values(), default=0) >= 0:
+            parsed = from_json(_Record, record)
+            optimizers = tuple(map(_optimizer_of_json, parsed.optimizers))
+            if (
+                not len(optimizers)
+                == len(parsed.rates)
+                > max(parsed.index.values(), default=0)
+                >= 0
+            ):
                 raise WrongType("its parameter groups do not fit together")
             groups = {
                 key: LoggedGroup(DTYPES[dtype], frozenset(tensors))
-                for key, (dtype, tensors) in found.gradients.items()
+                for key, (dtype, tensors) in parsed.gradients.items()
             }
         except (WrongType, ConfigError, KeyError, TypeError) as error:
             raise damaged(f"a logged step cannot be understood ({error})") from None
         scalars = StepScalars(
-            groups=GroupValues(optimizers, found.rates, found.index),
-            update=found.update,
-            grad_multiplier=found.grad_multiplier,
-            missed_updates=found.missed_updates,
+            groups=GroupValues(optimizers, parsed.rates, parsed.index),
+            update=parsed.update,
+            grad_multiplier=parsed.grad_multiplier,
+            missed_updates=parsed.missed_updates,
         )
         return cls(scalars, segment, groups)
 
@@ -181,8 +186,8 @@ class LoggedGradients:
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> LogTicket:
         """Pack one chunk of a group's gradients in their widest dtype, and submit its write."""
-        found = {grad.dtype for grad in grads.values()} or {torch.float32}
-        dtype = found.pop() if len(found) == 1 else torch.float32
+        dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         group = self._groups[number]
         logged = self._appended[group.key] = LoggedGroup(dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
@@ -313,7 +318,7 @@ def fold_log(store: Store, progress: Callable[[int, int], None] = lambda done, t
                 data = HostBuffer("logged gradients", aligned(logged.nbytes(count)).numpy())
                 log.wait(log.read(step.segment, group.key, chunk.index, data.bytes))
                 updates.append(Update(step.scalars, _gradients_in(data, logged)))
-            made = replay_chunk(
+            checksums = replay_chunk(
                 group,
                 chunk,
                 weights=weights.view(DTYPES[state_format.name]),
@@ -323,8 +328,10 @@ def fold_log(store: Store, progress: Callable[[int, int], None] = lambda done, t
             )
             store.wait_all(
                 [
-                    store.write(weight_key(group), chunk.index, weights.numpy(), crc=made.weights),
-                    store.write(state_key(group), chunk.index, state.numpy(), crc=made.state),
+                    store.write(
+                        weight_key(group), chunk.index, weights.numpy(), crc=checksums.weights
+                    ),
+                    store.write(state_key(group), chunk.index, state.numpy(), crc=checksums.state),
                 ]
             )
             done += count

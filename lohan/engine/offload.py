@@ -62,12 +62,12 @@ class Pack:
 
     def tensors_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of the pack, given the memory of the pack."""
-        made = []
+        tensors = []
         for at, layout in self.parts:
             size = layout.shape.numel() * layout.dtype.itemsize
             flat = memory[at : at + size].view(layout.dtype)
-            made.append(flat.as_strided(layout.shape, layout.stride, flat.storage_offset()))
-        return made
+            tensors.append(flat.as_strided(layout.shape, layout.stride, flat.storage_offset()))
+        return tensors
 
     def fill(self, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         for into, tensor in zip(self.tensors_in(memory), tensors, strict=True):
@@ -306,106 +306,121 @@ class DeviceActivationOffload(ActivationHooks):
             return
         *host_buffer, device_buffer = buffers
         pack = self._pack(site, -1, inputs, 0)
-        own = OffloadedCall(
+        offloaded = OffloadedCall(
             weakref.ref(call), call, device_buffer, host_buffer[0] if host_buffer else None, pack
         )
-        if self._fits(site, own, pack):
-            self._calls[site] = own
-            self._send(site, own, pack, inputs, self._input_buffer(device_buffer, pack.size))
+        if self._fits(site, offloaded, pack):
+            self._calls[site] = offloaded
+            self._send(site, offloaded, pack, inputs, self._input_buffer(device_buffer, pack.size))
 
     def save_slice(self, site: int, call: SavedCall) -> None:
-        own = self._offloaded_call(site, call)
-        if own is None:
+        offloaded = self._offloaded_call(site, call)
+        if offloaded is None:
             return
-        saved, number, buffer = call.saved_ops[-1], len(own.slices), len(own.slices) % BUFFERS
+        saved, number, buffer = (
+            call.saved_ops[-1],
+            len(offloaded.slices),
+            len(offloaded.slices) % BUFFERS,
+        )
         tensors = saved.hand_over() if saved is not None else []
-        pack = self._pack(site, number, tensors, own.used)
-        if not tensors or not self._fits(site, own, pack):
+        pack = self._pack(site, number, tensors, offloaded.used)
+        if not tensors or not self._fits(site, offloaded, pack):
             if tensors:
                 saved.release("there was no room for them in host memory")
-            own.slices.append(None)
+            offloaded.slices.append(None)
             return
-        own.slices.append(pack)
-        if number >= BUFFERS and buffer in own.copies:
-            self._device.wait(own.copies[buffer])
-        there = self._slice_buffer(own.device_buffer, buffer, pack.size)
-        own.copies[buffer] = self._send(site, own, pack, tensors, there)
+        offloaded.slices.append(pack)
+        if number >= BUFFERS and buffer in offloaded.copies:
+            self._device.wait(offloaded.copies[buffer])
+        target = self._slice_buffer(offloaded.device_buffer, buffer, pack.size)
+        offloaded.copies[buffer] = self._send(site, offloaded, pack, tensors, target)
 
     def _send(
         self,
         site: int,
-        own: OffloadedCall,
+        offloaded: OffloadedCall,
         pack: Pack,
         tensors: Sequence[torch.Tensor],
-        there: torch.Tensor,
+        target: torch.Tensor,
     ) -> Event:
-        own.used += pack.size
-        for into, tensor in zip(self._tensors_in(pack, there), tensors, strict=True):
+        offloaded.used += pack.size
+        for into, tensor in zip(self._tensors_in(pack, target), tensors, strict=True):
             into.copy_(tensor)
-        pairs = [(self._host_memory(site, own, pack), there[: pack.size])]
-        own.last = self._device.copy("d2h", pairs, after=self._device.mark())
-        return own.last
+        pairs = [(self._host_memory(site, offloaded, pack), target[: pack.size])]
+        offloaded.last = self._device.copy("d2h", pairs, after=self._device.mark())
+        return offloaded.last
 
     # -- the lanes h2d and d2h ---------------------------------------------------------------------
 
     def evict(self, site: int) -> None:
         """Complete K: wait until all activations are in host memory; free those on the device."""
-        own = self._calls.get(site)
-        if own is None or own.evicted or own.last is None or own.held is None:
+        offloaded = self._calls.get(site)
+        if (
+            offloaded is None
+            or offloaded.evicted
+            or offloaded.last is None
+            or offloaded.held is None
+        ):
             return
-        own.last.synchronize()
-        own.held.evict_inputs()
-        if self._spill is not None and own.host_buffer is not None:
-            self._spill.filled(site, own.used)
-        own.held, own.evicted = None, True
-        own.copies.clear()
+        offloaded.last.synchronize()
+        offloaded.held.evict_inputs()
+        if self._spill is not None and offloaded.host_buffer is not None:
+            self._spill.filled(site, offloaded.used)
+        offloaded.held, offloaded.evicted = None, True
+        offloaded.copies.clear()
 
     def bring_back(self, site: int, buffers: Sequence[int]) -> None:
         """Run V: copy the inputs and the first slices to the device, and wait."""
-        own = self._calls.get(site)
-        if own is None or not own.evicted or own.call() is None:
+        offloaded = self._calls.get(site)
+        if offloaded is None or not offloaded.evicted or offloaded.call() is None:
             return
-        *host_buffer, own.device_buffer = buffers
-        own.host_buffer = host_buffer[0] if host_buffer else None
-        there = self._input_buffer(own.device_buffer, own.inputs.size)
-        pairs = [(there[: own.inputs.size], self._host_memory(site, own, own.inputs))]
-        for buffer, pack in enumerate(own.slices[:BUFFERS]):
+        *host_buffer, offloaded.device_buffer = buffers
+        offloaded.host_buffer = host_buffer[0] if host_buffer else None
+        target = self._input_buffer(offloaded.device_buffer, offloaded.inputs.size)
+        pairs = [
+            (target[: offloaded.inputs.size], self._host_memory(site, offloaded, offloaded.inputs))
+        ]
+        for buffer, pack in enumerate(offloaded.slices[:BUFFERS]):
             if pack is not None:
-                there = self._slice_buffer(own.device_buffer, buffer, pack.size)
-                pairs.append((there[: pack.size], self._host_memory(site, own, pack)))
+                target = self._slice_buffer(offloaded.device_buffer, buffer, pack.size)
+                pairs.append((target[: pack.size], self._host_memory(site, offloaded, pack)))
         self._device.copy("h2d", pairs).synchronize()
 
     # -- backward, the caller's side --------------------------------------------------------------
 
     def load_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
-        own = self._offloaded_call(site, call)
-        if own is not None:
-            there = self._input_buffers[own.device_buffer]
-            assert there is not None and own.evicted and own.device_buffer == buffers[-1]
-            call.restore_inputs(self._tensors_in(own.inputs, there))
+        offloaded = self._offloaded_call(site, call)
+        if offloaded is not None:
+            source = self._input_buffers[offloaded.device_buffer]
+            assert (
+                source is not None and offloaded.evicted and offloaded.device_buffer == buffers[-1]
+            )
+            call.restore_inputs(self._tensors_in(offloaded.inputs, source))
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
-        own = self._offloaded_call(site, call)
-        pack = own.slices[number] if own is not None else None
-        if own is None or pack is None:
+        offloaded = self._offloaded_call(site, call)
+        pack = offloaded.slices[number] if offloaded is not None else None
+        if offloaded is None or pack is None:
             return
         if number >= BUFFERS:
-            self._device.wait(own.copies[number % BUFFERS])
-        there = self._slice_buffers[own.device_buffer * BUFFERS + number % BUFFERS]
-        assert there is not None
-        call.saved_ops[number].adopt(self._tensors_in(pack, there))
+            self._device.wait(offloaded.copies[number % BUFFERS])
+        source = self._slice_buffers[offloaded.device_buffer * BUFFERS + number % BUFFERS]
+        assert source is not None
+        call.saved_ops[number].adopt(self._tensors_in(pack, source))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """Load the next slice but one into this buffer, after compute has used this slice."""
-        own, following = self._offloaded_call(site, call), number + BUFFERS
-        pack = own.slices[following] if own and following < len(own.slices) else None
-        if own is None or pack is None:
+        offloaded, following = self._offloaded_call(site, call), number + BUFFERS
+        pack = (
+            offloaded.slices[following] if offloaded and following < len(offloaded.slices) else None
+        )
+        if offloaded is None or pack is None:
             return
         buffer = number % BUFFERS
-        there = self._slice_buffer(own.device_buffer, buffer, pack.size)
-        own.copies[buffer] = self._device.copy(
+        target = self._slice_buffer(offloaded.device_buffer, buffer, pack.size)
+        offloaded.copies[buffer] = self._device.copy(
             "slices",
-            [(there[: pack.size], self._host_memory(site, own, pack))],
+            [(target[: pack.size], self._host_memory(site, offloaded, pack))],
             after=self._device.mark(),
         )
 
@@ -418,33 +433,33 @@ class DeviceActivationOffload(ActivationHooks):
 
         The lanes are idle, but copies that they enqueued may still be running.
         """
-        for own in self._calls.values():
-            for event in (own.last, *own.copies.values()):
+        for offloaded in self._calls.values():
+            for event in (offloaded.last, *offloaded.copies.values()):
                 with suppress(LohanError, RuntimeError):
                     if event is not None:
                         event.synchronize()
         self._calls.clear()
 
     def _offloaded_call(self, site: int, call: SavedCall) -> OffloadedCall | None:
-        own = self._calls.get(site)
-        return own if own is not None and own.call() is call else None
+        offloaded = self._calls.get(site)
+        return offloaded if offloaded is not None and offloaded.call() is call else None
 
     # -- buffers; since shapes repeat, they do not grow after the first steps ----------------------
 
     def _pack(self, site: int, number: int, tensors: Sequence[torch.Tensor], start: int) -> Pack:
         """Return the pack for these tensors, usually that of the previous step."""
-        known = self._packs.get((site, number))
-        if known is None or not known.fits(tensors, start):
-            known = self._packs[site, number] = Pack.of(tensors, start)
-        return known
+        pack = self._packs.get((site, number))
+        if pack is None or not pack.fits(tensors, start):
+            pack = self._packs[site, number] = Pack.of(tensors, start)
+        return pack
 
-    def _tensors_in(self, pack: Pack, there: torch.Tensor) -> list[torch.Tensor]:
+    def _tensors_in(self, pack: Pack, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of a pack in a buffer."""
-        key = pack.parts, there.data_ptr()
-        known = self._views.get(key)
-        if known is None or known[0] is not there:
-            known = self._views[key] = there, pack.tensors_in(there)
-        return known[1]
+        key = pack.parts, buffer.data_ptr()
+        cached = self._views.get(key)
+        if cached is None or cached[0] is not buffer:
+            cached = self._views[key] = buffer, pack.tensors_in(buffer)
+        return cached[1]
 
     def _input_buffer(self, device_buffer: int, size: int) -> torch.Tensor:
         return self._grown(self._input_buffers, device_buffer, size)
@@ -453,33 +468,33 @@ class DeviceActivationOffload(ActivationHooks):
         return self._grown(self._slice_buffers, device_buffer * BUFFERS + buffer, size)
 
     def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
-        there = buffers[number]
-        if there is None or len(there) < size:
+        buffer = buffers[number]
+        if buffer is None or len(buffer) < size:
             # Remove views of the old buffer first, so that its memory is free for the new one. The
             # launching thread may add views at the same time, so iterate over a copy and change the
             # dict in place.
-            for key in [key for key, own in list(self._views.items()) if own[0] is there]:
+            for key in [key for key, view in list(self._views.items()) if view[0] is buffer]:
                 self._views.pop(key, None)
-            there = buffers[number] = None
-            there = buffers[number] = self._device.allocate(align_up(size, PAD))
-        return there
+            buffer = buffers[number] = None
+            buffer = buffers[number] = self._device.allocate(align_up(size, PAD))
+        return buffer
 
-    def _fits(self, site: int, own: OffloadedCall, pack: Pack) -> bool:
+    def _fits(self, site: int, offloaded: OffloadedCall, pack: Pack) -> bool:
         """Return whether a pack fits into the host buffer.
 
         Only the buffers through which activations are spilled have a fixed size.
         """
-        if own.host_buffer is None or self._spill is None:
+        if offloaded.host_buffer is None or self._spill is None:
             return True
         return pack.start + pack.size <= self._spill.sizes[site]
 
-    def _host_memory(self, site: int, own: OffloadedCall, pack: Pack) -> torch.Tensor:
-        if own.host_buffer is not None and self._spill is not None:
-            return pack.part_of(self._spill.buffer(own.host_buffer))
-        key = (site, own.slices.index(pack) + 1 if pack is not own.inputs else 0)
-        found = self._host.get(key)
-        if found is None or len(found) < pack.size:
+    def _host_memory(self, site: int, offloaded: OffloadedCall, pack: Pack) -> torch.Tensor:
+        if offloaded.host_buffer is not None and self._spill is not None:
+            return pack.part_of(self._spill.buffer(offloaded.host_buffer))
+        key = (site, offloaded.slices.index(pack) + 1 if pack is not offloaded.inputs else 0)
+        memory = self._host.get(key)
+        if memory is None or len(memory) < pack.size:
             self._host.pop(key, None)
-            made = self._device.host_memory(align_up(pack.size, PAD))
-            found = self._host[key] = torch.from_numpy(made)
-        return found[: pack.size]
+            allocated = self._device.host_memory(align_up(pack.size, PAD))
+            memory = self._host[key] = torch.from_numpy(allocated)
+        return memory[: pack.size]

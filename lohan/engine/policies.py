@@ -44,11 +44,12 @@ class Budget:
         """Return the host memory of each of `ranks` ranks on this machine, in bytes."""
         if self.host is None:
             return host_memory_bytes() * 4 // 5 // ranks
-        given, there = parse_bytes(self.host, name="host"), total_memory_bytes()
-        there = min(there, cgroup_memory_limit() or there)
-        if given > there:
+        given, available = parse_bytes(self.host, name="host"), total_memory_bytes()
+        available = min(available, cgroup_memory_limit() or available)
+        if given > available:
             raise BudgetError(
-                f"host is {format_bytes(given)}, this machine has {format_bytes(there)} of memory; "
+                f"host is {format_bytes(given)}, this machine has {format_bytes(available)} of "
+                "memory; "
                 "lower --host, or leave it out for four fifths of what is free"
             )
         return given // ranks
@@ -129,14 +130,14 @@ def with_keywords(
     offload: OffloadPolicy, model: ModelPolicy, store: StorePolicy, keywords: Mapping[str, Any]
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
     """Return the policies with the fields that were given as keywords of `attach`."""
-    made: list[Any] = []
+    policies: list[Any] = []
     left = dict(keywords)
     for policy in (offload, model, store):
-        own = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
-        made.append(replace(policy, **own))
+        values = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
+        policies.append(replace(policy, **values))
     if left:
         name = next(iter(left))
-        known = [f.name for policy in (offload, model, store) for f in fields(policy)]
-        near = get_close_matches(name, known, n=1) or [", ".join(known)]
+        names = [f.name for policy in (offload, model, store) for f in fields(policy)]
+        near = get_close_matches(name, names, n=1) or [", ".join(names)]
         raise ConfigError(f"attach has no keyword {name!r}; it takes {near[0]}")
-    return made[0], made[1], made[2]
+    return policies[0], policies[1], policies[2]

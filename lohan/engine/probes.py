@@ -203,15 +203,15 @@ class BlockProbe:
         """Return the seconds of backward, without those of the forward before it."""
         x, weights = self._input(tokens).requires_grad_(), next(self._weights)
         leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
-        made: list[torch.Tensor] = []
-        computed_s(self._device, lambda: made.append(self.run(x, Weights(*leaves))))
-        grad = torch.ones_like(made[0])
-        return computed_s(self._device, lambda: torch.autograd.backward(made[0], grad))
+        outputs: list[torch.Tensor] = []
+        computed_s(self._device, lambda: outputs.append(self.run(x, Weights(*leaves))))
+        grad = torch.ones_like(outputs[0])
+        return computed_s(self._device, lambda: torch.autograd.backward(outputs[0], grad))
 
     def _input(self, tokens: int) -> torch.Tensor:
         sequences = -(-tokens // LONGEST)
-        made = torch.randn(sequences, tokens // sequences, self._sizes.hidden)
-        return made.to(self._device.torch_device, self._dtype)
+        values = torch.randn(sequences, tokens // sequences, self._sizes.hidden)
+        return values.to(self._device.torch_device, self._dtype)
 
     def run(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
         b, s, h = x.shape
@@ -478,12 +478,12 @@ def opened(
             if not path.is_dir():
                 raise ConfigError(f"--ssd {path}: no such folder; create it or choose another")
             try:
-                made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=path)
+                folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=path)
             except OSError as error:
                 raise ConfigError(
                     f"--ssd {path}: cannot be written to: {error.strerror}; choose another"
                 ) from None
-            folders.append(Path(stack.enter_context(made)))
+            folders.append(Path(stack.enter_context(folder)))
         probe = DriveProbe(folders, chunk_bytes=chunk_bytes, total_bytes=total_bytes)
         stack.callback(probe.close)
         yield probe
@@ -505,12 +505,12 @@ SMALLEST = 4096  # bytes
 def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, float]:
     """Return the bytes per second to the device and from it, each direction alone."""
     size = max(SMALLEST, size)
-    there = device.allocate(size)
+    on_device = device.allocate(size)
     host = torch.from_numpy(device.host_memory(size))
     host.zero_()
 
     def taken_s(lane: str) -> float:
-        pairs = [(there, host)] if lane == "h2d" else [(host, there)]
+        pairs = [(on_device, host)] if lane == "h2d" else [(host, on_device)]
         start = time.perf_counter()
         device.copy(lane, pairs).synchronize()
         return time.perf_counter() - start
@@ -716,10 +716,10 @@ def profile(
     device = device or CpuDevice()
     effort = effort or effort_for(device, model)
     host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
-    drives, joint, found = _drives(ssd, effort, progress)
-    own = device.has_own_memory
-    h2d, d2h = _links(device, effort, progress) if own else (0.0, 0.0)
-    host_rate = _bus(device, effort, progress) if own else 0.0
+    drives, joint, drive_rates = _drives(ssd, effort, progress)
+    own_memory = device.has_own_memory
+    h2d, d2h = _links(device, effort, progress) if own_memory else (0.0, 0.0)
+    host_rate = _bus(device, effort, progress) if own_memory else 0.0
     probe = BlockProbe(effort.sizes, device)
     computed = _compute(probe, effort, device, progress)
     launch_s = (0.0, 0.0)
@@ -728,13 +728,13 @@ def profile(
         launch_s = launch_seconds(device, ssd[0])
         progress("launches", 1, 1)
     # Compute and I/O use the same cores.
-    shared = bool(ssd) and not own and device.computes_on_cores
+    shared = bool(ssd) and not own_memory and device.computes_on_cores
     contention = _contention(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
         name=platform.node() or "this machine",
         device=device.name,
         device_bytes=device_bytes,
-        unified=not own and not device.computes_on_cores,
+        unified=not own_memory and not device.computes_on_cores,
         compute=computed.forward,
         backward=computed.backward,
         head_flops=computed.head_flops,
@@ -752,8 +752,8 @@ def profile(
         ssd_limit=joint,
         io_share=contention[0],
         compute_share=contention[1],
-        action_s=max((each.action_s for each in found), default=0.0),
-        commit_s=max((each.commit_s for each in found), default=0.0),
+        action_s=max((each.action_s for each in drive_rates), default=0.0),
+        commit_s=max((each.commit_s for each in drive_rates), default=0.0),
     )
 
 
@@ -768,11 +768,11 @@ def _drives(
     seconds = min(effort.drive_seconds, effort.all_drives_seconds / (3 * max(1, len(ssd))))
     sizes = {"total_bytes": effort.drive_bytes, "chunk_bytes": effort.chunk_bytes}
     total = len(ssd) + (len(ssd) > 1)
-    found: list[Rates] = []
+    drive_rates: list[Rates] = []
     for number, path in enumerate(ssd):
         progress("drives", number, total)
         with opened([path], **sizes) as probe:
-            found.append(rates(probe, seconds=seconds))
+            drive_rates.append(rates(probe, seconds=seconds))
     drives = tuple(
         Drive(
             name=str(path),
@@ -781,25 +781,25 @@ def _drives(
             mixed=each.mixed,
             bytes=free_bytes(path),
         )
-        for path, each in zip(ssd, found, strict=True)
+        for path, each in zip(ssd, drive_rates, strict=True)
     )
     joint = 0.0
     if len(ssd) > 1:
         progress("drives", len(ssd), total)
         with opened(ssd, **sizes) as probe:
             joint = probe.rate("mixed", seconds=seconds)
-        if joint >= LIMITED * sum(each.mixed for each in found):
+        if joint >= LIMITED * sum(each.mixed for each in drive_rates):
             joint = 0.0
     if total:
         progress("drives", total, total)
-    return drives, joint, found
+    return drives, joint, drive_rates
 
 
 def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, float]:
     progress("links", 0, 1)
-    found = link_rates(device, size=_link_size(device, effort), seconds=effort.seconds)
+    rates = link_rates(device, size=_link_size(device, effort), seconds=effort.seconds)
     progress("links", 1, 1)
-    return found
+    return rates
 
 
 def _link_size(device: Device, effort: Effort) -> int:

@@ -72,8 +72,8 @@ class Replanner:
         context = session.context
         # whether the user has chosen the activations
         chosen = context.options.activations != "holistic"
-        able = context.workload is not None and session.plan.overlap
-        self._done = chosen or context.plan_is_given or not able
+        measurable = context.workload is not None and session.plan.overlap
+        self._done = chosen or context.plan_is_given or not measurable
         self._last_s = time.perf_counter()  # the time of the last call of `after_own_step`
         # The forecast of the plan. It is None if the machine is not known, and on all ranks but the
         # first.
@@ -89,15 +89,15 @@ class Replanner:
         first_look = FIRST_LOOK + (not self._session.plan.commit.every_step)
         if self._done or self._since != first_look:
             return None
-        found = self._decided(partial(self._look, spans, step_s=step_s))
+        decision = self._decided(partial(self._look, spans, step_s=step_s))
         self._done = True  # The comparison is repeated only if another plan is followed.
-        if found.plan is None:
-            return found.why
-        said, followed = self._follow(found.plan, found.faster)
+        if decision.plan is None:
+            return decision.why
+        note, followed = self._follow(decision.plan, decision.faster)
         if followed:
             self._done, self._since = False, 0
             self._plans += 1
-        return f"{found.why}; {said}"
+        return f"{decision.why}; {note}"
 
     def after_own_step(self) -> str | None:
         """Do the same as `after_step` for the time since the last call."""
@@ -122,13 +122,13 @@ class Replanner:
             why = surprises(self._promised.busy_s, measured, step_s=step_s)
             stays = Decision(why=f"{why}; the plan stays as it is" if why else None)
         context, plan = self._session.context, self._session.plan
-        found = context.measured(spans, plan) if why else None
-        if found is None or self._plans >= MOST_PLANS:
+        measured_profile = context.measured(spans, plan) if why else None
+        if measured_profile is None or self._plans >= MOST_PLANS:
             return stays
-        other = self._better(found)
+        other = self._better(measured_profile)
         if other is None:
             return stays
-        now, then = (context.forecast(found, each) for each in (plan, other))
+        now, then = (context.forecast(measured_profile, each) for each in (plan, other))
         if now.step_s < WORTH * then.step_s or other == plan:
             return stays
         self._promised = then

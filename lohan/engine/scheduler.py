@@ -84,8 +84,10 @@ class ActionScheduler:
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
         if self._updates.overlap and order and self._lanes.expected() is None:
-            made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
-            self._lanes.enqueue(made)
+            schedule, self._buffers = sched.forward(
+                self._spec, self._buffers, order, training=False
+            )
+            self._lanes.enqueue(schedule)
             self._queued_inference = True
 
     def begin_forward(
@@ -102,10 +104,10 @@ class ActionScheduler:
             self._schedule_forward(None)
         if self._lanes.expected() != name:
             self.drain()
-            made, self._buffers = sched.forward(
+            schedule, self._buffers = sched.forward(
                 self._spec, self._buffers, [site], training=training
             )
-            self._lanes.enqueue(made)
+            self._lanes.enqueue(schedule)
         (step.forward if training else self._inference_sites).append(site)
         if training and backward_follows:
             step.reached.append(site)
@@ -142,8 +144,8 @@ class ActionScheduler:
     def _write_behind(self) -> None:
         """Schedule the remaining writes of the previous step, because no backward follows."""
         if self._buffers.behind:
-            made, self._buffers = sched.write_behind(self._spec, self._buffers)
-            self._lanes.enqueue(made)
+            schedule, self._buffers = sched.write_behind(self._spec, self._buffers)
+            self._lanes.enqueue(schedule)
 
     def wait_updated(self, group: int) -> None:
         """Wait until the queued updates of a group are done."""
@@ -165,28 +167,28 @@ class ActionScheduler:
         step.scalars, step.placed = scalars, self._place()
         if self._lanes.expected() is not None:
             self.drain()  # These sites were not called this time.
-        known = self._known
+        last_order = self._known
         step.last_uses = None
         # If backward will visit every call that it visited in the last step, the last use of a
         # group in the known order is its last use in any order with the same beginning.
-        sure = known is not None and Counter(step.reached) == Counter(known.backward)
-        if known is not None and sure and whole and known.forward == tuple(step.forward):
+        sure = last_order is not None and Counter(step.reached) == Counter(last_order.backward)
+        if last_order is not None and sure and whole and last_order.forward == tuple(step.forward):
             step.whole_phase, step.placed = True, self._place(speculates=speculate)
-            step.last_uses = sched.last_uses(self._spec, known.backward)
+            step.last_uses = sched.last_uses(self._spec, last_order.backward)
             used = {group for groups in step.last_uses for group in groups}
             step.unreached = [group for group in range(len(self._groups)) if group not in used]
             names = [action.name for action in self._buffers.behind]
-            made, self._buffers = sched.backward(
+            schedule, self._buffers = sched.backward(
                 self._spec,
                 self._buffers,
-                known.backward,
+                last_order.backward,
                 step.placed,
                 unreached=step.unreached,
             )
             # The writes of the previous step precede those of this step.
-            first = {action.name: action for action in reversed(made)}
+            first = {action.name: action for action in reversed(schedule)}
             self._behind = tuple(first[name] for name in names)
-            self._lanes.enqueue(made, scalars)
+            self._lanes.enqueue(schedule, scalars)
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = Op.BACKWARD.of(site)
@@ -204,8 +206,8 @@ class ActionScheduler:
                 )
             self._cancel_rest()
         if not step.whole_phase:
-            made, self._buffers = sched.one_backward(self._spec, self._buffers, site)
-            self._lanes.enqueue(made)
+            schedule, self._buffers = sched.one_backward(self._spec, self._buffers, site)
+            self._lanes.enqueue(schedule)
         step.backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
@@ -227,10 +229,12 @@ class ActionScheduler:
         step.handed_over.update(finished)
         if not step.whole_phase and finished:
             assert step.placed is not None
-            made, self._buffers = sched.updates(self._spec, self._buffers, finished, step.placed)
-            self._lanes.enqueue(made, step.scalars)
+            schedule, self._buffers = sched.updates(
+                self._spec, self._buffers, finished, step.placed
+            )
+            self._lanes.enqueue(schedule, step.scalars)
             # The gradients of a block must be consumed before the next block computes its own.
-            self._lanes.wait_for(*(action.name for action in made))
+            self._lanes.wait_for(*(action.name for action in schedule))
 
     def backward_done(self) -> None:
         """End the backward. The weights and the state of unreached groups are carried over."""
@@ -238,10 +242,10 @@ class ActionScheduler:
         if not step.whole_phase:
             assert step.placed is not None
             step.unreached = [n for n in range(len(self._groups)) if n not in step.handed_over]
-            made, self._buffers = sched.updates(
+            schedule, self._buffers = sched.updates(
                 self._spec, self._buffers, step.unreached, step.placed, end=True
             )
-            self._lanes.enqueue(made, step.scalars)
+            self._lanes.enqueue(schedule, step.scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
             # This block got no gradient, so its update carries the state over.
             self._lanes.begin(name)
@@ -280,13 +284,13 @@ class ActionScheduler:
         placed = self.steps.current.placed
         assert placed is not None
         if self._spec.log and scalars is not None:
-            made, self._buffers = sched.commit_log(self._spec, self._buffers)
-            self._lanes.enqueue(made)
+            schedule, self._buffers = sched.commit_log(self._spec, self._buffers)
+            self._lanes.enqueue(schedule)
         left = placed if scalars is not None and not placed.ends_in_backward else None
         ends_here = left is not None and not left.in_next_forward
         if ends_here or scalars is None or not self._updates.overlap:
-            made, self._buffers = sched.forward(self._spec, self._buffers, (), left)
-            self._lanes.enqueue(made, scalars)
+            schedule, self._buffers = sched.forward(self._spec, self._buffers, (), left)
+            self._lanes.enqueue(schedule, scalars)
             self._lanes.drain()
             left = None
         self._schedule_forward(left, scalars)
@@ -316,10 +320,10 @@ class ActionScheduler:
         self, left: StepPlacement | None, scalars: StepScalars | None = None
     ) -> None:
         if self._known is not None:
-            made, self._buffers = sched.forward(
+            schedule, self._buffers = sched.forward(
                 self._spec, self._buffers, self._known.forward, left
             )
-            self._lanes.enqueue(made, scalars)
+            self._lanes.enqueue(schedule, scalars)
 
     def wait_for_squares(self) -> list[int]:
         """Wait until the squares of all groups that backward has reached are summed.
@@ -361,7 +365,7 @@ class ActionScheduler:
 
     def _flat(self, group: int, slot: int) -> torch.Tensor:
         """Return the tensor over a group in a slot; slots do not move, so it is created once."""
-        found = self._flats.get((group, slot))
-        if found is None:
-            found = self._flats[group, slot] = self._slots.flat(self._groups[group], slot)
-        return found
+        tensor = self._flats.get((group, slot))
+        if tensor is None:
+            tensor = self._flats[group, slot] = self._slots.flat(self._groups[group], slot)
+        return tensor

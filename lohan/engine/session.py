@@ -195,14 +195,14 @@ class Session:
         compute = self._loss if loss is None else loss
         device = self.executor.device
         drawn = device.random_state()
-        found = compute(batch)
-        found.backward()
+        loss_value = compute(batch)
+        loss_value.backward()
         while self.must_run_again:
-            del found  # Free the activations of the first run, which the graph of the loss holds.
+            del loss_value
             device.set_random_state(drawn)
-            found = compute(batch)
-            found.backward()
-        return found.detach()
+            loss_value = compute(batch)
+            loss_value.backward()
+        return loss_value.detach()
 
     def _loss(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, Mapping):
@@ -245,9 +245,9 @@ class Session:
     def counters(self) -> Counters:
         """The bytes read from and written to SSD by the session, including activations."""
         activation_spill = self.executor.runner.activation_spill
-        own = [self._before, self.store.counters]
-        own += [activation_spill.counters] if activation_spill is not None else []
-        return Counters(sum(c.bytes_read for c in own), sum(c.bytes_written for c in own))
+        counters = [self._before, self.store.counters]
+        counters += [activation_spill.counters] if activation_spill is not None else []
+        return Counters(sum(c.bytes_read for c in counters), sum(c.bytes_written for c in counters))
 
     def export(
         self,
@@ -279,11 +279,11 @@ class Session:
     ) -> Path:
         """Export the last step, as `export_store` does for a store."""
         self.commit()
-        group, made = self.process_group, Path(out)
+        group, folder = self.process_group, Path(out)
         with group.all_or_none(), gathering_reader(group, self.store, ema=ema) as read:
             if read is not None:
-                made = export_store(self.store, out, model=self.model, read=read, **how)
-        return made
+                folder = export_store(self.store, out, model=self.model, read=read, **how)
+        return folder
 
     def take_finished(self) -> list[dict[str, Any]]:
         """Return the metadata of steps that have ended since the last call, oldest first.
@@ -349,8 +349,8 @@ class Session:
         rest = replace(context, host_bytes=pool.budget_bytes - needed)
         options = replace(context.options.fixed_by(plan), world=plan.world)
         problem = rest.problem(options, profile=context.profile)
-        made = self.process_group.broadcast_made(lambda: _plan_beside_sums(problem, needed))
-        self.follow(Plan.from_json(made))
+        plan_json = self.process_group.broadcast_made(lambda: _plan_beside_sums(problem, needed))
+        self.follow(Plan.from_json(plan_json))
         self.context = rest
 
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:

@@ -54,8 +54,8 @@ class StoredWeights:
     @property
     def session(self) -> Session | None:
         """The session that has the store open, or None."""
-        found = self._session()
-        return None if found is None or found.closed else found
+        session = self._session()
+        return None if session is None or session.closed else session
 
     @property
     def running_session(self) -> Session | None:
@@ -210,8 +210,8 @@ def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
 
 def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
     """Return all stores of a model's weights, in the order of its parameters."""
-    found = [getattr(parameter, "stored_weights", None) for parameter in model.parameters()]
-    return [stored for stored in dict.fromkeys(found) if stored is not None]
+    stores = [getattr(parameter, "stored_weights", None) for parameter in model.parameters()]
+    return [stored for stored in dict.fromkeys(stores) if stored is not None]
 
 
 def taking_over(
@@ -303,8 +303,8 @@ class _SavePretrained(_Method):
     ) -> None:
         stored = self._stored
         if state_dict is not None:  # The values to write are given, so the store is not needed.
-            own: Any = type(stored.model)
-            own.save_pretrained(stored.model, save_directory, state_dict=state_dict, **how)
+            model_class: Any = type(stored.model)
+            model_class.save_pretrained(stored.model, save_directory, state_dict=state_dict, **how)
             return
         unknown = {k for k, v in how.items() if v} - {"safe_serialization", "max_shard_size"}
         if unknown:
@@ -336,12 +336,12 @@ def save_into(target: Path, stored: StoredWeights, *, merged: bool = False, **ho
     adapter = is_adapted(stored.model) and not merged
     stems = ("adapter_model",) if adapter else STEMS
     with ExitStack() as saving:
-        made = target / NEW
+        folder = target / NEW
         with group.all_or_none() if group is not None else nullcontext():
             if group is None or group.ranks.first:
-                made = saving.enter_context(joining(target))
+                folder = saving.enter_context(joining(target))
                 check_joinable(target, {}, stems=stems)
-        stored.export(made, overwrite=True, mark=SAVED, merged=merged, **how)
+        stored.export(folder, overwrite=True, mark=SAVED, merged=merged, **how)
 
 
 class _MergeAndUnload(_Method):
@@ -364,15 +364,15 @@ class _MergeAndUnload(_Method):
 class _StateDict(_Method):
     def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
         stored = self._stored
-        found: dict[str, Any] = type(stored.model).state_dict(
+        state_dict: dict[str, Any] = type(stored.model).state_dict(
             stored.model, *given, keep_vars=True, **named
         )
         if keep_vars:
-            return found
-        values = values_of(stored, [p for p in found.values() if hasattr(p, "stored_weights")])
+            return state_dict
+        values = values_of(stored, [p for p in state_dict.values() if hasattr(p, "stored_weights")])
         return {
             name: values[id(tensor)].detach() if id(tensor) in values else tensor.detach()
-            for name, tensor in found.items()
+            for name, tensor in state_dict.items()
         }
 
 
@@ -410,9 +410,15 @@ class _Copy(_Method):
         with ExitStack() as undo:
             if stored.session is not None:
                 undo.enter_context(stored.session.unhooked())
-            for own in {id(m): vars(m) for m in (stored.model, base_of(stored.model))}.values():
-                methods = {name: own.pop(name) for name in [*own] if isinstance(own[name], _Method)}
-                undo.callback(own.update, methods)
+            for attributes in {
+                id(m): vars(m) for m in (stored.model, base_of(stored.model))
+            }.values():
+                methods = {
+                    name: attributes.pop(name)
+                    for name in [*attributes]
+                    if isinstance(attributes[name], _Method)
+                }
+                undo.callback(attributes.update, methods)
             return copy.deepcopy(stored.model, memo)
 
 
@@ -441,12 +447,12 @@ def values_of(stored: StoredWeights, parameters: list[Any]) -> dict[int, nn.Para
             f"{format_bytes(free)} of memory are free; save_pretrained(DIR) streams them to a "
             "folder instead"
         )
-    made: dict[int, nn.Parameter] = {}
+    by_id: dict[int, nn.Parameter] = {}
     with stored.reading() as read:
         for p in parameters:
-            if id(p) not in made:
+            if id(p) not in by_id:
                 spans = element_ranges(p.numel())
                 flat = [read(p.stored_as, a, b).to(stored.dtype) for a, b in spans]
                 values = torch.cat(flat).view(p.shape) if flat else torch.empty(p.shape)
-                made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
-    return made
+                by_id[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+    return by_id

@@ -85,11 +85,11 @@ class WatchedParameters:
                 "be trained or saved; change the model first, then attach it (of a Trainer: make a "
                 "new one over the changed model), or write values with load_state_dict"
             )
-        there = {id(parameter) for parameter in named.values()}
-        gone = next((p for p in self.parameters.values() if id(p) not in there), None)
-        if gone is not None:
+        present = {id(parameter) for parameter in named.values()}
+        replaced = next((p for p in self.parameters.values() if id(p) not in present), None)
+        if replaced is not None:
             raise ModelError(
-                f"{gone.label[0]} was removed from the model after it was attached; change the "
+                f"{replaced.label[0]} was removed from the model after it was attached; change the "
                 "model first, then attach it"
             )
         raise ModelError(
@@ -276,6 +276,6 @@ def _attached_name(parameter: Any) -> str | None:
     if isinstance(parameter, AttachedParameter):
         return parameter.label[0]
     stored = getattr(parameter, "moved_to", None)
-    if stored is None or any(parameter is own for own in stored.model.parameters()):
+    if stored is None or any(parameter is current for current in stored.model.parameters()):
         return None
     return f"a parameter of {type(stored.model).__name__}"

@@ -29,8 +29,8 @@ from lohan.planner.memory import MemoryModel
 def is_tested(model: nn.Module) -> bool:
     """Return whether models of this class were compared step by step with in-memory training."""
     kind = type(base_of(model))
-    own = kind.__module__.startswith(("transformers.", "diffusers."))
-    return own and kind.__name__ in tested_classes()
+    is_library = kind.__module__.startswith(("transformers.", "diffusers."))
+    return is_library and kind.__name__ in tested_classes()
 
 
 @cache
@@ -50,8 +50,8 @@ def blocks_of(
 
     If `base` is given, the frozen base is packed for the dtype.
     """
-    found = cut_for(model, _shapes(model, batch))
-    return pack_base(model, found, base, STATE_FORMATS[dtype].weight_bytes) if base else found
+    blocks = cut_for(model, _shapes(model, batch))
+    return pack_base(model, blocks, base, STATE_FORMATS[dtype].weight_bytes) if base else blocks
 
 
 def workload_of(
@@ -64,8 +64,8 @@ def workload_of(
 
         Backward repeats in tiles what it repeats as a whole without them.
         """
-        found = _workload(model, blocks, batch, torch_device, tiles=tokens)
-        seq, shapes = whole.seq, dict(found.shapes)
+        tiled = _workload(model, blocks, batch, torch_device, tiles=tokens)
+        seq, shapes = whole.seq, dict(tiled.shapes)
         for name, shape in shapes.items():
             untiled = whole.shapes[name]
             again = untiled.recompute_flops_at(seq) - shape.recompute_flops_at(seq)
@@ -73,7 +73,7 @@ def workload_of(
             shapes[name] = replace(
                 shape, tile_flops=max(0.0, again), tile_elements=max(0.0, inside)
             )
-        return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
+        return replace(tiled, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
 
     whole = replace(_workload(model, blocks, batch, torch_device, tiles=0), tiled=in_tiles)
     return whole
@@ -148,8 +148,11 @@ def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> Sa
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     classes, planned_bytes = dict[int, frozenset[str]](), dict[int, int]()
     for name in memory.block_sites:
-        own, number = {part.name for part in workload.shapes[name].activations}, numbers[name]
-        classes[number] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
+        classes_of_site, number = (
+            {part.name for part in workload.shapes[name].activations},
+            numbers[name],
+        )
+        classes[number] = frozenset(memory.sizes.classes_of(plan.kept, name) & classes_of_site)
         planned_bytes[number] = memory.sizes.bytes_of(plan.kept, name)
     return SavePlans(classes, planned_bytes)
 
@@ -163,9 +166,11 @@ def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def _dtype_name(model: nn.Module) -> str:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1 or (dtype := dtypes.pop()) not in DTYPE_NAMES:
-        found = ", ".join(sorted(str(d) for d in dtypes | {p.dtype for p in model.parameters()}))
+        dtype_names = ", ".join(
+            sorted(str(d) for d in dtypes | {p.dtype for p in model.parameters()})
+        )
         raise ModelError(
-            f"{type(model).__name__} has parameters of {found}; convert all of them to one of "
-            f"{', '.join(str(dtype) for dtype in DTYPE_NAMES)} first"
+            f"{type(model).__name__} has parameters of {dtype_names}; convert all of them to one "
+            f"of {', '.join(str(dtype) for dtype in DTYPE_NAMES)} first"
         )
     return DTYPE_NAMES[dtype]

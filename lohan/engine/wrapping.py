@@ -107,11 +107,11 @@ class WrappedSite:
             with torch.no_grad():
                 leaves, spec = executor.block_runner.forward(self, call, backward_follows=False)
             return deliver_collected(*unflatten(leaves, spec))
-        box: list[Any] = []
-        out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
-        leaves, spec = box
-        found = iter(out if isinstance(out, tuple) else (out,))
-        leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        output: list[Any] = []
+        out = _BlockFunction.apply(self, call, output, executor.anchor, *inputs)
+        leaves, spec = output
+        tensors = iter(out if isinstance(out, tuple) else (out,))
+        leaves = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return deliver_collected(*unflatten(leaves, spec))
 
     def check_values(self, call: SavedCall) -> None:
@@ -219,9 +219,9 @@ def _withdraw(sink: weakref.ref[GradientSink], groups: tuple[str, ...], period: 
 
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wrapped: WrappedSite, call: SavedCall, box: list[Any], *_: Any) -> Any:
+    def forward(ctx: Any, wrapped: WrappedSite, call: SavedCall, output: list[Any], *_: Any) -> Any:
         leaves, spec = wrapped.executor.block_runner.forward(wrapped, call)
-        box.extend((leaves, spec))
+        output.extend((leaves, spec))
         out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         for leaf in leaves:
             if any(t.is_floating_point() for t in hidden_tensors(leaf)):
@@ -308,14 +308,14 @@ class BlockRunner:
 
     def _views(self, wrapped: WrappedSite, flats: dict[int, torch.Tensor]) -> Weights:
         plain = {n: flat for n, flat in flats.items() if n not in self._packed}
-        found = {self._groups[n].key: self._views_of(n, flat) for n, flat in plain.items()}
+        weights = {self._groups[n].key: self._views_of(n, flat) for n, flat in plain.items()}
         if len(plain) < len(flats):
-            own = [(self._groups[n], flat) for n, flat in flats.items() if n in self._packed]
+            packed = [(self._groups[n], flat) for n, flat in flats.items() if n in self._packed]
             with self._device.computing():
-                found |= self._dequantised.views(
-                    own, nested=bool(wrapped.executor.sites_with_weights)
+                weights |= self._dequantised.views(
+                    packed, nested=bool(wrapped.executor.sites_with_weights)
                 )
-        return found
+        return weights
 
     def _views_of(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a slot as parameters.
@@ -324,11 +324,13 @@ class BlockRunner:
         other data (`module.to(dtype)`, `weight.data = ...`) is created again.
         """
         key = number, flat.data_ptr()
-        known = self._made_views.get(key)
-        if known is None or known.flat is not flat or not known.unchanged:
-            made = [nn.Parameter(t, requires_grad=False) for t in views(self._groups[number], flat)]
-            known = self._made_views[key] = _Views(flat, made, list(map(layout, made)))
-        return list(known.made)
+        cached = self._made_views.get(key)
+        if cached is None or cached.flat is not flat or not cached.unchanged:
+            parameters = [
+                nn.Parameter(t, requires_grad=False) for t in views(self._groups[number], flat)
+            ]
+            cached = self._made_views[key] = _Views(flat, parameters, list(map(layout, parameters)))
+        return list(cached.made)
 
     def forward(
         self, wrapped: WrappedSite, call: SavedCall, *, backward_follows: bool = True
@@ -381,7 +383,7 @@ class BlockRunner:
         self._collector.finish(site)
         return [gathered.value for gathered in inputs]
 
-    def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
+    def _check_results(self, wrapped: WrappedSite, call: SavedCall, results: list[Any]) -> None:
         """Check the results of the first call of a block, while its weights are in memory."""
         call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
@@ -389,13 +391,13 @@ class BlockRunner:
             plain = call.context.run(wrapped.original, *args, **kwargs)
         if part != slice(0, call.batch):
             rows = iter(call.cut.outputs)
-            ours = [
+            results = [
                 leaf[: part.stop * each]
                 if isinstance(leaf, torch.Tensor) and (each := next(rows))
                 else leaf
-                for leaf in ours
+                for leaf in results
             ]
-        self.first_calls.compare_results(call.name, ours, tree_leaves(plain))
+        self.first_calls.compare_results(call.name, results, tree_leaves(plain))
 
     def _check_gradients(
         self,
@@ -408,18 +410,22 @@ class BlockRunner:
         """Check the gradients of the inputs of the first slice."""
         parts = call.slices(self.compute.micro_batch)
         tensors, args, kwargs = call.restore(parts[0], grad=True)
-        leaves, found = {}, dict[str, torch.Tensor | None]()
-        for number, (tensor, made) in enumerate(zip(tensors, inputs, strict=True)):
+        leaves, gradients = {}, dict[str, torch.Tensor | None]()
+        for number, (tensor, gathered) in enumerate(zip(tensors, inputs, strict=True)):
             if len(parts) == 1 or call.cut.inputs[number]:
                 leaves[f"input {number}"] = tensor
-                rows = made.value if len(parts) == 1 or made.value is None else made.value[parts[0]]
-                found[f"input {number}"] = rows
+                rows = (
+                    gathered.value
+                    if len(parts) == 1 or gathered.value is None
+                    else gathered.value[parts[0]]
+                )
+                gradients[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
-        own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
-        installed = wrapped.installed(own, with_graph=True)
+        plain_weights = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
+        installed = wrapped.installed(plain_weights, with_graph=True)
         with installed, self.compute.as_in_forward(call), self._device.computing():
             plain = plain_gradients(run, leaves, slice_gradients(call, grads, 0, parts[0]))
-        self.first_calls.compare_gradients(call.name, found, plain)
+        self.first_calls.compare_gradients(call.name, gradients, plain)
 
 
 # -- A check of first calls: each block is compared with a plain call of the same module -----------
@@ -457,17 +463,17 @@ class FirstCalls:
         self._left.discard(name)
         return True
 
-    def compare_results(self, name: str, ours: Sequence[Any], plain: Sequence[Any]) -> None:
-        for number, (one, other) in enumerate(zip(ours, plain, strict=True)):
+    def compare_results(self, name: str, results: Sequence[Any], plain: Sequence[Any]) -> None:
+        for number, (one, other) in enumerate(zip(results, plain, strict=True)):
             if isinstance(other, torch.Tensor):
                 _compare(name, f"result {number}", one, other, 0.0)
         self.checked.append(name)
 
-    def compare_gradients(self, name: str, ours: NamedGrads, plain: NamedGrads) -> None:
+    def compare_gradients(self, name: str, gradients: NamedGrads, plain: NamedGrads) -> None:
         norms = [float(g.float().norm()) for g in plain.values() if g is not None]
         noise = NOISE * sum(norm**2 for norm in norms) ** 0.5
         for key, other in plain.items():
-            _compare(name, f"the gradient of {key}", ours.get(key), other, noise)
+            _compare(name, f"the gradient of {key}", gradients.get(key), other, noise)
 
 
 def _compare(
@@ -476,9 +482,9 @@ def _compare(
     if one is None and other is None:
         return
     if one is None or other is None:
-        there = other if one is None else one
-        assert there is not None
-        if float(there.float().norm()) == 0.0:  # A gradient of zero has the same effect as none.
+        present = other if one is None else one
+        assert present is not None
+        if float(present.float().norm()) == 0.0:  # A gradient of zero has the same effect as none.
             return
         raise _differs(name, what, "absent" if one is None else "there, absent in the plain call")
     if one.shape != other.shape:
@@ -513,7 +519,7 @@ def plain_gradients(
     wanted = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
     if not pairs or not wanted:
         return {}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [o for o, _ in pairs], list(wanted.values()), [g for _, g in pairs], allow_unused=True
     )
-    return dict(zip(wanted, found, strict=True))
+    return dict(zip(wanted, gradients, strict=True))

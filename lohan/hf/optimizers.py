@@ -152,9 +152,9 @@ class StandIn(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, library = getattr(func, "__name__", ""), _asked_by_library(1)
         with torch._C.DisableTorchFunctionSubclass():
-            found = None if _needs_values(name) else func(*args, **(kwargs or {}))
-        if library or (found is not None and not isinstance(found, torch.Tensor)):
-            return found
+            result = None if _needs_values(name) else func(*args, **(kwargs or {}))
+        if library or (result is not None and not isinstance(result, torch.Tensor)):
+            return result
         raise ModelError(
             f"{name} of a parameter in optimizer.param_groups: the optimizer holds no values, "
             "which are in LoHan's store; read the parameters of the model, and write them with "
@@ -301,9 +301,9 @@ class TorchGroups:
 
     def _stand_in(self, parameter: torch.Tensor) -> StandIn:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        made = StandIn(empty, requires_grad=parameter.requires_grad)
-        made.groups = self
-        return made
+        stand_in = StandIn(empty, requires_grad=parameter.requires_grad)
+        stand_in.groups = self
+        return stand_in
 
     def _check_keys(self, number: int, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
         label, fields = f"optimizer.param_groups[{number}]", group_fields(kind)

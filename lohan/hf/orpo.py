@@ -60,12 +60,12 @@ class Concatenated(OverTokens):
         return [{"input_ids": ids, "attention_mask": mask, "labels": labels}]
 
     def get_batch_loss_metrics(self, model: Any, batch: Any, train_eval: str = "train") -> Any:
-        theirs = super().get_batch_loss_metrics  # type: ignore[misc]
+        inherited = super().get_batch_loss_metrics  # type: ignore[misc]
         noted: dict[str, Any] = {}
 
         def compute(stand_in: StandIn) -> torch.Tensor:
             loss: torch.Tensor
-            loss, metrics = theirs(stand_in, batch, train_eval)
+            loss, metrics = inherited(stand_in, batch, train_eval)
             noted.update(metrics)
             return loss
 

@@ -96,8 +96,8 @@ class OutputStore:
         if mark is None or not (dirs[0] / IDENTITY).exists() or self._inside():
             return None
         first = Path(describe(dirs).get("meta", {}).get(OUTPUT_DIR, self._out))
-        theirs = read_mark(first)
-        same = theirs is not None and theirs.id == mark.id and not first.samefile(self._out)
+        first_mark = read_mark(first)
+        same = first_mark is not None and first_mark.id == mark.id and not first.samefile(self._out)
         return first if same else None
 
     # -- a new training ---------------------------------------------------------------------------

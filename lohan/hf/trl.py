@@ -226,8 +226,8 @@ class WithReference(OverTokens):
     ref_model: Any
 
     def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
-        theirs = inspect.signature(super(LohanMixin, self).__init__)
-        named = theirs.bind_partial(*given, **named).arguments
+        signature = inspect.signature(super(LohanMixin, self).__init__)
+        named = signature.bind_partial(*given, **named).arguments
         ref_model, args = named.get("ref_model"), named.get("args")
         if args is not None:
             if getattr(args, "sync_ref_model", False):
@@ -355,10 +355,10 @@ class WithReference(OverTokens):
         """Return the two columns of reference values of one batch."""
         collected: list[torch.Tensor] = []
         inputs = {name: value for name, value in inputs.items() if name != ROW}
-        theirs = super().compute_ref_log_probs  # type: ignore[misc]
+        inherited = super().compute_ref_log_probs  # type: ignore[misc]
 
         def keep(model: Any) -> torch.Tensor:
-            first, second = theirs(model, inputs)
+            first, second = inherited(model, inputs)
             collected.extend((first, torch.zeros_like(first) if second is None else second))
             return first.sum()
 
@@ -391,9 +391,9 @@ class WithReference(OverTokens):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         whole = self._with_reference(dict(inputs))
-        theirs = super(LohanMixin, self).compute_loss  # type: ignore[misc]
+        inherited = super(LohanMixin, self).compute_loss  # type: ignore[misc]
         parts = self._parts(whole)
-        out = self._call(model, parts, lambda stand_in: theirs(stand_in, whole))
+        out = self._call(model, parts, lambda stand_in: inherited(stand_in, whole))
         loss = self._auxiliary(out)
         metrics = self._metrics["train" if self.model.training else "eval"]  # type: ignore[attr-defined]
         if self._routes and getattr(out, "aux_loss", None) is not None:

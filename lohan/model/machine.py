@@ -291,16 +291,16 @@ def _value(field: Field[Any], value: Any, name: str) -> Any:
 
 
 def _curve(value: Any, name: str) -> Curve:
-    wants = "pairs such as [[256, 60e12], [4096, 120e12]] with rising numbers of tokens"
+    expected = "pairs such as [[256, 60e12], [4096, 120e12]] with rising numbers of tokens"
     pairs = value if isinstance(value, (list, tuple)) else [value]
     for pair in pairs:
         is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
         if not is_pair or not all(_is_number(number) and number > 0 for number in pair):
-            raise wrong(name, value, wants)
+            raise wrong(name, value, expected)
     if any(a[0] >= b[0] for a, b in pairwise(pairs)):
-        raise wrong(name, value, wants)
+        raise wrong(name, value, expected)
     if not pairs and not name.endswith("backward"):
-        raise wrong(name, value, wants)
+        raise wrong(name, value, expected)
     return tuple((float(tokens), float(rate)) for tokens, rate in pairs)
 
 

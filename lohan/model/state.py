@@ -208,8 +208,8 @@ class StateFormat:
 
         It is the ratio of the bytes of weights, gradient and state that are read and written.
         """
-        usual = STATE_FORMATS[self.name]
-        return self._touched / usual._touched
+        default_format = STATE_FORMATS[self.name]
+        return self._touched / default_format._touched
 
     @property
     def rounding_s(self) -> float:

@@ -119,16 +119,16 @@ class _Pricer:
         self.spill_all = spill_all
         # Whether cached weights and state are written in every step.
         self.writes_cached = plan.commit.every_step
-        bare = replace(plan, kept=(), spilled_sites=())
+        base = replace(plan, kept=(), spilled_sites=())
         # Host memory for activations, waiting gradients, and cached weights and state.
-        self.free_bytes = limit - memory.rest_bytes(bare)
+        self.free_bytes = limit - memory.rest_bytes(base)
         self.parameters = float(sum(group.numel for group in memory.moving))
         self.trained = float(sum(group.numel for group in memory.trained))
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
         """Return a choice for each share; an empty list if the device cannot hold `kept`."""
-        bare = replace(self.plan, kept=kept, spilled_sites=())
-        plan = self.memory.relieved(bare, self.profile.device_bytes)
+        base = replace(self.plan, kept=kept, spilled_sites=())
+        plan = self.memory.relieved(base, self.profile.device_bytes)
         if plan is None:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
@@ -197,7 +197,7 @@ class _Pricer:
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
         """Return the seconds of forward, of backward, and of the head, which is part of forward."""
         memory, workload = self.memory, self.workload
-        alike = Counter(
+        counts = Counter(
             zip(
                 memory.sizes.kind.values(),
                 memory.sizes.classes(plan.kept),
@@ -208,7 +208,7 @@ class _Pricer:
         )
         first = {kind: name for name, kind in reversed(memory.sizes.kind.items())}
         forward_s = backward_s = head_s = 0.0
-        for (kind, classes, share, unpacked), count in alike.items():
+        for (kind, classes, share, unpacked), count in counts.items():
             work = _block_work(
                 memory, workload, plan, first[kind], classes, trained=share, unpacked=unpacked
             )
@@ -494,8 +494,8 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
     """
     classes = candidates(step, model, tokens=tokens, seq=seq)
     start = _start(step, model, classes, tokens)
-    alike = groupby(classes, key=lambda c: (c.name, c.bytes, c.recompute_s))
-    kinds = [list(kind) for _, kind in alike]
+    equal_classes = groupby(classes, key=lambda c: (c.name, c.bytes, c.recompute_s))
+    kinds = [list(kind) for _, kind in equal_classes]
     counts = _least_recompute(kinds, step.room / step.profile.gpus - start.bytes)
     taken = [one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count]]
     *_, end = start, *_walk(step, start, taken)
@@ -676,11 +676,11 @@ def _step(
     """Return the terms of the paper's T_iter for this run, with all weights and state on SSD."""
     fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
-    bare = replace(plan, kept=(), spilled_sites=())
+    base = replace(plan, kept=(), spilled_sites=())
     everything = by_class([frozenset(a.name for a in block.activations) for block in model.blocks])
-    works = site_works(memory, workload, replace(bare, kept=everything)).values()
+    works = site_works(memory, workload, replace(base, kept=everything)).values()
     inputs = input_bytes(model, workload.tokens, width)
-    room = limit - memory.rest_bytes(bare) - memory.activations(bare)[INPUTS] + inputs
+    room = limit - memory.rest_bytes(base) - memory.activations(base)[INPUTS] + inputs
     return Step(
         profile=profile,
         forward_s=sum(work.forward_s(profile) for work in works),

@@ -341,14 +341,14 @@ def with_alternatives(plan: MachinePlan) -> MachinePlan:
     The alternatives are the plan with the default optimizer, if the run uses another one, and the
     options with which less is written.
     """
-    usual, world = None, plan.options.world
+    default_plan, world = None, plan.options.world
     problem = MachineProblem(
         **{field.name: getattr(plan, field.name) for field in fields(MachineProblem)}
     )
     instead: tuple[Alternative, ...] = ()
     if plan.options.kind != DEFAULT_KIND:
         with suppress(BudgetError):
-            usual = solve(replace(problem, options=replace(plan.options, kind=DEFAULT_KIND)))
+            default_plan = solve(replace(problem, options=replace(plan.options, kind=DEFAULT_KIND)))
     if plan.forecast is not None:
 
         def planned(options: PlanOptions, host: int) -> Forecast:
@@ -359,7 +359,7 @@ def with_alternatives(plan: MachinePlan) -> MachinePlan:
 
         cheaper = alternatives(plan.forecast, plan.options, world * plan.host_bytes, planned)
         instead = tuple(cheaper)
-    return replace(plan, usual=usual, instead=instead)
+    return replace(plan, usual=default_plan, instead=instead)
 
 
 # -- From shapes ----------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
     activations in flight.
     """
     workload, host_bytes = problem.workload, problem.host_bytes
-    known = {} if workload is None else workload.known
+    cache = {} if workload is None else workload.known
     key = (
         "plan",
         id(problem.blocks),
@@ -119,8 +119,8 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
         problem.device_bytes,
         order,
     )
-    if key in known:
-        return known[key][1]  # type: ignore[no-any-return]
+    if key in cache:
+        return cache[key][1]  # type: ignore[no-any-return]
     limit = int(host_bytes * (1 - SPARE_SHARE))
     candidates: list[tuple[Sizer, Plan, Choice | None]] = []
     for sizer, plan in _fitting(problem, order):
@@ -129,7 +129,7 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
             break
     sizer, plan, choice = min(candidates, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
     plan = sizer.grown(plan, choice, limit)
-    known[key] = problem.blocks, plan  # Keep `blocks` alive so that its id() is not reused.
+    cache[key] = problem.blocks, plan  # Keep `blocks` alive so that its id() is not reused.
     return plan
 
 

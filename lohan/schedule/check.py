@@ -140,11 +140,11 @@ class _Clocks:
 
     def __init__(self, spec: ScheduleSpec, buffers: BufferState) -> None:
         self.spec, self.uses = spec, buffers.uses.copy()
-        counts, known = self.uses.counts, self.uses.known
+        counts, clocks = self.uses.counts, self.uses.known
         # The compute lane is the calling thread, so its earlier actions have finished when the
         # schedule is enqueued. On a device with its own memory, they may still be running.
         begun = at_least(COMPUTE, 0 if spec.device_slots else counts[COMPUTE])
-        self.last_start = [join(begun, tuple(known[lane])) for lane in range(len(LANES))]
+        self.last_start = [join(begun, tuple(clocks[lane])) for lane in range(len(LANES))]
         self.last_done = [
             join(start, at_least(lane, counts[lane])) for lane, start in enumerate(self.last_start)
         ]

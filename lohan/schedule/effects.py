@@ -63,12 +63,12 @@ class Uses:
         return tuple([use[2] for use, _ in missing.values()]) if missing else ()
 
     def missing(
-        self, action: Action, effects: Sequence[Effect], known: list[int]
+        self, action: Action, effects: Sequence[Effect], lane_clocks: list[int]
     ) -> dict[int, tuple[Use, Effect]]:
         """Record the effects of the next action and return the conflicting use in each lane.
 
         Each use is returned with the effect that conflicts with it. Uses that have finished
-        according to the vector clock `known` are left out. The clock is advanced in place to
+        according to the vector clock `lane_clocks` are left out. The clock is advanced in place to
         include the uses that are returned.
         """
         kind, name = action[0], action[5]
@@ -77,11 +77,11 @@ class Uses:
         number = self.counts[lane]
         clock: list[int] = []
         this = (lane, number, name, clock)
-        own_known = known[lane]
+        own_clock = lane_clocks[lane]
         if lane != _SSD or kind is Op.END_STEP:
             # A lane starts an action after the previous one has finished. The ssd lane starts
             # actions earlier, but they finish in order, and END_STEP takes effect at its finish.
-            known[lane] = number
+            lane_clocks[lane] = number
         records, parts = self._records, self._parts
         missing: dict[int, tuple[Use, Effect]] = {}
         for effect in effects:
@@ -115,18 +115,18 @@ class Uses:
                     parts[key] = (written, part_written, _with(part_read, this))
                     records[resource] = (written, read, parts_written, _with(parts_read, this))
             for use in conflicts:
-                if use[1] > known[use[0]]:
-                    known[:] = map(max, known, use[3])
+                if use[1] > lane_clocks[use[0]]:
+                    lane_clocks[:] = map(max, lane_clocks, use[3])
                     missing[use[0]] = (use, effect)
             # The write is checked last: readers of the resource have waited for it, so that the
             # clock often includes it already.
-            if written is not None and written[1] > known[written[0]]:
-                known[:] = map(max, known, written[3])
+            if written is not None and written[1] > lane_clocks[written[0]]:
+                lane_clocks[:] = map(max, lane_clocks, written[3])
                 missing[written[0]] = (written, effect)
-        clock += known
+        clock += lane_clocks
         clock[lane] = number
         if kind is Op.END_STEP:
-            known[lane] = own_known
+            lane_clocks[lane] = own_clock
         return missing
 
     def recorded(self) -> dict[str, Use]:

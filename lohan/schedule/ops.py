@@ -202,8 +202,10 @@ def _backward(index: int, chunk: int, at: At, spec: ScheduleSpec) -> list[Effect
             effects.append(((HOST_ACTIVATIONS, buffers[0]), READ, WHOLE))
     elif buffers:
         effects.append(((HOST_ACTIVATIONS, buffers[0]), READ, WHOLE))
-    made = "device gradients" if spec.device_slots else "gradients"
-    effects += [((made, group), WRITE, WHOLE) for group in spec.sites[index] if spec.chunks[group]]
+    gradients = "device gradients" if spec.device_slots else "gradients"
+    effects += [
+        ((gradients, group), WRITE, WHOLE) for group in spec.sites[index] if spec.chunks[group]
+    ]
     return effects
 
 

@@ -84,11 +84,11 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     """
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
-    known: dict[str, float] = {}  # seconds of an action by name, the same in every step
+    durations: dict[str, float] = {}  # seconds of an action by name, the same in every step
     spans, end = list[Span](), Op.BACKWARD_DONE
     ends: list[float] = []
     # The loop below runs once per action, so attribute lookups are moved out of it.
-    when, took, span_of = finished.get, known.get, tuple.__new__
+    when, took, span_of = finished.get, durations.get, tuple.__new__
     served_s = floor_s = 0.0
     for phase in phases:
         compute_s = last_s = floor_s
@@ -104,7 +104,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
                     start_s = finished[other]
             took_s = took(name)
             if took_s is None:
-                took_s = known[name] = seconds(action)
+                took_s = durations[name] = seconds(action)
             if lane == "ssd":  # Actions are submitted in order and served one after the other.
                 free[lane] = start_s
                 if served_s > start_s:
@@ -357,9 +357,9 @@ class StepWork:
         first to return, is copied between two sites. That slice is counted with its own site and
         the other slices with the site before it.
         """
-        own = self.sites[site].kept_bytes
+        own_bytes = self.sites[site].kept_bytes
         after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
-        return own / self.slices + after * (self.slices - 1) / self.slices
+        return own_bytes / self.slices + after * (self.slices - 1) / self.slices
 
     def bus_bytes(self, phases: Iterable[Schedule]) -> float:
         """Return the bytes that these phases move through main memory.
@@ -400,13 +400,13 @@ class ActionCosts:
         self._alike: dict[tuple[Operation, int], float] = {}
 
     def seconds(self, action: Action) -> float:
-        known = self.known.get(action.name)
-        if known is None:
-            known = self._seconds(action)
+        seconds = self.known.get(action.name)
+        if seconds is None:
+            seconds = self._seconds(action)
             if self._lost:
-                known /= 1.0 - self._lost.get(action.name, 0.0)
-            self.known[action.name] = known
-        return known
+                seconds /= 1.0 - self._lost.get(action.name, 0.0)
+            self.known[action.name] = seconds
+        return seconds
 
     def _seconds(self, action: Action) -> float:
         kind, chunk = action.kind, action.chunk
@@ -414,13 +414,13 @@ class ActionCosts:
             return self._moving_s(action)
         if chunk < 0:
             return self._profile.action_s + self._moving_s(action)
-        alike = kind, self._work.chunk(action.index, chunk)
-        known = self._alike.get(alike)
-        if known is None:
+        key = kind, self._work.chunk(action.index, chunk)
+        cached_s = self._alike.get(key)
+        if cached_s is None:
             count = self._work.actions(action.index, chunk)
-            known = count * self._profile.action_s + self._moving_s(action)
-            self._alike[alike] = known
-        return known
+            cached_s = count * self._profile.action_s + self._moving_s(action)
+            self._alike[key] = cached_s
+        return cached_s
 
     def _moving_s(self, action: Action) -> float:
         """Return the seconds of the data that an action moves, or of its arithmetic."""

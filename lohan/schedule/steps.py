@@ -193,15 +193,15 @@ def _plain(
     forward: list[Action] = []
     backward: list[Action] = []
     for site in order.forward:
-        made, buffers = sched.forward(spec, buffers, [site])
-        forward += made
+        schedule, buffers = sched.forward(spec, buffers, [site])
+        forward += schedule
     for site, finished in zip(order.backward, sched.last_uses(spec, order.backward), strict=True):
-        made, buffers = sched.one_backward(spec, buffers, site)
-        backward += made
-        made, buffers = sched.updates(spec, buffers, finished, placed)
-        backward += made
-    made, buffers = sched.updates(spec, buffers, _unreached(spec, order), placed, end=True)
-    backward += made
+        schedule, buffers = sched.one_backward(spec, buffers, site)
+        backward += schedule
+        schedule, buffers = sched.updates(spec, buffers, finished, placed)
+        backward += schedule
+    schedule, buffers = sched.updates(spec, buffers, _unreached(spec, order), placed, end=True)
+    backward += schedule
     after: Schedule = ()
     if not placed.ends_in_backward:
         after, buffers = sched.forward(spec, buffers, (), placed)

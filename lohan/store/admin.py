@@ -138,8 +138,8 @@ def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
         return
     if original.parent.samefile(paths[0]) or read_identity(original.parent).uuid != primary.uuid:
         return
-    theirs = [Path(path) for path in primary.dirs[1:]]
-    for path, expected in zip(paths[1:], theirs, strict=True):
+    others = [Path(path) for path in primary.dirs[1:]]
+    for path, expected in zip(paths[1:], others, strict=True):
         if path.exists() and expected.exists() and path.samefile(expected):
             raise StoreError(
                 f"{paths[0]} is a copy of {original.parent}, and {path} belongs to that store; "

@@ -546,8 +546,8 @@ def training(bench: Bench) -> CheckResult:
         forecast = context.forecast(context.profile, session.plan)
         parameters, sites = context.blocks.parameters, len(context.blocks.sites)
         slices = -(-len(batches[0]["input_ids"]) // (session.plan.micro_batch or 1))
-    for ours, theirs in zip(losses, wanted, strict=True):
-        if not abs(ours - theirs) <= 2e-2 * abs(theirs):
+    for ours, expected in zip(losses, wanted, strict=True):
+        if not abs(ours - expected) <= 2e-2 * abs(expected):
             raise Wrong(f"losses {losses}, with plain torch {wanted}")
     steps_s = [stop - start for start, stop in ends[2:]]
     start, stop = ends[-1]

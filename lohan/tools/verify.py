@@ -173,8 +173,8 @@ def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[flo
     allowances = []
     for each in step:
         mean = share * each.count
-        astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if enough else 0.0
-        chance = 2 * each.update * math.sqrt(astray / each.count) if each.count else 0.0
+        flipped = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if enough else 0.0
+        chance = 2 * each.update * math.sqrt(flipped / each.count) if each.count else 0.0
         tensor_noise = noise.get(each.name, 0.0)  # a frozen tensor has no noise
         allowances.append(max(NOISE * tensor_noise, chance))
     return allowances

@@ -467,10 +467,10 @@ def _classes(
         return class_numbers(samples, most=noising.classes)
     trained = find_samples(trained_on, companions=noising.interface.companions)
     numbers = class_numbers(trained, most=noising.classes)
-    strange = sorted({sample.group for sample in samples if sample.group} - numbers.keys())
-    if strange:
+    unknown_groups = sorted({sample.group for sample in samples if sample.group} - numbers.keys())
+    if unknown_groups:
         raise DataError(
-            f"{source}: the folder {strange[0]} is none of the {len(numbers)} classes in "
+            f"{source}: the folder {unknown_groups[0]} is none of the {len(numbers)} classes in "
             f"{trained_on}; rename or leave it out"
         )
     return numbers

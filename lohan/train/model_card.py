@@ -79,12 +79,12 @@ def license_of(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     matter = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    found = {}
+    fields = {}
     for line in matter[1].splitlines() if matter else ():
         key, colon, value = line.partition(":")
         if colon and key in LICENSE_FIELDS and value.strip():
-            found[key] = value.strip().strip("\"'")
-    return found if "license" in found else {}
+            fields[key] = value.strip().strip("\"'")
+    return fields if "license" in fields else {}
 
 
 def model_card(

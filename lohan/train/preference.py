@@ -196,8 +196,8 @@ class Preference(Task[Preferences]):
                 count = self.rows(batch)
                 start, stop = group.ranks.rows(count)
                 part_logps = answer_logps(session.model, self.part(batch, start, stop))
-                mine = [] if start == stop else part_logps.reshape(2, -1).T.tolist()
-                every = [row for rank in group.all_gather_object(mine) for row in rank]
+                own_logps = [] if start == stop else part_logps.reshape(2, -1).T.tolist()
+                every = [row for rank in group.all_gather_object(own_logps) for row in rank]
                 logps[examples.members[done : done + count]] = every
                 done += count
                 progress("reference", done, len(examples))
@@ -206,8 +206,8 @@ class Preference(Task[Preferences]):
 
 def check_kind(dataset: Dataset, *, rated: bool, option: str, what: str) -> None:
     if bool(dataset.ratings) != rated:
-        wants, has = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
-        raise DataError(f"{option} has {has}, {what} wants {wants}; give the other one")
+        required, has = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
+        raise DataError(f"{option} has {has}, {what} wants {required}; give the other one")
 
 
 def _first_tokens(batch: Batch) -> int:

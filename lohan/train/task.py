@@ -196,11 +196,11 @@ def load_trained(
     model, given = load(config.model, dtype=dtype), config.train.freeze
     if given and config.train.lora:
         raise ConfigError("--freeze with --lora: an adapter leaves all of the model; leave one out")
-    usual = freeze(model) if freeze is not None else ()
+    frozen_parts = freeze(model) if freeze is not None else ()
     if config.train.adapter is not None:
         with offline():
-            return add_lora(model, config.train.adapter, leave=usual)
-    for name in () if given == NOTHING else given or usual:
+            return add_lora(model, config.train.adapter, leave=frozen_parts)
+    for name in () if given == NOTHING else given or frozen_parts:
         freeze_part(model, name)
     return model
 

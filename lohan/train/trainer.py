@@ -533,9 +533,9 @@ def sparing_options(session: Session) -> list[Alternative]:
     def planned(options: PlanOptions, host: int) -> Forecast:
         options = replace(options, head_tokens=session.plan.head_tokens)
         problem = replace(context.problem(options, profile=profile), host_bytes=host)
-        made = make_plan(problem).forecast
-        assert made is not None
-        return made
+        forecast = make_plan(problem).forecast
+        assert forecast is not None
+        return forecast
 
     now = context.forecast(profile, session.plan)
     return list(alternatives(now, context.options, context.host_bytes, planned))
@@ -693,12 +693,12 @@ def stop_signals(display: Display) -> Iterator[_Stop]:
 @contextmanager
 def _counting_signals(stop: _Stop) -> Iterator[None]:
     """Count signals in a thread as they arrive, even while the main thread waits."""
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    previous = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    previous = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
 
     def listen() -> None:
-        while number := os.read(ear, 1):
+        while number := os.read(read_fd, 1):
             stop.came += number[0] in STOPPING
             if stop.came >= LAST_CALL and stop.heard < 2:
                 with suppress(OSError):
@@ -711,6 +711,6 @@ def _counting_signals(stop: _Stop) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        os.close(mouth)
+        os.close(write_fd)
         thread.join()
-        os.close(ear)
+        os.close(read_fd)

@@ -90,8 +90,8 @@ def _is_cached(path: Path) -> bool:
     """Return whether a folder is a snapshot of a model in the cache of the hub."""
     parts = path.parts
     repository = next((part for part in parts if part.startswith("models--")), "")
-    found = cached_folder(repository.removeprefix("models--").replace("--", "/"))
-    return bool(repository) and found is not None and found.resolve() == path.resolve()
+    cached = cached_folder(repository.removeprefix("models--").replace("--", "/"))
+    return bool(repository) and cached is not None and cached.resolve() == path.resolve()
 
 
 # -- Models and data files, for the lists that a form suggests -------------------------------------

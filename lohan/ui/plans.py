@@ -57,8 +57,8 @@ class Question:
 
     @classmethod
     def of(cls, places: Places, query: Mapping[str, str]) -> Question:
-        known = {*OPTIONS, *TYPED, *KEYS}
-        unknown = [key for key in query if key not in known]
+        names = {*OPTIONS, *TYPED, *KEYS}
+        unknown = [key for key in query if key not in names]
         if unknown:
             raise ConfigError(f"{unknown[0]}: not a field of the plan; reload the page")
         return cls(places, {key: text.strip() for key, text in query.items() if text.strip()})
@@ -217,7 +217,7 @@ def machines() -> list[dict[str, Any]]:
     """Return the machine presets and, first, the profile of this machine if it was measured."""
     named = [(name, presets.machine(name)) for name in presets.machine_names()]
     latest = latest_profile()
-    found = ([("", latest)] if latest is not None else []) + named
+    profiles = ([("", latest)] if latest is not None else []) + named
     return [
         {
             "name": name,
@@ -231,5 +231,5 @@ def machines() -> list[dict[str, Any]]:
             "gpus": profile.gpus,
             "usd": profile.usd,
         }
-        for name, profile in found
+        for name, profile in profiles
     ]

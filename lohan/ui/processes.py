@@ -82,11 +82,11 @@ class Processes:
 
     def records(self) -> list[Record]:
         """Return the records of all known processes, the latest first."""
-        found = []
+        records = []
         for file in sorted(self._places.work.glob("*.json"), reverse=True):
             with suppress(OSError, ValueError, KeyError):
-                found.append(from_json(Record, checked(load_json(file), dict[str, Any], "it")))
-        return found
+                records.append(from_json(Record, checked(load_json(file), dict[str, Any], "it")))
+        return records
 
     def is_alive(self, record: Record) -> bool:
         child = self._children.get(record.id)
@@ -147,11 +147,11 @@ async def output_of(
     words: Sequence[str],
     *,
     cwd: Path,
-    gone: Callable[[], Awaitable[bool]],
+    disconnected: Callable[[], Awaitable[bool]],
 ) -> tuple[str, str]:
     """Run `lohan WORDS` to its end and return stdout and stderr.
 
-    The process is stopped if nobody waits for the result any more (`gone`).
+    The process is stopped if nobody waits for the result any more (`disconnected`).
     """
     process = await asyncio.create_subprocess_exec(
         *LOHAN,
@@ -166,7 +166,7 @@ async def output_of(
     ended = asyncio.ensure_future(process.communicate())
     try:
         while not (await asyncio.wait({ended}, timeout=POLL_S))[0]:
-            if await gone():
+            if await disconnected():
                 raise CommandError("nobody waits for the result any more")
         out, err = (text.decode(errors="replace") for text in ended.result())
     finally:
@@ -176,7 +176,7 @@ async def output_of(
             await asyncio.wait({ended})
     if process.returncode:
         lines = [line for line in err.splitlines() if line.strip()]
-        told = next((line for line in lines if line.startswith("lohan: ")), "")
-        last = told.removeprefix("lohan: ") or (lines[-1] if lines else "")
+        message = next((line for line in lines if line.startswith("lohan: ")), "")
+        last = message.removeprefix("lohan: ") or (lines[-1] if lines else "")
         raise CommandError(last or f"lohan {words[0]} ended with code {process.returncode}")
     return out, err

@@ -228,7 +228,7 @@ class Application:
 
         return await run_in_threadpool(found)
 
-    def _starts(self, known: set[str]) -> list[dict[str, Any]]:
+    def _starts(self, known_runs: set[str]) -> list[dict[str, Any]]:
         """Return trainings that have not created a run folder (yet), such as those that failed."""
         rows = []
         for record in self.processes.records():
@@ -236,8 +236,8 @@ class Application:
             if self.places.root not in path.parents:
                 continue  # The folder has been moved in the meantime.
             name = str(path.relative_to(self.places.root))
-            if record.kind == "train" and name not in known:
-                known.add(name)
+            if record.kind == "train" and name not in known_runs:
+                known_runs.add(name)
                 alive = self.processes.is_alive(record)
                 rows.append(
                     {
@@ -384,7 +384,7 @@ class Application:
                 if await request.is_disconnected():
                     raise CommandError("nobody waits for the plan any more")
                 out, _ = await output_of(
-                    question.words(file), cwd=Path(work), gone=request.is_disconnected
+                    question.words(file), cwd=Path(work), disconnected=request.is_disconnected
                 )
         facts = json.loads(out)
         facts["machine_usd_per_s"] = machine.usd_per_s
@@ -417,7 +417,7 @@ class Application:
             words = ["train", "--config", str(file), "--dry-run", "--json"]
             async with self._one_command:
                 out, err = await output_of(
-                    words, cwd=self.places.root, gone=request.is_disconnected
+                    words, cwd=self.places.root, disconnected=request.is_disconnected
                 )
         return {"plan": json.loads(out), "notes": err.splitlines(), "toml": text}
 
@@ -471,7 +471,9 @@ class Application:
             if config.budget.host is not None:
                 words += ["--host", str(config.budget.host)]
             async with self._one_command:
-                out, _ = await output_of(words, cwd=Path(work), gone=request.is_disconnected)
+                out, _ = await output_of(
+                    words, cwd=Path(work), disconnected=request.is_disconnected
+                )
         (pair,) = json.loads(out)
         return {"which": which, "text": pair["text"]}
 

@@ -44,12 +44,12 @@ def read_traces(folder: RunFolder) -> list[list[Traced]]:
 
     Times are on the clock of rank 0.
     """
-    found: list[list[Traced]] = []
-    while (file := folder.trace_of(RankInfo(len(found), len(found) + 1))).is_file():
-        spans = _read(file, len(found))
-        by = _clock_offset(spans, found[0]) if found else 0.0
-        found.append([replace(s, start=s.start - by, stop=s.stop - by) for s in spans])
-    return found
+    traces: list[list[Traced]] = []
+    while (file := folder.trace_of(RankInfo(len(traces), len(traces) + 1))).is_file():
+        spans = _read(file, len(traces))
+        by = _clock_offset(spans, traces[0]) if traces else 0.0
+        traces.append([replace(s, start=s.start - by, stop=s.stop - by) for s in spans])
+    return traces
 
 
 def _read(file: Path, rank: int) -> list[Traced]:
@@ -77,9 +77,11 @@ def _clock_offset(spans: Sequence[Traced], first: Sequence[Traced]) -> float:
 
     The offset is 0 if the two ranks share no collective.
     """
-    own, other = _collectives(spans), _collectives(first)
-    count = min(len(own), len(other))
-    pairs = zip(own[len(own) - count :], other[len(other) - count :], strict=True)
+    own_collectives, other = _collectives(spans), _collectives(first)
+    count = min(len(own_collectives), len(other))
+    pairs = zip(
+        own_collectives[len(own_collectives) - count :], other[len(other) - count :], strict=True
+    )
     gaps = [a.stop - b.stop for a, b in pairs if a.name == b.name]
     return statistics.median(gaps) if gaps else 0.0
 

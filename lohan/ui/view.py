@@ -156,8 +156,8 @@ def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
 
     Neighbouring points are averaged if there are more than MOST_POINTS.
     """
-    found = [(row["step"], row.get(key)) for row in rows]
-    points = [(x, y) for x, y in found if isinstance(y, (int, float)) and y == y]
+    pairs = [(row["step"], row.get(key)) for row in rows]
+    points = [(x, y) for x, y in pairs if isinstance(y, (int, float)) and y == y]
     size = -(-len(points) // MOST_POINTS) or 1
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return {
@@ -170,8 +170,8 @@ def charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
     """Return the curves of every chart that has data."""
     loss: list[dict[str, Any]] = [{"name": "loss", "smooth": True, **curve(run.steps, "loss")}]
     if run.evaluations:
-        found = curve(run.evaluations, "eval_loss")
-        loss.append({"name": "evaluation", "dots": True, **found})
+        loss_curve = curve(run.evaluations, "eval_loss")
+        loss.append({"name": "evaluation", "dots": True, **loss_curve})
     busy = [
         {"step": row["step"], **{lane: 100 * share for lane, share in row.get("busy", {}).items()}}
         for row in run.steps
@@ -183,9 +183,9 @@ def charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
         "norm": [{"name": "gradient norm", **curve(run.steps, "grad_norm")}],
         "resident": [{"name": "resident memory", **curve(run.steps, "rss_bytes")}],
         "busy": [
-            {"name": LANE_NAMES[lane], "ink": f"--c{number}", **found}
+            {"name": LANE_NAMES[lane], "ink": f"--c{number}", **loss_curve}
             for number, lane in enumerate(LANES)
-            if (found := curve(busy, lane))["x"]
+            if (loss_curve := curve(busy, lane))["x"]
         ],
         **reward_charts(run),
     }
@@ -194,7 +194,7 @@ def charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
 
 def reward_charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
     """Return the reward charts: steps as curves, evaluations as dots."""
-    found = {}
+    charts = {}
     for name, keys in (
         ("rewards", ("chosen", "rejected")),
         ("margins", ("margin",)),
@@ -208,8 +208,8 @@ def reward_charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
             ink = {"ink": f"--c{2 * number + 1}"}
             lines.append({"name": f"{key}, evaluation", "dots": True, **ink, **held})
         if any(line["x"] for line in lines):
-            found[name] = [line for line in lines if line["x"]]
-    return found
+            charts[name] = [line for line in lines if line["x"]]
+    return charts
 
 
 # -- Lanes: forecast and measurement ---------------------------------------------------------------
@@ -218,12 +218,12 @@ def reward_charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
 def measured_lanes(run: RunRecord) -> dict[str, float]:
     """Return the busy seconds per step of each lane, as medians of the steady steps."""
     rows = run.steady
-    found = {}
+    medians = {}
     for lane in LANES:
         seconds = [row.get("busy", {}).get(lane, 0.0) * row["step_s"] for row in rows]
         if any(seconds):
-            found[lane] = statistics.median(seconds)
-    return found
+            medians[lane] = statistics.median(seconds)
+    return medians
 
 
 def median_of(run: RunRecord, key: str) -> float:
@@ -255,15 +255,15 @@ def lanes(run: RunRecord, advice: Advice | None) -> dict[str, Any]:
     for number, lane in enumerate(LANES):
         wanted = promise.get("lane_s", {}).get(lane, 0.0) if promise else None
         if lane in measured or wanted:
-            found, longest = measured.get(lane, 0.0), max(step_s, whole or 0.0)
+            measured_s, longest = measured.get(lane, 0.0), max(step_s, whole or 0.0)
             rows.append(
                 {
                     "name": LANE_NAMES[lane],
                     "ink": f"--c{number}",
                     "predicted_s": wanted,
-                    "measured_s": found,
-                    "difference": _ratio(wanted, found, longest),
-                    "shares": [min(1.0, (s or 0.0) / longest) for s in (wanted, found)],
+                    "measured_s": measured_s,
+                    "difference": _ratio(wanted, measured_s, longest),
+                    "shares": [min(1.0, (s or 0.0) / longest) for s in (wanted, measured_s)],
                 }
             )
     note = (
@@ -285,11 +285,11 @@ def lanes(run: RunRecord, advice: Advice | None) -> dict[str, Any]:
     }
 
 
-def _ratio(wanted: float | None, found: float, whole: float) -> str:
+def _ratio(wanted: float | None, measured: float, whole: float) -> str:
     """Return how far a time is from its prediction, or "-" if both are negligible."""
-    if not wanted or max(wanted, found) < TRIFLE * whole:
+    if not wanted or max(wanted, measured) < TRIFLE * whole:
         return "-"
-    return f"{100 * (found / wanted - 1):+.0f} %"
+    return f"{100 * (measured / wanted - 1):+.0f} %"
 
 
 def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> list[Any]:
@@ -412,9 +412,11 @@ def wear(run: RunRecord) -> dict[str, Any]:
         )
     for folder in folders:
         for drive in drives_of(folder):
-            known = drive.health
-            used = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
-            life = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
+            health = drive.health
+            used = (
+                f"{health.used_percent} % of its endurance used" if health else "wear not readable"
+            )
+            life = f"{format_bytes(health.written_bytes)} written in its life" if health else ""
             rows.append([f"{drive.name} {drive.model or ''}", used, life])
     return {"rows": rows, "note": f"Wear is {ASSUMED_WEAR}, unless the drive's log has it."}
 
@@ -424,17 +426,19 @@ def wear(run: RunRecord) -> dict[str, Any]:
 
 def samples(run: RunRecord) -> list[list[str]]:
     return [
-        [f"{row['step']:,}", said.get("prompt", ""), said.get("text", "")]
+        [f"{row['step']:,}", answer.get("prompt", ""), answer.get("text", "")]
         for row in run.samples
-        for said in row.get("samples", [])
+        for answer in row.get("samples", [])
     ]
 
 
 def first_example(run: RunRecord) -> list[str]:
     """Return the first example as the model sees it, with its template and system prompt."""
-    found: Dataset | Fields | None = open_dataset(run.folder.data, seed=0, verified=False)
-    found = found or open_fields(run.folder.data, seed=0, collate=lambda rows: {}, verified=False)
-    return [] if found is None else rendered(found.rendered, most=MOST_CHARACTERS)
+    examples: Dataset | Fields | None = open_dataset(run.folder.data, seed=0, verified=False)
+    examples = examples or open_fields(
+        run.folder.data, seed=0, collate=lambda rows: {}, verified=False
+    )
+    return [] if examples is None else rendered(examples.rendered, most=MOST_CHARACTERS)
 
 
 def versions(run: RunRecord) -> list[list[str]]:

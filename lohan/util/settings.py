@@ -54,10 +54,10 @@ PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
 RANK, HOST = "{rank}", "{host}"  # Placeholders in the name of a drive's folder.
 
 
-def wrong(name: str, value: object, wants: str) -> ConfigError:
+def wrong(name: str, value: object, expected: str) -> ConfigError:
     shown = json.dumps(value, default=str) if not isinstance(value, float) else repr(value)
     kind = {str: "text ", bool: "", int: "", float: "", dict: "a table ", list: "a list "}
-    return ConfigError(f"{name}: got {kind.get(type(value), '')}{shown}, wants {wants}")
+    return ConfigError(f"{name}: got {kind.get(type(value), '')}{shown}, wants {expected}")
 
 
 def whole(least: int) -> Kind:
@@ -70,13 +70,13 @@ def whole(least: int) -> Kind:
     return parse
 
 
-def real(wants: str, accepts: Callable[[float], bool]) -> Kind:
+def real(expected: str, accepts: Callable[[float], bool]) -> Kind:
     @kind("X", float, type="number")
     def parse(value: Any, name: str, base: Path) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise wrong(name, value, wants)
+            raise wrong(name, value, expected)
         if not abs(value) < 2.0**1000 or not accepts(value):
-            raise wrong(name, value, wants)
+            raise wrong(name, value, expected)
         return float(value)
 
     return parse
@@ -185,11 +185,11 @@ def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
     """Parse data files, of which either all or none have a weight."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     parsed = tuple(_source(entry, name, base) for entry in entries)
-    bare = next((source for source in parsed if source.weight is None), None)
-    if bare is not None and any(source.weight is not None for source in parsed):
+    unweighted = next((source for source in parsed if source.weight is None), None)
+    if unweighted is not None and any(source.weight is not None for source in parsed):
         raise ConfigError(
-            f"{name}: {bare.path} has no weight and other files have; give all of them one "
-            f"({bare.path}:1), or none"
+            f"{name}: {unweighted.path} has no weight and other files have; give all of them one "
+            f"({unweighted.path}:1), or none"
         )
     if not parsed:
         raise wrong(name, value, "a file, or a list of files")
@@ -277,10 +277,10 @@ def logged_steps(value: Any, name: str, base: Path) -> str:
 
 @kind("N|X", float, type="number", minimum=0)
 def warmup_length(value: Any, name: str, base: Path) -> int | float:
-    wants = "a number of steps, or a share of them between 0 and 1"
-    number = real(wants, lambda x: 0 <= x < 2**53)(value, name, base)
+    expected = "a number of steps, or a share of them between 0 and 1"
+    number = real(expected, lambda x: 0 <= x < 2**53)(value, name, base)
     if number >= 1 and number != int(number):
-        raise wrong(name, value, wants)
+        raise wrong(name, value, expected)
     return number if 0 < number < 1 else int(number)
 
 
@@ -408,9 +408,9 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
             return ConfigError(f"{written}: unknown key; {key} goes {where}")
     plain = key.lower().replace("-", "_")
     for other_section, keys in sections.items():
-        ours = OTHER_NAMES.get(plain, "")
-        if ours in keys:
-            named = ours if other_section in ("", section) else f"[{other_section}] {ours}"
+        own_name = OTHER_NAMES.get(plain, "")
+        if own_name in keys:
+            named = own_name if other_section in ("", section) else f"[{other_section}] {own_name}"
             return ConfigError(f"{written}: unknown key; did you mean {named}?")
     near = difflib.get_close_matches(plain, here, n=1)
     if near:
