@@ -15,7 +15,7 @@ from contextlib import suppress
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_UNREAD = 128 + signal.SIGPIPE
 AGAIN_S = 0.01
-JUST_NOW_S = 60.0  # An error this soon after a Ctrl-C is attributed to it.
+INTERRUPT_CAUSE_S = 60.0  # An error this soon after a Ctrl-C is attributed to it.
 _at_s = [float("-inf")]  # The time of the last Ctrl-C.
 
 
@@ -55,7 +55,7 @@ def _just_now() -> bool:
     Libraries that are being imported may turn a Ctrl-C into another error, which does not show its
     cause.
     """
-    return time.monotonic() - _at_s[0] < JUST_NOW_S
+    return time.monotonic() - _at_s[0] < INTERRUPT_CAUSE_S
 
 
 def _dropped(lost: sys.UnraisableHookArgs) -> None:

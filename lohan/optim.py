@@ -20,7 +20,7 @@ from lohan.errors import ConfigError
 
 MOMENTS = ("fp32", "bf16", "int8")
 # Number of parameters whose int8 moments share a scale. Every tensor starts on a multiple of it.
-SCALED = 32
+PARAMETERS_PER_SCALE = 32
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lohan.capture.call_context import swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
-    Known,
+    KnownValues,
     buffers_at,
     fake_like,
     faking,
@@ -293,11 +293,11 @@ def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str
     The result is empty if the model cannot run on fake tensors. Its first real run then finds them.
     """
 
-    def run(known: Known) -> Outside:
+    def run(values: KnownValues) -> Outside:
         watch = _Watch(model, site_names)
         random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
-        with faking(known), random, plain_forwards(model), here, watch.running():
-            fake = partial(fake_like, known=known)
+        with faking(values), random, plain_forwards(model), here, watch.running():
+            fake = partial(fake_like, values=values)
             inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
             model(**inputs)
         return Outside(tuple(watch.modules), tuple(watch.parameters))

@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-class Known(IntEnum):
+class KnownValues(IntEnum):
     """The inputs whose values are available in a run on fake tensors."""
 
     SHAPES = 0  # none
@@ -59,7 +59,7 @@ class Known(IntEnum):
 
 
 @contextmanager
-def faking(known: Known = Known.SHAPES) -> Iterator[None]:
+def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
     """Make tensors that are created inside fake, unless they derive from known values.
 
     Inside another `faking`, the outer one stays in effect.
@@ -74,14 +74,17 @@ def faking(known: Known = Known.SHAPES) -> Iterator[None]:
     # the pointer would be 0, and a kernel would write there
     mode._allow_unsafe_data_ptr_access = False
     try:
-        with mode, _Shapes(known):
+        with mode, _Shapes(values):
             yield
     finally:
         log.setLevel(level)
 
 
 def with_least_values(
-    model: nn.Module, run: Callable[[Known], Result], *, least: Known = Known.SHAPES
+    model: nn.Module,
+    run: Callable[[KnownValues], Result],
+    *,
+    least: KnownValues = KnownValues.SHAPES,
 ) -> Result:
     """Return the result of a run on fake tensors with as few values as it needs.
 
@@ -89,10 +92,10 @@ def with_least_values(
     because some are dropped at random in training. Raises UNKNOWN if it needs more values than are
     known, and ModelError if it calls a kernel that needs memory.
     """
-    for known in Known:
-        if known >= least:
+    for values in KnownValues:
+        if values >= least:
             try:
-                return run(known)
+                return run(values)
             except UNKNOWN:
                 continue
             except RuntimeError as error:
@@ -102,7 +105,7 @@ def with_least_values(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return run(Known.INPUTS)
+        return run(KnownValues.INPUTS)
     finally:
         # restores parts that were in eval mode, such as a frozen tower
         for module, training in modes:
@@ -110,7 +113,10 @@ def with_least_values(
 
 
 def fake_like(
-    tensor: torch.Tensor, known: Known = Known.SHAPES, *, torch_device: torch.device = CPU
+    tensor: torch.Tensor,
+    values: KnownValues = KnownValues.SHAPES,
+    *,
+    torch_device: torch.device = CPU,
 ) -> torch.Tensor:
     """Return a fake tensor like an input, on the device where the input would be.
 
@@ -118,7 +124,9 @@ def fake_like(
     need not be known become fake.
     """
     whole = not (tensor.is_floating_point() or tensor.is_complex())
-    if known < Known.NUMBERS or (not whole and (known < Known.INPUTS or tensor.is_meta)):
+    if values < KnownValues.NUMBERS or (
+        not whole and (values < KnownValues.INPUTS or tensor.is_meta)
+    ):
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch_device
         )
@@ -179,21 +187,21 @@ class DispatchMode(TorchDispatchMode):
 
 
 class _Shapes(DispatchMode):
-    def __init__(self, known: Known) -> None:
+    def __init__(self, values: KnownValues) -> None:
         super().__init__()
-        self._known = known
+        self._values = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _GROUPED is not None and func is _GROUPED.default:
             return _grouped(*args, **kwargs)
-        if not self._known or not isinstance(func, torch._ops.OpOverload):
+        if not self._values or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if not tensors and self._makes_known(func, args, kwargs):
+        if not tensors and self._makes_values(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func in _INDEXED:
@@ -201,10 +209,10 @@ class _Shapes(DispatchMode):
             args = (args[0], indices, *args[2:])
         return func(*args, **kwargs)
 
-    def _makes_known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _makes_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         if _makes_numbers(func, args, kwargs):
             return True
-        if self._known < Known.INPUTS or not str(func).startswith(_FACTORIES):
+        if self._values < KnownValues.INPUTS or not str(func).startswith(_FACTORIES):
             return False
         return func(*args, **{**kwargs, "device": "meta"}).numel() <= MAX_KNOWN_ELEMENTS
 

@@ -22,7 +22,7 @@ from lohan.capture.fake import (
     CPU,
     UNKNOWN,
     DispatchMode,
-    Known,
+    KnownValues,
     Result,
     buffers_at,
     fake_like,
@@ -57,7 +57,7 @@ class _LiveBytes(DispatchMode):
         self.live = self.peak = 0
         self.counts = True
         self._live_tensors = {tensor.untyped_storage()._cdata for tensor in existing}
-        self._seen: dict[int, weakref.finalize] = {}
+        self._counted: dict[int, weakref.finalize] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -71,12 +71,13 @@ class _LiveBytes(DispatchMode):
 
     def without(self, storages: Iterable[torch.UntypedStorage]) -> int:
         """Return the bytes that are alive, without those of the given storages."""
-        return self.live - sum(s.nbytes() for s in storages if s._cdata in self._seen)
+        return self.live - sum(s.nbytes() for s in storages if s._cdata in self._counted)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._seen or key in self._live_tensors:  # a view of a weight is not a new tensor
+        # a view of a weight is not a new tensor
+        if key in self._counted or key in self._live_tensors:
             return
         size = storage.nbytes()
         self.live += size
@@ -84,9 +85,9 @@ class _LiveBytes(DispatchMode):
 
         def dead() -> None:
             self.live -= size
-            self._seen.pop(key, None)
+            self._counted.pop(key, None)
 
-        self._seen[key] = weakref.finalize(storage, dead)
+        self._counted[key] = weakref.finalize(storage, dead)
 
 
 FLASH, EFFICIENT, CUDNN = (
@@ -131,8 +132,8 @@ def measure(
     """
     kind = _Probe if training else _ForwardProbe
 
-    def run(known: Known) -> Footprint:
-        return _run(model, batch, kind(model, blocks, micro_batch, torch_device, tiles), known)
+    def run(values: KnownValues) -> Footprint:
+        return _run(model, batch, kind(model, blocks, micro_batch, torch_device, tiles), values)
 
     return _with_known_values(model, run, long=bool(tiles))
 
@@ -153,12 +154,12 @@ def inventories(
     has replaced are omitted too, since they do not run the operations that were traced.
     """
 
-    def run(known: Known) -> tuple[dict[str, Inventory], Footprint]:
+    def run(values: KnownValues) -> tuple[dict[str, Inventory], Footprint]:
         probe = _InventoryProbe(model, blocks, micro_batch, torch_device, tiles)
-        footprint = _run(model, batch, probe, known)
+        footprint = _run(model, batch, probe, values)
         once_called = {
             name: inventory
-            for name, inventory in probe.found.items()
+            for name, inventory in probe.inventories.items()
             if probe.calls[name] == 1 and not runs_liger(model.get_submodule(name))
         }
         return once_called, footprint
@@ -166,14 +167,18 @@ def inventories(
     return _with_known_values(model, run, long=bool(tiles))
 
 
-def _with_known_values(model: nn.Module, run: Callable[[Known], Result], *, long: bool) -> Result:
+def _with_known_values(
+    model: nn.Module, run: Callable[[KnownValues], Result], *, long: bool
+) -> Result:
     """Run a measurement with as few known values as the model accepts.
 
     For `long` sequences integer values are known from the start. They let a model see that it
     needs no attention mask, whose size is the square of the length.
     """
     try:
-        return with_least_values(model, run, least=Known.NUMBERS if long else Known.SHAPES)
+        return with_least_values(
+            model, run, least=KnownValues.NUMBERS if long else KnownValues.SHAPES
+        )
     except UNKNOWN as unknown:
         raise ModelError(
             f"{type(model).__name__} runs operations that depend on computed values ({unknown}), "
@@ -182,11 +187,13 @@ def _with_known_values(model: nn.Module, run: Callable[[Known], Result], *, long
         ) from None
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, known: Known) -> Footprint:
+def _run(
+    model: nn.Module, batch: Mapping[str, Any], probe: _Probe, values: KnownValues
+) -> Footprint:
     random = torch.random.fork_rng(devices=[])
     plain, buffers = plain_forwards(model), buffers_at(model, probe.torch_device)
-    with faking(known), random, plain, buffers, probe:
-        fake = partial(fake_like, known=known, torch_device=probe.torch_device)
+    with faking(values), random, plain, buffers, probe:
+        fake = partial(fake_like, values=values, torch_device=probe.torch_device)
         inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
         # Gradients are enabled so that the inputs of a site show which of them take one.
         with torch.enable_grad(), probe.between:
@@ -365,9 +372,9 @@ class _InventoryProbe(_Probe):
         tiles: int,
     ) -> None:
         super().__init__(model, blocks, micro_batch, torch_device, tiles)
-        self.found: dict[str, Inventory] = {}
+        self.inventories: dict[str, Inventory] = {}
         self.calls: Counter[str] = Counter()
-        self._known = Inventories()
+        self._inventories = Inventories()
         self._all_tiles = Tiling(tiles) if tiles else None
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
@@ -382,7 +389,7 @@ class _InventoryProbe(_Probe):
             call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
         _, args, kwargs = call.restore(slice(0, call.batch), grad=True)
         run = _tiled(self._all_tiles, module, original, call)
-        self.found[site.name] = self._known.of(module, args, kwargs, forward=run)
+        self.inventories[site.name] = self._inventories.of(module, args, kwargs, forward=run)
         call.wants_grad = wanted
 
 

@@ -93,11 +93,11 @@ class Counter:
     """Assigns keys to the operations of one call."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def key(self, func: Any) -> OpKey:
         name = traits_of(func).name
-        count = self._seen[name] = self._seen.get(name, -1) + 1
+        count = self._counts[name] = self._counts.get(name, -1) + 1
         return name, count
 
 
@@ -227,7 +227,7 @@ class SavePlan:
     skip: frozenset[OpKey] = frozenset()
     ops: tuple[str, ...] = ()
     # The operations of the last call with this plan.
-    known: list[Known] = field(default_factory=list, compare=False, repr=False)
+    earlier: list[EarlierOperation] = field(default_factory=list, compare=False, repr=False)
 
 
 class Layout(NamedTuple):
@@ -342,7 +342,7 @@ class Result:
         return leaves[0] if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
 
 
-class Known(NamedTuple):
+class EarlierOperation(NamedTuple):
     """An operation of an earlier call with the same save plan.
 
     The next call usually runs the same operation at the same position, so that its properties need
@@ -356,7 +356,7 @@ class Known(NamedTuple):
     result: Result | None  # None if it is neither saved nor skipped
 
     @classmethod
-    def of(cls, func: Any, key: OpKey, result: Result | None) -> Known:
+    def of(cls, func: Any, key: OpKey, result: Result | None) -> EarlierOperation:
         traits = traits_of(func)
         quick = not traits.mutates and (result is None or result.repeats)
         may_draw = traits.may_draw and result is not None
@@ -498,7 +498,7 @@ class SkipUnneededOps:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Ending | None] = {}  # None if all operations run
+        self._endings: dict[Hashable, Ending | None] = {}  # None if all operations run
 
     def run(
         self, kind: Hashable, module: nn.Module, run: Callable[[], Any], rewind: Callable[[], None]
@@ -508,16 +508,16 @@ class SkipUnneededOps:
         Leaves that backward does not need have no values. `rewind` resets the random state
         to what it was before the call.
         """
-        if kind not in self._known:
-            leaves, self._known[kind] = _learn_ending(run, module)
+        if kind not in self._endings:
+            leaves, self._endings[kind] = _learn_ending(run, module)
             return leaves
-        ending = self._known[kind]
+        ending = self._endings[kind]
         if ending is None:
             return pytree.tree_leaves(run())
         restored = _restored(run, SavedOps(ops=ending.ops, results=ending.results), ending.begins)
         if restored is not None:
             return restored
-        self._known[kind] = None  # what it runs depends on more than its shapes
+        self._endings[kind] = None  # what it runs depends on more than its shapes
         rewind()
         return pytree.tree_leaves(run())
 
@@ -600,7 +600,7 @@ class _Recorder(DispatchMode):
     def __init__(self, save_plan: SavePlan) -> None:
         super().__init__()
         self._save_plan, self._saved = save_plan, SavedOps()
-        self._counter, self._known = Counter(), save_plan.known
+        self._counter, self._earlier = Counter(), save_plan.earlier
         self._held: list[torch.Tensor] = []  # as the operations returned them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -608,14 +608,14 @@ class _Recorder(DispatchMode):
         traits = _TRAITS.get(id(func)) or traits_of(func)
         if not traits.counts or self._saved.lost:
             return func(*args, **kwargs)
-        index, expected_ops = len(self._saved.ops), self._known
+        index, expected_ops = len(self._saved.ops), self._earlier
         self._saved.ops.append(func)
         expected = expected_ops[index] if index < len(expected_ops) else None
         if expected is None or expected.func is not func:
-            self._leave_known()
-            return self._run_unknown(index, self._counter.key(func), func, args, kwargs)
+            self._leave_earlier()
+            return self._run_new(index, self._counter.key(func), func, args, kwargs)
         if not expected.quick:
-            return self._run_unknown(index, expected.key, func, args, kwargs)
+            return self._run_new(index, expected.key, func, args, kwargs)
         before = _random_state(func, args, kwargs) if expected.may_draw else None
         out = func(*args, **kwargs)
         result = expected.result
@@ -626,7 +626,7 @@ class _Recorder(DispatchMode):
             self._record_result(index, func, args, kwargs, out, keep=keep, before=before)
         return out
 
-    def _run_unknown(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_new(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that the previous call does not determine."""
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
@@ -659,18 +659,18 @@ class _Recorder(DispatchMode):
             self._held.extend(leaf for leaf, layout in pairs if isinstance(layout, Layout))
         return True
 
-    def _leave_known(self) -> None:
+    def _leave_earlier(self) -> None:
         """Trace the rest of the call again, because it differs from the previous one."""
-        if self._known:
-            self._known = []
+        if self._earlier:
+            self._earlier = []
             for func in self._saved.ops[:-1]:
                 self._counter.key(func)
 
     def _learn(self) -> None:
         """Remember the operations of this call as the expectation for the next one."""
         counter, results = Counter(), self._saved.results
-        self._save_plan.known[:] = [
-            Known.of(func, counter.key(func), results.get(index))
+        self._save_plan.earlier[:] = [
+            EarlierOperation.of(func, counter.key(func), results.get(index))
             for index, func in enumerate(self._saved.ops)
         ]
 
@@ -716,7 +716,7 @@ class _Recorder(DispatchMode):
         saved, ops = self._saved, self._save_plan.ops
         if not saved.lost and len(saved.ops) < len(ops):
             self._lose(f"it ends where {ops[len(saved.ops)]} was planned for")
-        if not saved.lost and len(self._known) != len(saved.ops):
+        if not saved.lost and len(self._earlier) != len(saved.ops):
             self._learn()
         # The tensors are detached, because an output of the block will get a history that leads
         # back to this call.
@@ -850,11 +850,11 @@ class _Learner(DispatchMode):
             return func(*args, **kwargs)
         index, changed = len(self._ops), written(func, args, kwargs)
         tensors = tensors_in(args, kwargs)
-        given = set(map(self._made_by, tensors))
+        given = set(map(self._node_of, tensors))
         self._unfilled.difference_update(map(storage_key, changed))
         if reads_values(func):
             self._look_for_unseen_writes(tensors)
-        outside = any(self._made_by(tensor) is None for tensor in changed)
+        outside = any(self._node_of(tensor) is None for tensor in changed)
         out = func(*args, **kwargs)
         fresh = [t for t in tensors_in(out) if storage_key(t) not in self._maker]
         self._ops.append(func)
@@ -882,7 +882,7 @@ class _Learner(DispatchMode):
     def _look_for_unseen_writes(self, read: Sequence[torch.Tensor]) -> None:
         self._reads_unseen |= any(storage_key(tensor) in self._unfilled for tensor in read)
 
-    def _made_by(self, tensor: torch.Tensor) -> int | None:
+    def _node_of(self, tensor: torch.Tensor) -> int | None:
         reference = StorageWeakRef(tensor.untyped_storage())
         return self._maker.setdefault(reference.cdata, (reference, None))[1]
 

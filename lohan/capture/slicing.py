@@ -61,7 +61,7 @@ class Cuts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, Cut] = {}
+        self._cuts: dict[Any, Cut] = {}
         self._unconfirmed: tuple[Any, str, int, Cut] | None = None  # key, name, batch
         self._warned: set[str] = set()
         self.needs: Mapping[str, int] = {}
@@ -74,7 +74,7 @@ class Cuts:
         """
         self._unconfirmed = None
         key = (id(module), module.training, *pattern(call))
-        if key not in self._known:
+        if key not in self._cuts:
             cut = find_cut(module, call, run, values=True)
             if cut.whole and self.needs.get(call.name, 0) > self.room:
                 raise BudgetError(
@@ -86,7 +86,7 @@ class Cuts:
             if not cut.failed:
                 self.confirm()
             return cut
-        return self._known[key]
+        return self._cuts[key]
 
     def confirm(self) -> None:
         """Keep the last cut for later calls.
@@ -97,7 +97,7 @@ class Cuts:
         if self._unconfirmed is None:
             return
         key, name, batch, cut = self._unconfirmed
-        self._known[key], self._unconfirmed = cut, None
+        self._cuts[key], self._unconfirmed = cut, None
         if cut.whole and cut.whole not in self._warned:
             self._warned.add(cut.whole)
             warnings.warn(

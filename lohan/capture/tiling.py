@@ -75,7 +75,7 @@ class Tiling:
 
     def __init__(self, tokens: int, *, brief: bool = False) -> None:
         self.tokens, self.brief = tokens, brief
-        self.alike: dict[Hashable, Cuts] = {}  # by kind of call
+        self.cuts_by_kind: dict[Hashable, Cuts] = {}  # by kind of call
         # The results of trials with real values, by kind of part.
         self.sound: dict[Hashable, bool] = {}
 
@@ -107,13 +107,15 @@ class TiledForward:
         if stream is None or kind in self._parts:
             return
         if stream.numel() // stream.shape[-1] > self._tiling.tokens:
-            known_cuts, state = (
-                self._tiling.alike,
+            cuts_by_kind, state = (
+                self._tiling.cuts_by_kind,
                 BlockState(type(self._module).__name__, self._module),
             )
             # Trials leave the block unchanged, and their tensors are not tensors of inference mode.
             with torch.inference_mode(False), state.preserved():
-                cuts = find_parts(self._module, self._original, args, kwargs, alike=known_cuts)
+                cuts = find_parts(
+                    self._module, self._original, args, kwargs, known_cuts=cuts_by_kind
+                )
             self._parts[kind] = [
                 _Part(self._module.get_submodule(name), cut, self._tiling)
                 for name, cut in cuts.items()
@@ -460,11 +462,11 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, Cuts]] = WeakKeyDictionary()
 
 
 def find_parts(
-    module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, alike: dict[Hashable, Cuts]
+    module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, known_cuts: dict[Hashable, Cuts]
 ) -> Cuts:
     """Return the largest position-wise parts of a block's call in which tiles save memory.
 
-    `alike` holds the parts of other blocks of the model, by kind of call. A block that was
+    `cuts_by_kind` holds the parts of other blocks of the model, by kind of call. A block that was
     tried for a plan is not tried again for a run, unless the trial failed.
     """
     leaves = [*module.parameters(), *pytree.tree_leaves((args, kwargs))]
@@ -472,11 +474,11 @@ def find_parts(
     kind = type(module), str(module), module.training, shapes
     cached = _KNOWN.setdefault(module, {})
     if kind not in cached:
-        cuts = alike[kind] if kind in alike else _find_cuts(module, forward, args, kwargs)
+        cuts = known_cuts[kind] if kind in known_cuts else _find_cuts(module, forward, args, kwargs)
         if cuts is None:
             return {}
         cached[kind] = cuts
-    alike[kind] = cached[kind]
+    known_cuts[kind] = cached[kind]
     return cached[kind]
 
 

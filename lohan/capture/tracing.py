@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from lohan.capture.call_context import collecting, swapped
-from lohan.capture.fake import CPU, UNKNOWN, DispatchMode, Known, faking
+from lohan.capture.fake import CPU, UNKNOWN, DispatchMode, KnownValues, faking
 from lohan.capture.recompute import Block, SavedCall
 from lohan.capture.selective_checkpoint import (
     Counter,
@@ -105,7 +105,7 @@ def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], lis
     first one that can is made to.
     """
     random = torch.random.fork_rng(devices=[])
-    with faking(Known.NUMBERS), random, _fake_parameters(module) as weights:
+    with faking(KnownValues.NUMBERS), random, _fake_parameters(module) as weights:
         yield _fake_inputs(leaves), weights
 
 
@@ -387,7 +387,7 @@ class Inventories:
     """Inventories of calls. Equal modules with inputs of equal shapes share one."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Inventory] = {}
+        self._by_kind: dict[Any, Inventory] = {}
 
     def of(
         self,
@@ -398,9 +398,9 @@ class Inventories:
         forward: Callable[..., Any],
     ) -> Inventory:
         kind = kind_of_call(module, (args, kwargs))
-        if kind not in self._known:
-            self._known[kind] = inventory(module, args, kwargs, forward=forward)
-        return self._known[kind]
+        if kind not in self._by_kind:
+            self._by_kind[kind] = inventory(module, args, kwargs, forward=forward)
+        return self._by_kind[kind]
 
 
 def shapes_together(

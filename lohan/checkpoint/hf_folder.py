@@ -222,7 +222,7 @@ def is_of_another_class(model: nn.Module | None, folder: Path) -> bool:
     )
 
 
-def _where_models_are(path: Path) -> str:
+def _model_folder_advice(path: Path) -> str:
     """Return advice for a model folder that does not exist."""
     hub = (
         "or fetch a model of the hub: `lohan train --model ORG/NAME`, or `hf download ORG/NAME "
@@ -239,7 +239,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         if path.suffix == ".gguf":
             refuse_gguf(path)
-        raise ModelError(f"{path}: no such folder; {_where_models_are(path)}")
+        raise ModelError(f"{path}: no such folder; {_model_folder_advice(path)}")
     file = path / "config.json"
     if (path / "model_index.json").is_file():
         file = path / "transformer" / "config.json"

@@ -280,7 +280,7 @@ def _forget(target: Path) -> None:
 SAVED = "save_pretrained"  # the run id in the mark of a save
 SAVED_MARK = ".lohan-saved"  # differs from MARK, because the target may also be an export
 NEW, COMPLETE = ".lohan-export", ".lohan-saving"
-ASIDE = ".replaced"  # the subfolder of COMPLETE that holds the replaced files
+REPLACED_SUBFOLDER = ".replaced"  # the subfolder of COMPLETE that holds the replaced files
 SAVING = ".lohan-saving.lock"
 MODEL_CARD = "README.md"  # `joining` keeps an existing one
 _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -370,18 +370,22 @@ def _install(target: Path) -> None:
     old = {name for name in waiting if os.path.lexists(target / name)}
     old |= _weights_in(target, _stems(new)) - new.keys()
     try:
-        _move(sorted(old, key=lambda name: not _begins_loading(name)), target, complete / ASIDE)
+        _move(
+            sorted(old, key=lambda name: not _begins_loading(name)),
+            target,
+            complete / REPLACED_SUBFOLDER,
+        )
         _move(sorted(waiting, key=_begins_loading), complete, target)
         write_atomic(target / SAVED_MARK, (complete / MARK).read_bytes())
     except BaseException:
         installed = [name for name in new if not os.path.lexists(complete / name)]
-        before = list(_files(complete / ASIDE))
+        before = list(_files(complete / REPLACED_SUBFOLDER))
         _move(sorted(installed, key=lambda name: not _begins_loading(name)), target, complete)
-        _move(sorted(before, key=_begins_loading), complete / ASIDE, target)
+        _move(sorted(before, key=_begins_loading), complete / REPLACED_SUBFOLDER, target)
         shutil.rmtree(complete)
         raise
-    if (complete / ASIDE).exists():
-        shutil.rmtree(complete / ASIDE)
+    if (complete / REPLACED_SUBFOLDER).exists():
+        shutil.rmtree(complete / REPLACED_SUBFOLDER)
     shutil.rmtree(complete)
 
 

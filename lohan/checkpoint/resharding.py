@@ -175,8 +175,8 @@ def reshard_to_world(
     machines.
     """
     sets = find_sets(folders_of, name)
-    now = current_set(sets, wanted=world)
-    if now is None:
+    current = current_set(sets, wanted=world)
+    if current is None:
         if sets and all(one.world != world for one in sets):
             one = sets[-1]
             away = ", ".join(map(str, one.missing()))
@@ -191,12 +191,12 @@ def reshard_to_world(
             )
         return
     for other in sets:
-        if other != now:
+        if other != current:
             other.remove()
-    if now.world != world:
-        note(f"the state of {now.describe()} is resharded for {world}")
-        reshard(now, set_of(folders_of, name, world), progress=progress)
-        now.remove()
+    if current.world != world:
+        note(f"the state of {current.describe()} is resharded for {world}")
+        reshard(current, set_of(folders_of, name, world), progress=progress)
+        current.remove()
 
 
 def reshard(

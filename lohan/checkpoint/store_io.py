@@ -138,8 +138,8 @@ def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
         torch.set_rng_state(states[0])
     except (ValueError, RuntimeError) as error:
         raise damaged(f"rng is not a random state of torch ({first_line(error)})") from None
-    now = device.random_state()
-    if isinstance(now, tuple) and len(states) == len(now):
+    random_state = device.random_state()
+    if isinstance(random_state, tuple) and len(states) == len(random_state):
         device.set_random_state(tuple(states))
 
 
@@ -162,7 +162,7 @@ class ChangedBuffers:
 
     def __init__(self, model: nn.Module, committed: Mapping[str, Any]) -> None:
         self._model = model
-        self._known = frozenset(committed.get(KEY, {}))
+        self._committed_names = frozenset(committed.get(KEY, {}))
         self._first = {
             name: (id(tensor), tensor._version) for name, tensor in _persistent(model).items()
         }
@@ -181,13 +181,17 @@ class ChangedBuffers:
 
         A step that is repeated then sees the same buffers.
         """
-        return not self._known and not self._counting and _versions(self._model) == self._at_first
+        return (
+            not self._committed_names
+            and not self._counting
+            and _versions(self._model) == self._at_first
+        )
 
     def to_meta(self) -> dict[str, Any]:
         changed = {
             name: tensor
             for name, tensor in _persistent(self._model).items()
-            if name in self._known
+            if name in self._committed_names
             or name in self._counting
             or self._first.get(name) != (id(tensor), tensor._version)
         }

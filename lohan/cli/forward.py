@@ -102,7 +102,7 @@ def evaluate(
 ) -> None:
     """Compute loss and perplexity, or run tasks of lm-evaluation-harness."""
     check_dtype(dtype)
-    _check_asked(data, tasks, {"--tasks-dir": tasks_dir, "--limit": limit, "--fewshot": fewshot})
+    _check_inputs(data, tasks, {"--tasks-dir": tasks_dir, "--limit": limit, "--fewshot": fewshot})
     if tasks is not None and pack:
         raise ConfigError("--pack: goes with --data, not with --tasks; leave it out")
     set_up_libraries()
@@ -142,7 +142,7 @@ def evaluate(
                 shown.note(line)
 
 
-def _check_asked(data: Path | None, tasks: str | None, others: dict[str, Any]) -> None:
+def _check_inputs(data: Path | None, tasks: str | None, others: dict[str, Any]) -> None:
     if data is None and not tasks:
         raise ConfigError("eval: nothing to evaluate on; give --data or --tasks")
     if data is not None and tasks:

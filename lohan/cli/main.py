@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lohan import __version__
-from lohan.device.launch import says_first
+from lohan.device.launch import is_first_to_print
 from lohan.errors import ConfigError, LohanError, RankError, StorageIOError
 from lohan.util.display import echo, printable
 
@@ -94,7 +94,7 @@ def fail(error: LohanError) -> None:
     who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
     reported = isinstance(error, RankError) and error.reported
     message = printable(str(error))
-    if not reported and says_first(message):
+    if not reported and is_first_to_print(message):
         from rich.console import Console
 
         Console(stderr=True).print(f"{who}: {message}", style="red", markup=False, soft_wrap=True)

@@ -527,7 +527,7 @@ def plan(
                 "--ssds, --device-memory, --max-model and --max-batch are for other machines; "
                 "add --machine"
             )
-        _plan_here(settings, minimise, schedule=schedule, classes=classes, as_json=as_json)
+        _plan_traced(settings, minimise, schedule=schedule, classes=classes, as_json=as_json)
         return
     from lohan.planner import presets
 
@@ -571,7 +571,7 @@ def _steps_of_epochs(settings: Config, examples: int | None, data: Path | None) 
     return steps_for(examples, settings.train.epochs, settings.train.batch)
 
 
-def _plan_here(
+def _plan_traced(
     settings: Config, minimise: str, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     from lohan.util.libraries import set_up_libraries

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from lohan.planner.machine_plan import MachinePlan, PlanRequest
 
 BATCHES = tuple(2**n for n in range(9))
-ENOUGH = 0.9  # share of the best speed; larger batches mean fewer steps and more memory
+FAST_SHARE = 0.9  # share of the best speed; larger batches mean fewer steps and more memory
 USUAL_BATCH = 8  # rows; training is usually stable with them, and fewer are a last resort
-SAMPLED = 500  # examples that are tokenised to choose the sequence length
+SAMPLED_EXAMPLES = 500  # examples that are tokenised to choose the sequence length
 SEQ, LONGEST = 1024, 8192  # default and largest sequence length, in tokens
 STEPS_PER_PASS = 10  # fewest steps of an epoch
-MANY = 2**30  # number of examples if they were not counted
+UNKNOWN_EXAMPLES = 2**30  # number of examples if they were not counted
 
 
 def init(
@@ -133,8 +133,8 @@ def _this_machine(
         )
     from dataclasses import replace
 
-    from lohan.device.choose import known_name
-    from lohan.engine.profile import Where, cached_profile, latest_profile
+    from lohan.device.choose import canonical_name
+    from lohan.engine.profile import ComputePlace, cached_profile, latest_profile
     from lohan.util.display import open_display
     from lohan.util.libraries import set_up_libraries
 
@@ -148,7 +148,7 @@ def _this_machine(
 
         shown = open_display(Console(stderr=True))
         try:
-            where = Where(known_name("auto"))
+            where = ComputePlace(canonical_name("auto"))
             last = cached_profile(folders, where=where, progress=shown.advance)
         finally:
             shown.close()
@@ -170,11 +170,11 @@ def _task(model: Path, data: Path) -> str:
     """Return the task that fits the model folder and the data; presets are language models."""
     task = "language"
     if model.is_dir():
-        from lohan.train.inputs import made_for
+        from lohan.train.inputs import task_of_model
         from lohan.util.libraries import set_up_libraries
 
         set_up_libraries()
-        task = made_for(model)
+        task = task_of_model(model)
     return "preference" if task == "language" and _loss(data) else task
 
 
@@ -235,20 +235,20 @@ def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, 
     The length has room for the longest of the first examples.
     """
     if not model.is_dir():
-        return SEQ, "the default: there is no tokenizer to look at the data with", MANY
+        return SEQ, "the default: there is no tokenizer to look at the data with", UNKNOWN_EXAMPLES
     from lohan.data.reading import read_examples, suffix_of
     from lohan.data.text import Encoder
     from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     if suffix_of(data) == ".txt":
-        return SEQ, "the default: a text is cut into pieces of any length", MANY
+        return SEQ, "the default: a text is cut into pieces of any length", UNKNOWN_EXAMPLES
     encoder = Encoder(model)
     read = read_examples(data, encoder=encoder, seq=LONGEST, progress=None, preferences=preferences)
-    lengths = [max(len(ids) for ids, _ in unit) for _, (unit, _) in islice(read, SAMPLED)]
+    lengths = [max(len(ids) for ids, _ in unit) for _, (unit, _) in islice(read, SAMPLED_EXAMPLES)]
     longest = max(lengths)
     seq = min(LONGEST, align_up(longest, 64))
-    count = len(lengths) if len(lengths) < SAMPLED else MANY
+    count = len(lengths) if len(lengths) < SAMPLED_EXAMPLES else UNKNOWN_EXAMPLES
     return seq, f"the longest of the first {len(lengths)} examples has {longest} tokens", count
 
 
@@ -276,14 +276,14 @@ def _batches(
     usual_speeds = {batch: speed for batch, speed in speeds.items() if batch >= USUAL_BATCH}
     usual_speeds = usual_speeds or {max(speeds): speeds[max(speeds)]}
     best = max(usual_speeds.values())
-    chosen = next(batch for batch, speed in usual_speeds.items() if speed >= ENOUGH * best)
+    chosen = next(batch for batch, speed in usual_speeds.items() if speed >= FAST_SHARE * best)
     return speeds, plans[chosen]
 
 
 def _why_batch(batch: int) -> str:
     if batch < USUAL_BATCH:
         return f"the largest that fits, or of which the data has {STEPS_PER_PASS}; more is usual"
-    return f"the smallest from {USUAL_BATCH} on that has {ENOUGH:.0%} of the best speed"
+    return f"the smallest from {USUAL_BATCH} on that has {FAST_SHARE:.0%} of the best speed"
 
 
 def _recipe(

@@ -46,15 +46,15 @@ def profile(
     set_up_libraries()
     from rich.console import Console
 
-    from lohan.device.choose import known_name
-    from lohan.engine.profile import Where, run_profile
+    from lohan.device.choose import canonical_name
+    from lohan.engine.profile import ComputePlace, run_profile
     from lohan.planner import presets
     from lohan.util.display import open_display
 
     shape = None if model is None else presets.model(model)
 
-    where = Where(
-        known_name(device),
+    where = ComputePlace(
+        canonical_name(device),
         parse_bytes(device_memory, name="--device-memory") if device_memory else None,
         byte_rate(link, "--link", Path()) if link else None,
     )

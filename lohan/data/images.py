@@ -521,26 +521,26 @@ class ImageFiles:
     """Images by number; each is read when it is needed, and refused if it has changed."""
 
     files: list[tuple[str, str]] = field(default_factory=list)  # path and digest
-    _known: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
 
     def number_of(self, path: Path, place: str) -> int:
         name = str(path)
-        if name not in self._known:
+        if name not in self._numbers:
             if not usable_path(name) or not path.is_file():
                 raise DataError(
                     f"{place}: no image {name[:200]}; names are relative to the data file"
                 )
             open_image(path)
-            self._known[name] = len(self.files)
+            self._numbers[name] = len(self.files)
             self.files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
-        return self._known[name]
+        return self._numbers[name]
 
     def take(self, name: str, digest: str) -> int:
         """Add an image that another process has checked, and return its number."""
-        if name not in self._known:
-            self._known[name] = len(self.files)
+        if name not in self._numbers:
+            self._numbers[name] = len(self.files)
             self.files.append((name, digest))
-        return self._known[name]
+        return self._numbers[name]
 
     def restore(self, about: Mapping[str, Any]) -> None:
         """Restore the list of images that was stored with the data."""
@@ -785,7 +785,8 @@ def _text(row: Row) -> str:
     return bytes(row["text"].astype(np.uint8)).decode()
 
 
-LEAST = 2**20  # minimum file size for several processes; low, because images take long to process
+# minimum file size for several processes; low, because images take long to process
+PARALLEL_BYTES = 2**20
 
 
 def rows_with_images(
@@ -793,7 +794,9 @@ def rows_with_images(
 ) -> Iterator[Row]:
     """Yield the examples of rows; large files are encoded by several processes."""
     work = partial(_encoded, source)
-    for example, files in mapped(work, rows, conversations, processes_for(source, least=LEAST)):
+    for example, files in mapped(
+        work, rows, conversations, processes_for(source, least=PARALLEL_BYTES)
+    ):
         numbers = [conversations.images.take(*file) for file in files]
         if example is not None:
             yield {**example, "images": np.asarray(numbers, np.int64)}

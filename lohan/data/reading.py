@@ -173,7 +173,7 @@ SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", *TABLE_SUFFIXES)
 TEXT_BLOCK_BYTES = 2**18
 JSON_BLOCK_BYTES = 2**20
 FIELD_BYTES = 2**26  # maximum length of a value in a .csv file
-TOGETHER = 64  # number of rows that are sent to a process at a time
+ROWS_PER_TASK = 64  # number of rows that are sent to a process at a time
 PARALLEL_BYTES = 32 * 2**20  # minimum file size for which starting processes pays off
 PROCESSES = 4  # maximum number of processes; each takes about 300 MiB
 START = "spawn"
@@ -311,7 +311,7 @@ def mapped(
         pool = stack.enter_context(context.Pool(processes, _start_worker, (worker,)))
         pending: list[Any] = []
         rest = iter(items)
-        while some := tuple(islice(rest, TOGETHER)):
+        while some := tuple(islice(rest, ROWS_PER_TASK)):
             pending.append(pool.apply_async(_work_on, (work, some)))
             if len(pending) > 2 * processes:
                 yield from _finished(pending.pop(0), worker)
@@ -335,7 +335,7 @@ def _work_on(
     return results, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
 
 
-WORKER_DEADLINE_S = 600.0  # for TOGETHER rows
+WORKER_DEADLINE_S = 600.0  # for ROWS_PER_TASK rows
 
 
 def _finished(result: Any, worker: Worker) -> list[Any]:

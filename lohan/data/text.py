@@ -103,7 +103,7 @@ class Encoder:
     def __init__(
         self, model_dir: Path, *, template: str | None = None, tokenizer: Any = None
     ) -> None:
-        self.model_dir, self.template, self._given = model_dir, template, tokenizer
+        self.model_dir, self.template, self._given_tokenizer = model_dir, template, tokenizer
         self.skipped_turns = self.unseen_tools = 0
         self._tokenizer: Any = None
         self._tools: list[Any] | None = None  # tools of the current conversation
@@ -123,7 +123,9 @@ class Encoder:
 
     def tokenizer(self, place: str) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = self._given or load_tokenizer(self.model_dir, needed_by=place)
+            self._tokenizer = self._given_tokenizer or load_tokenizer(
+                self.model_dir, needed_by=place
+            )
             if self.template is not None:
                 self._tokenizer.chat_template = chat_template(self.template)
             first = self._tokenizer("a", add_special_tokens=True)["input_ids"][:1]
@@ -222,7 +224,7 @@ class Encoder:
         after = self.ids(answer, place=place) + self.eos()
         return before + after, [IGNORE] * len(before) + after
 
-    def asked(self, messages: list[dict[str, Any]], *, place: str) -> list[int]:
+    def prompt_tokens(self, messages: list[dict[str, Any]], *, place: str) -> list[int]:
         """Return the tokens of a conversation up to the point where the assistant continues."""
         return self.ids(self._render(messages, place=place, prompt=True), place=place)
 
@@ -230,7 +232,7 @@ class Encoder:
         """Return the tokens of a prompt without its answer, as they are used in generation."""
         if self.tokenizer(place).chat_template:
             messages, self._tools = [{"role": "user", "content": text}], None
-            return self.asked(messages, place=place)
+            return self.prompt_tokens(messages, place=place)
         return self.bos(place=place) + self.ids(text, place=place)
 
     def chat(
@@ -419,7 +421,7 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     prompt = prompt_of(row, keys[0], place=place)
     if len(keys) == 1:
         assert isinstance(prompt, list)
-        messages = _told(system_in(row, place=place), prompt)
+        messages = _with_system(system_in(row, place=place), prompt)
         return encoder.chat(messages, place=place, tools=tools_in(row, place=place))
     given = row[keys[1]]
     answer = _messages(given, place=place) if isinstance(given, list) else None
@@ -462,13 +464,13 @@ def encode_answer(
         return encoder.answer(prompt, answer, raw=raw, place=place, system=system)
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    before = _told(system, before)
+    before = _with_system(system, before)
     ids, labels = encoder.chat([*before, *after], place=place, tools=tools)
-    asked = len(encoder.asked(before, place=place))
+    asked = len(encoder.prompt_tokens(before, place=place))
     return ids, [IGNORE] * asked + labels[asked:]
 
 
-def _told(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prepend the row's system prompt to messages that have none."""
     if not system or (messages and messages[0]["role"] == "system"):
         return messages

@@ -255,7 +255,8 @@ def pinned_by_torch(count: int) -> HostMemory:
 
 
 LINK = ("h2d", "d2h")
-SUMMED = 2**22  # elements per part; backends that copy a part in double precision need 32 MiB
+# elements per part; backends that copy a part in double precision need 32 MiB
+SUMMED_ELEMENTS = 2**22
 # Lanes with their own stream; compute uses the caller's. `slices` is for copies to the device that
 # compute itself requests, each after the compute that frees its buffer. On the stream of h2d they
 # would delay the weights and activations of later blocks, which wait for nothing.
@@ -276,7 +277,7 @@ class AcceleratorDevice:
     computes_on_cores = False
 
     def __init__(self, memory: int | None = None, *, number: int | None = None) -> None:
-        self.torch_device = torch.device(found_type(), _number(number))
+        self.torch_device = torch.device(available_type(), _number(number))
         self.name = str(self.torch_device)
         self.default_dtype = "bf16" if has_bf16(self.torch_device) else "fp16"
         set_device(self.torch_device)
@@ -290,7 +291,7 @@ class AcceleratorDevice:
             lane: new_stream(self.torch_device, lane) for lane in STREAMS
         }
         self._computing = current_stream(self.torch_device)  # the stream that compute last ran on
-        self._said = False
+        self._pins_failed = False
         self._on_lane = threading.local()  # `entered` is set on threads of lanes
         self._pageable_copies = PageableCopies(partial(set_device, self.torch_device))
 
@@ -358,7 +359,7 @@ class AcceleratorDevice:
         would otherwise overtake earlier copies of their lane, and an event stands for all copies
         before it.
         """
-        if not self._said or self.torch_device.type != "cuda":
+        if not self._pins_failed or self.torch_device.type != "cuda":
             return False
         return not getattr(self._on_lane, "entered", False)
 
@@ -414,7 +415,7 @@ class AcceleratorDevice:
         """
         if not self._has_fp64:
             return None
-        parts = [part for tensor in tensors for part in tensor.reshape(-1).split(SUMMED)]
+        parts = [part for tensor in tensors for part in tensor.reshape(-1).split(SUMMED_ELEMENTS)]
         norms = torch._foreach_norm(parts, 2.0, dtype=torch.float64)
         return torch.stack(norms).square_().sum().view(1)
 
@@ -457,8 +458,8 @@ class AcceleratorDevice:
         try:
             return self._pinned(count)
         except (RuntimeError, OSError) as error:
-            if not self._said:
-                self._said = True
+            if not self._pins_failed:
+                self._pins_failed = True
                 warnings.warn(
                     f"{self.name}: cannot pin {format_bytes(count)} of host memory ({error}); "
                     "copies go through pageable memory, at about half the speed of the link. Lower "
@@ -505,7 +506,7 @@ class AcceleratorDevice:
             limit_memory(self.torch_device, None)
 
 
-def found_type() -> str:
+def available_type() -> str:
     """Return the type of the accelerator that torch was built for and that is available."""
     if not hasattr(torch, "accelerator"):
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lohan.device.accelerator import AcceleratorDevice, found_type, is_integrated
+from lohan.device.accelerator import AcceleratorDevice, available_type, is_integrated
 from lohan.device.base import CpuDevice, Device
 from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
 from lohan.device.integrated import IntegratedDevice
@@ -26,7 +26,7 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
     `memory` is the most that a run may use, in bytes. `link` is the speed of an emulated link in
     bytes/s, for each direction.
     """
-    name, number = _parted(known_name(name))
+    name, number = _parted(canonical_name(name))
     if link is not None and name != "emulated":
         raise ConfigError(
             f"--link applies only to emulated devices, not to --device {name}; leave it out"
@@ -54,13 +54,13 @@ def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
     return device
 
 
-def known_name(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return the canonical name of a device, after resolving `auto`.
 
     Every name of an accelerator becomes `accelerator`, with its number if given: accelerator:1.
     """
     if (named := _AN_ACCELERATOR.fullmatch(name)) is not None:
-        if named[1] in BACKENDS and (available := found_type()) != named[1]:
+        if named[1] in BACKENDS and (available := available_type()) != named[1]:
             raise ConfigError(
                 f"device: {name} was requested, but the accelerator of this machine is {available}"
                 f"; use --device {available}"
@@ -81,7 +81,7 @@ def _parted(name: str) -> tuple[str, int | None]:
 
 def default_dtype(name: str) -> str:
     """Return the type of parameters on this device if the user does not choose one."""
-    kind, number = _parted(known_name(name))
+    kind, number = _parted(canonical_name(name))
     if kind == "accelerator":
         return AcceleratorDevice(number=number).default_dtype
     return CpuDevice.default_dtype
@@ -135,7 +135,7 @@ class Compiled:
     def __init__(self, backend: Backend | None, *, sites: int) -> None:
         self._backend = backend
         # (forward, recomputation) by site; None if the site runs uncompiled.
-        self._made: dict[int, tuple[Forward, Forward] | None] = {}
+        self._compiled: dict[int, tuple[Forward, Forward] | None] = {}
         if backend is None:
             return
         from torch import _dynamo
@@ -147,7 +147,7 @@ class Compiled:
                 return
 
     def forward(self, site: int) -> Forward | None:
-        compiled = self._made.get(site)
+        compiled = self._compiled.get(site)
         return None if compiled is None else compiled[0]
 
     def recompute(self, site: int) -> Forward | None:
@@ -155,12 +155,12 @@ class Compiled:
 
         Its result has a graph but no values. See Note [compiled recomputation].
         """
-        compiled = self._made.get(site)
+        compiled = self._compiled.get(site)
         return None if compiled is None else compiled[1]
 
     def undecided(self, site: int) -> bool:
         """Return whether it is still open if this site is compiled."""
-        return self._backend is not None and site not in self._made
+        return self._backend is not None and site not in self._compiled
 
     def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:
         """Decide whether to compile a site after an uncompiled call.
@@ -174,7 +174,7 @@ class Compiled:
                 torch.compile(forward, backend=self._backend),
                 torch.compile(_without_values(forward), backend=self._backend),
             )
-        self._made[site] = compiled
+        self._compiled[site] = compiled
 
 
 def _without_values(forward: Forward) -> Forward:

@@ -76,7 +76,7 @@ class EmulatedStream:
     """
 
     def __init__(self, name: str) -> None:
-        self._given: deque[Callable[[], None]] = deque()
+        self._queued: deque[Callable[[], None]] = deque()
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._closed = False
@@ -85,7 +85,7 @@ class EmulatedStream:
 
     def give(self, work: Callable[[], None]) -> None:
         with self._change:
-            self._given.append(work)
+            self._queued.append(work)
             self._change.notify()
 
     def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
@@ -109,10 +109,10 @@ class EmulatedStream:
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._given or self._closed)
-                if not self._given:
+                self._change.wait_for(lambda: self._queued or self._closed)
+                if not self._queued:
                     return
-                work = self._given.popleft()
+                work = self._queued.popleft()
             try:
                 work()
             except BaseException as error:
@@ -176,7 +176,7 @@ class Memory:
         self.budget = budget
         self.live = self.peak = 0
         self.span = ComputeSpan()
-        self._known: dict[int, _Tracked] = {}
+        self._storages: dict[int, _Tracked] = {}
         # reentrant, because a storage may be freed while another is added
         self._lock = threading.RLock()
 
@@ -187,7 +187,7 @@ class Memory:
         """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
-            if key in self._known:
+            if key in self._storages:
                 return
             if self.live + size > self.budget:
                 raise torch.OutOfMemoryError(
@@ -196,7 +196,7 @@ class Memory:
                 )
             self.live += size
             self.peak = max(self.peak, self.live)
-            self._known[key] = _Tracked(size, written=self.span if made else None)
+            self._storages[key] = _Tracked(size, written=self.span if made else None)
         weakref.finalize(storage, self._dead, key)
 
     def add_host(self, memory: HostMemory) -> None:
@@ -212,11 +212,11 @@ class Memory:
 
     def _dead(self, key: int) -> None:
         with self._lock:
-            self.live -= self._known.pop(key).size
+            self.live -= self._storages.pop(key).size
 
     def touched(self, key: int, *, write: bool) -> None:
         """Record that compute uses a storage, or raise an error if a copy is pending."""
-        storage = self._known.get(key)
+        storage = self._storages.get(key)
         if storage is None:
             return
         if storage.coming or (write and storage.leaving):
@@ -229,7 +229,7 @@ class Memory:
     def given(self, key: int, *, write: bool, more: int = 1) -> None:
         """Count a copy to or from a storage as pending; with `more=-1`, as done."""
         with self._lock:
-            block = self._known.get(key)
+            block = self._storages.get(key)
             if block is not None and write:
                 block.coming += more
             elif block is not None:
@@ -237,7 +237,7 @@ class Memory:
 
     def check_copy(self, key: int, *, write: bool) -> None:
         """Raise an error if compute may still write the source or use the destination."""
-        block = self._known.get(key)
+        block = self._storages.get(key)
         if block is None:
             return
         spans = (block.written, block.read) if write else (block.written,)
@@ -325,11 +325,11 @@ class EmulatedDevice(AcceleratorDevice):
         self.torch_device = torch.device("cpu")
         self.memory = Memory(memory)
         self.rates = {"h2d": h2d, "d2h": d2h, "flops": flops}
-        self._pinnable, self._said = pinnable, False
+        self._pinnable, self._pins_failed = pinnable, False
         to_device = Link(h2d)
         self._links = {"h2d": to_device, "slices": to_device, "d2h": Link(d2h)}
         self._streams = {lane: EmulatedStream(lane) for lane in self._links}
-        self._own = _ComputeStream(self)
+        self._compute_stream = _ComputeStream(self)
         self.delay: Callable[[str], None] = lambda lane: None  # tests delay streams at random
 
     def memory_bytes(self) -> int:
@@ -366,7 +366,7 @@ class EmulatedDevice(AcceleratorDevice):
         """Do nothing, because memory is not cached."""
 
     def _compute(self) -> Any:
-        return self._own
+        return self._compute_stream
 
     def _current(self, stream: Any) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -419,7 +419,7 @@ class EmulatedDevice(AcceleratorDevice):
         torch.set_rng_state(state)
 
     def close(self) -> None:
-        for stream in (*self._streams.values(), self._own.stream):
+        for stream in (*self._streams.values(), self._compute_stream.stream):
             stream.close()
 
 

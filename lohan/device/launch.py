@@ -22,9 +22,10 @@ from lohan.errors import ConfigError
 from lohan.model.layout import RankInfo
 
 GRACE_S = 45.0  # time for the other ranks to stop after a rank has failed
-LOOK_S = 0.05
+POLL_S = 0.05
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
-SAID = "LOHAN_SAID"  # names a folder in which ranks record the messages they have printed
+# names a folder in which ranks record the messages they have printed
+MESSAGES_VARIABLE = "LOHAN_SAID"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -60,7 +61,7 @@ def launch(
     port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     with _passing_on(ranks), TemporaryDirectory(prefix="lohan-ranks-") as messages:
-        env = {**os.environ, SAID: messages}
+        env = {**os.environ, MESSAGES_VARIABLE: messages}
         for rank_info in RankInfo(world=world).all():
             ranks.append(_start(arguments, environment(rank_info, port, env)))
         _wait(ranks, grace_s)
@@ -84,14 +85,14 @@ def environment(rank: RankInfo, port: int, env: Mapping[str, str]) -> dict[str, 
     return {"OMP_NUM_THREADS": str(cores), **env, **{k: str(v) for k, v in variables.items()}}
 
 
-def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
+def is_first_to_print(message: str, env: Mapping[str, str] | None = None) -> bool:
     """Return whether no other rank of this launch has printed the same message.
 
     It is always True for ranks started by torchrun, which do not share a folder of messages.
     """
     from hashlib import sha256
 
-    folder = (os.environ if env is None else env).get(SAID)
+    folder = (os.environ if env is None else env).get(MESSAGES_VARIABLE)
     if folder is None:
         return True
     try:
@@ -133,7 +134,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
         if time.monotonic() > end_s:
             for rank in ranks:
                 rank.kill()
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _outcome(codes: Sequence[int], note: Callable[[str], None]) -> int:

@@ -84,8 +84,8 @@ def _synchronize(tensor: torch.Tensor) -> None:
 
 
 BEAT_S = 2.0
-SILENT = 12  # own beats without a beat of another rank after which it counts as lost
-DIGITS = 20  # more digits than a count of beats ever has
+LOST_AFTER_BEATS = 12  # own beats without a beat of another rank after which it counts as lost
+BEAT_DIGITS = 20  # more digits than a count of beats ever has
 
 
 def update_threads(local_ranks: int) -> int:
@@ -108,12 +108,12 @@ class Heartbeat:
 
         self._ranks, self._run = ranks, run
         self._rendezvous: Any = torch.distributed.TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=BEAT_S * SILENT)
+            host, port, is_master=False, timeout=timedelta(seconds=BEAT_S * LOST_AFTER_BEATS)
         )
         self._done = threading.Event()
         self._missed_beats = MissedBeats(ranks.world)
         self._beat(0)
-        self._heard = 0  # number of the last own beat at which the store answered
+        self._answered_beat = 0  # number of the last own beat at which the store answered
         for run_on in (self._live, self._guard):
             threading.Thread(target=run_on, name="lohan-heartbeat", daemon=True).start()
 
@@ -141,7 +141,7 @@ class Heartbeat:
             except ValueError as error:
                 self._end(f"the rendezvous store holds {error}; another program writes to it")
                 return
-            self._heard = number
+            self._answered_beat = number
             silent = [rank for rank in self._missed_beats.count(counts) if rank != self._ranks.rank]
             if silent and not self._done.is_set():
                 self._end_for(silent)
@@ -154,13 +154,16 @@ class Heartbeat:
         """
         last_answered = missed = 0
         while not self._done.wait(BEAT_S):
-            last_answered, missed = self._heard, missed + 1 if self._heard == last_answered else 0
-            if missed >= SILENT and not self._ranks.first:
+            last_answered, missed = (
+                self._answered_beat,
+                missed + 1 if self._answered_beat == last_answered else 0,
+            )
+            if missed >= LOST_AFTER_BEATS and not self._ranks.first:
                 self._end_for([0])
 
     def _end_for(self, silent: list[int]) -> None:
         names = ", ".join(f"rank {rank}" for rank in silent)
-        self._end(f"{names} gave no sign of life for {BEAT_S * SILENT:.0f} s")
+        self._end(f"{names} gave no sign of life for {BEAT_S * LOST_AFTER_BEATS:.0f} s")
 
     def _end(self, why: str) -> None:
         sys.stderr.write(
@@ -173,8 +176,8 @@ class Heartbeat:
 
 def count_of(value: bytes) -> int:
     """Return the beat that a rank has written; raise ValueError if it is not a number."""
-    text = bytes(value[:DIGITS])
-    if len(value) >= DIGITS or not text.isdigit():
+    text = bytes(value[:BEAT_DIGITS])
+    if len(value) >= BEAT_DIGITS or not text.isdigit():
         raise ValueError(f"{text!r} where a rank's heartbeat should be")
     return int(text)
 
@@ -190,7 +193,7 @@ class MissedBeats:
         for rank, count in enumerate(counts):
             self._same[rank] = 0 if count != self._counts[rank] else self._same[rank] + 1
             self._counts[rank] = count
-        return [rank for rank, looks in enumerate(self._same) if looks >= SILENT]
+        return [rank for rank, looks in enumerate(self._same) if looks >= LOST_AFTER_BEATS]
 
 
 # -- Process groups: torch.distributed behind a few calls ------------------------------------------
@@ -211,13 +214,14 @@ class MissedBeats:
 # step, so nothing is cleaned up before the end.
 
 
-MEETING = timedelta(minutes=10)  # time for all ranks to start and connect
+START_TIMEOUT = timedelta(minutes=10)  # time for all ranks to start and connect
 MEETING_POLL_S = 0.1
-PATIENCE = timedelta(days=2)  # timeout for a rank that is alive, which may be loading or exporting
-BLOCK = 2048  # bytes of a first message; longer values need a second one
-WORD = 8  # bytes of the length field
-LAST_WORDS_S = 10.0  # A process that aborts and does not exit within this time is ended.
-LOOK_S = 2.0  # time to look for the processes of lost ranks
+# The timeout for a rank that is alive, which may be loading or exporting.
+COLLECTIVE_TIMEOUT = timedelta(days=2)
+FIRST_MESSAGE_BYTES = 2048  # bytes of a first message; longer values need a second one
+LENGTH_BYTES = 8  # bytes of the length field
+ABORT_S = 10.0  # A process that aborts and does not exit within this time is ended.
+LOST_RANK_SEARCH_S = 2.0  # time to look for the processes of lost ranks
 BACKLOG = 1024  # connections that may be pending at once
 
 Found = TypeVar("Found")
@@ -265,9 +269,9 @@ class ProcessGroup:
         """Return the shards of all ranks in order, in host memory."""
         return shard
 
-    def any_rank(self, mine: bool) -> bool:
-        """Return whether `mine` is true on any rank."""
-        return any(self.all_gather_object(bool(mine)))
+    def any_rank(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank."""
+        return any(self.all_gather_object(bool(value)))
 
     def least(self, *numbers: int | None) -> list[Any]:
         """Return the element-wise minimum over ranks, or None if any rank has None."""
@@ -356,7 +360,7 @@ class SeveralRanks(ProcessGroup):
         self, ranks: RankInfo, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
     ) -> None:
         self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
-        self._ours = ours  # whether `close` also destroys torch's default group
+        self._owns_default = ours  # whether `close` also destroys torch's default group
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
         here = Peer(socket.gethostname(), os.getpid())
@@ -370,16 +374,16 @@ class SeveralRanks(ProcessGroup):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = json.dumps(value).encode()
-        small = _framed(data[: BLOCK - WORD], len(data), BLOCK)
-        gathered = self.all_gather(small).view(self.world, BLOCK)
-        lengths = [int(row[:WORD].view(torch.int64)) for row in gathered]
+        small = _framed(data[: FIRST_MESSAGE_BYTES - LENGTH_BYTES], len(data), FIRST_MESSAGE_BYTES)
+        gathered = self.all_gather(small).view(self.world, FIRST_MESSAGE_BYTES)
+        lengths = [int(row[:LENGTH_BYTES].view(torch.int64)) for row in gathered]
         longest = max(lengths)
-        if longest > BLOCK - WORD:
-            gathered = self.all_gather(_framed(data, len(data), longest + WORD)).view(
+        if longest > FIRST_MESSAGE_BYTES - LENGTH_BYTES:
+            gathered = self.all_gather(_framed(data, len(data), longest + LENGTH_BYTES)).view(
                 self.world, -1
             )
         pairs = zip(gathered, lengths, strict=True)
-        return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
+        return [json.loads(bytes(row[LENGTH_BYTES : LENGTH_BYTES + n].numpy())) for row, n in pairs]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         contiguous = shard.contiguous().view(torch.uint8)
@@ -414,7 +418,7 @@ class SeveralRanks(ProcessGroup):
             backend = distributed().get_default_backend_for_device(torch_device)
         try:
             with self._lost_rank():
-                self._net = distributed().new_group(backend=backend, timeout=PATIENCE)
+                self._net = distributed().new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
                 every = torch.zeros(self.world, dtype=torch.uint8, device=torch_device)
                 all_gather_into(every, every[self.rank : self.rank + 1], self._net)
         except RuntimeError as error:
@@ -456,7 +460,7 @@ class SeveralRanks(ProcessGroup):
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            ended_ranks = self._gone()
+            ended_ranks = self._ended_ranks()
             who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in ended_ranks)
             text = str(error)
             cause = "" if ended_ranks else f" ({text.splitlines()[0][:200]})" if text else ""
@@ -465,9 +469,12 @@ class SeveralRanks(ProcessGroup):
                 "that were committed are safe: resume the run with all its ranks"
             ) from None
 
-    def _gone(self) -> list[int]:
+    def _ended_ranks(self) -> list[int]:
         """Return the ranks on this machine whose process has ended."""
-        end, here = time.monotonic() + LOOK_S, self.peers[self.rank].host if self.peers else ""
+        end, here = (
+            time.monotonic() + LOST_RANK_SEARCH_S,
+            self.peers[self.rank].host if self.peers else "",
+        )
         while self.peers:
             ended_ranks = [
                 r for r, p in enumerate(self.peers) if p.host == here and not alive(p.pid)
@@ -478,7 +485,7 @@ class SeveralRanks(ProcessGroup):
         return []
 
     def abort(self) -> None:
-        """End the process after LAST_WORDS_S, even if something in it is still waiting."""
+        """End the process after ABORT_S, even if something in it is still waiting."""
         if not self.aborted:
             self.aborted = True
             threading.Thread(target=_end_late, name="lohan-end", daemon=True).start()
@@ -487,7 +494,7 @@ class SeveralRanks(ProcessGroup):
         if not self.aborted:
             self.all_gather_object(None)
             self._heartbeat.stop()
-            if self._ours:
+            if self._owns_default:
                 distributed().destroy_process_group()
 
 
@@ -518,7 +525,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             rendezvous = local_rendezvous(ranks, env) if here else None
             rendezvous = rendezvous or _environment_rendezvous(ranks)
             _meet(rendezvous, ranks, run_of(env), address)
-            rendezvous.set_timeout(PATIENCE)
+            rendezvous.set_timeout(COLLECTIVE_TIMEOUT)
         # Start the heartbeat before the groups are created, because it ends this process if a rank
         # dies during their creation.
         heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
@@ -528,10 +535,10 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
                 store=rendezvous,
                 rank=ranks.rank,
                 world_size=ranks.world,
-                timeout=PATIENCE,
+                timeout=COLLECTIVE_TIMEOUT,
             )
-        talk_group = distributed().new_group(backend="gloo", timeout=PATIENCE)
-        commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
+        talk_group = distributed().new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        commit = distributed().new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
             f"rank {ranks.rank} of {ranks.world} cannot reach the others at {address} "
@@ -543,22 +550,23 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
 
 def _environment_rendezvous(ranks: RankInfo) -> Any:
     """Return the store that torch finds through the environment, as init_process_group does."""
-    rendezvous = distributed().rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING)
+    rendezvous = distributed().rendezvous("env://", ranks.rank, ranks.world, timeout=START_TIMEOUT)
     return next(rendezvous)[0]
 
 
 def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
-    """Wait until every rank has reached the rendezvous store; raise RankError after MEETING."""
+    """Wait until every rank has reached the rendezvous store, at most for START_TIMEOUT."""
     keys = [f"lohan/{run}/met/{rank}" for rank in range(ranks.world)]
     rendezvous.set(keys[ranks.rank], "here")
-    end_s = time.monotonic() + MEETING.total_seconds()
+    end_s = time.monotonic() + START_TIMEOUT.total_seconds()
     while not rendezvous.check(keys):
         if time.monotonic() > end_s:
             absent = [str(rank) for rank, key in enumerate(keys) if not rendezvous.check([key])]
             raise RankError(
-                f"rank {ranks.rank} of {ranks.world} has waited {MEETING.total_seconds():,.0f} s "
-                f"at {address} for rank {', '.join(absent)}; read the output of the missing ranks, "
-                "then start all of them again"
+                f"rank {ranks.rank} of {ranks.world} has waited "
+                f"{START_TIMEOUT.total_seconds():,.0f} s at {address} for rank "
+                f"{', '.join(absent)}; read the output of the missing ranks, then start all of "
+                "them again"
             )
         time.sleep(MEETING_POLL_S)
 
@@ -604,7 +612,7 @@ def local_rendezvous(ranks: RankInfo, env: Mapping[str, str]) -> Any:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if not ip_address(address[0]).is_loopback:
         return None
-    options = {"timeout": MEETING, "wait_for_workers": False, "is_master": ranks.first}
+    options = {"timeout": START_TIMEOUT, "wait_for_workers": False, "is_master": ranks.first}
     if not ranks.first:
         return distributed().TCPStore(address[0], port, ranks.world, **options)
     listening = _listening(family, address)
@@ -651,12 +659,14 @@ def alive(pid: int) -> bool:
 
 def _framed(data: bytes, length: int, size: int) -> torch.Tensor:
     framed = torch.zeros(size, dtype=torch.uint8)
-    framed[:WORD] = torch.tensor([length], dtype=torch.int64).view(torch.uint8)
+    framed[:LENGTH_BYTES] = torch.tensor([length], dtype=torch.int64).view(torch.uint8)
     if data:
-        framed[WORD : WORD + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        framed[LENGTH_BYTES : LENGTH_BYTES + len(data)] = torch.frombuffer(
+            bytearray(data), dtype=torch.uint8
+        )
     return framed
 
 
 def _end_late() -> None:
-    time.sleep(LAST_WORDS_S)
+    time.sleep(ABORT_S)
     os._exit(2)

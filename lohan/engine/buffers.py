@@ -276,7 +276,7 @@ class Dequantised:
 # PyTorch. Its moving average still changes.
 
 
-AVERAGED = 2**16  # The moving average is computed for this many parameters at a time.
+AVERAGED_PARAMETERS = 2**16  # The moving average is computed for this many parameters at a time.
 # The arrays that, together with the weights, contain the master weights.
 MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
 
@@ -482,8 +482,8 @@ def _average(
     Every operation rounds once, so the bits of an element do not depend on how chunks are cut.
     """
     crc = 0
-    for start in range(0, len(weights), AVERAGED):
-        span = slice(start, start + AVERAGED)
+    for start in range(0, len(weights), AVERAGED_PARAMETERS):
+        span = slice(start, start + AVERAGED_PARAMETERS)
         master = weights[span]
         if state_format.name == "bf16":
             master = torch.empty(len(master))

@@ -32,7 +32,7 @@ from lohan.store.store import Store
 if TYPE_CHECKING:
     from lohan.engine.actions import ActionRunner
 
-RECENT = 8  # The plan limits how many of this many last steps may be clipped.
+RECENT_STEPS = 8  # The plan limits how many of this many last steps may be clipped.
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -63,7 +63,7 @@ class Clipping:
         self._updates = UpdateOptions.of(plan)
         # Whether all held gradients stay in memory until the norm is known.
         self.all_held_in_memory = not plan.spilled_gradients
-        self._clipped: deque[bool] = deque(maxlen=RECENT)
+        self._clipped: deque[bool] = deque(maxlen=RECENT_STEPS)
         self.norm: float | None = None  # The norm of all gradients of the last step.
         # Metrics of the last step: clipped, speculated and rolled_back.
         self.counts: dict[str, int] = {}
@@ -98,7 +98,7 @@ class Clipping:
         speculates = (
             can_speculate
             and last_unclipped
-            and sum(self._clipped) <= self._plan.most_clipped * RECENT
+            and sum(self._clipped) <= self._plan.most_clipped * RECENT_STEPS
         )
         return speculates or self.steps.current.first_run is not None
 

@@ -79,16 +79,16 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
     def __init__(
         self, grads: GroupGrads, event: Event, squares: torch.Tensor | None = None
     ) -> None:
-        self._grads, self.event, self._squares, self._here = grads, event, squares, False
+        self._grads, self.event, self._squares, self._arrived = grads, event, squares, False
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.wait()
         return self._grads[index]
 
     def wait(self) -> None:
-        if not self._here:
+        if not self._arrived:
             self.event.synchronize()
-            self._here = True
+            self._arrived = True
 
     def sum_of_squares(self) -> float | None:
         """Return the sum of squares in double precision, in a fixed order.
@@ -123,10 +123,10 @@ class GradientOffload:
         self._device, self._limit = device, limit
         memory = device.host_memory(max(1, groups) * DOUBLE)
         self._squares = torch.from_numpy(memory).view(torch.float64)
-        self._resting: list[torch.Tensor] = []
-        self._used: dict[int, torch.Tensor] = {}  # buffers in use, by number of group
+        self._free_buffers: list[torch.Tensor] = []
+        self._used_buffers: dict[int, torch.Tensor] = {}  # buffers in use, by number of group
         # buffers for copies that the caller requests, by number of group
-        self._own: dict[int, torch.Tensor] = {}
+        self._caller_buffers: dict[int, torch.Tensor] = {}
         self.aside: dict[
             int, OffloadedGradients
         ] = {}  # gradients that wait for another block to add to them, by number of group
@@ -151,9 +151,11 @@ class GradientOffload:
         The gradients copied earlier for this group must have been used.
         """
         width = max((grad.itemsize for grad in grads.values()), default=0)
-        if number not in self._own:
-            self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
-        targets = self._placed(self._own[number], group, grads, width)
+        if number not in self._caller_buffers:
+            self._caller_buffers[number] = torch.from_numpy(
+                self._device.host_memory(group.numel * FLOAT)
+            )
+        targets = self._placed(self._caller_buffers[number], group, grads, width)
         pairs, summed = self._pairs(number, targets, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
         self._device.record_stream("d2h", [source for _, source in pairs])
@@ -221,26 +223,26 @@ class GradientOffload:
 
     def _take(self, number: int, size: int) -> torch.Tensor:
         self.release(number)
-        fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
+        fitting = [i for i, buffer in enumerate(self._free_buffers) if len(buffer) >= size]
         if fitting:
-            best = min(fitting, key=lambda i: len(self._resting[i]))
-            self._used[number] = self._resting.pop(best)
+            best = min(fitting, key=lambda i: len(self._free_buffers[i]))
+            self._used_buffers[number] = self._free_buffers.pop(best)
         else:
-            allocated = sum(map(len, (*self._resting, *self._used.values())))
+            allocated = sum(map(len, (*self._free_buffers, *self._used_buffers.values())))
             if allocated + size > self._limit:
-                self._resting.clear()
-            self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
-        return self._used[number]
+                self._free_buffers.clear()
+            self._used_buffers[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
+        return self._used_buffers[number]
 
     def release(self, number: int) -> None:
         """Free the buffers of a group's gradients."""
-        buffer = self._used.pop(number, None)
+        buffer = self._used_buffers.pop(number, None)
         if buffer is not None:
-            self._resting.append(buffer)
+            self._free_buffers.append(buffer)
 
     def clear(self) -> None:
         self.aside.clear()
-        for number in list(self._used):
+        for number in list(self._used_buffers):
             self.release(number)
 
 

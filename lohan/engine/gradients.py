@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lohan.engine.scheduler import ActionScheduler
 
 
-SCALED = 2**22  # 16-bit elements that are scaled at a time
+SCALED_ELEMENTS = 2**22  # 16-bit elements that are scaled at a time
 
 
 def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
@@ -67,7 +67,7 @@ def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
     elif values.dtype == torch.float32:
         values.mul_(factor)
     else:
-        for part in values.view(-1).split(SCALED):
+        for part in values.view(-1).split(SCALED_ELEMENTS):
             part.copy_(part.float().mul_(factor))
 
 

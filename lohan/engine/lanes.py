@@ -77,7 +77,7 @@ class Queue:
 # -- Times of device work on the host's clock ------------------------------------------------------
 
 
-class Begun(NamedTuple):
+class ComputeStart(NamedTuple):
     """The start of a compute action: the caller's time, and the device's stamp."""
 
     at_s: float
@@ -139,7 +139,7 @@ class DeviceClock:
 
 # An error is raised if no lane finishes anything for this long while the caller waits.
 STALL_S = 600.0
-HISTORY = 10
+HISTORY_ACTIONS = 10
 LINK = ("h2d", "d2h")
 
 
@@ -182,13 +182,13 @@ class Lanes:
         # without overlap: all actions in the order of the schedule
         self._in_order: deque[Job] = deque()
         self._error: BaseException | None = None
-        self._history: deque[Action] = deque(maxlen=HISTORY)
+        self._history: deque[Action] = deque(maxlen=HISTORY_ACTIONS)
         self._enqueued = self._finished = 0
         self._cancelled_from: int | None = None  # number of the first job that must not begin
         # the cancelled actions that lanes have taken from their queues
         self._cancelled: list[Action] = []
         self._current: Job | None = None
-        self._begun, self._computed_s = Begun(0.0, None), 0.0
+        self._begun, self._computed_s = ComputeStart(0.0, None), 0.0
         self._clock = DeviceClock(self._device)
         self.delay: Callable[[Action], None] | None = None  # tests delay lanes at random
         self._queues: dict[str, Queue] = {}
@@ -231,7 +231,7 @@ class Lanes:
         while self._update_if_ready():
             pass
         self._await(job.waits, job.action)
-        self._current, self._begun = job, Begun(time.perf_counter(), self._device.stamp())
+        self._current, self._begun = job, ComputeStart(time.perf_counter(), self._device.stamp())
         return job.action
 
     @property
@@ -522,7 +522,7 @@ class Lanes:
         if self._ready(job):
             self._run_now(job)
 
-    def _computed(self, item: tuple[Job, Event, Begun, Event | None]) -> None:
+    def _computed(self, item: tuple[Job, Event, ComputeStart, Event | None]) -> None:
         """Record the time at which the device finished a compute action, by the device's clock.
 
         Without a device clock, the action is assumed to begin when the previous one ended.

@@ -29,11 +29,12 @@ from lohan.store.extents import Region
 from lohan.store.store import Counters, Status, Store, Ticket
 from lohan.util.units import PAGE, MiB, align_up
 
-TRANSFER = 16 * MiB  # size in bytes of one transfer; transfers are spread over the directories
+# size in bytes of one transfer; transfers are spread over the directories
+TRANSFER_BYTES = 16 * MiB
 # The alignment of each tensor in bytes, that of CUDA's allocator. cuBLAS selects kernels by the
 # alignment of their inputs, so kept results must have that of newly computed ones.
-PAD = 512
-BUFFERS = 2  # slices of a site that have a buffer on the device
+ALIGNMENT = 512
+SLICE_BUFFERS = 2  # slices of a site that have a buffer on the device
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Pack:
         at, parts = 0, []
         for tensor in tensors:
             parts.append((at, Layout.of(tensor if is_dense(tensor) else tensor.contiguous())))
-            at += align_up(tensor.numel() * tensor.itemsize, PAD)
+            at += align_up(tensor.numel() * tensor.itemsize, ALIGNMENT)
         return cls(start, at, tuple(parts))
 
     def fits(self, tensors: Sequence[torch.Tensor], start: int) -> bool:
@@ -234,7 +235,7 @@ def _packs(saved: Sequence[Sequence[torch.Tensor]]) -> list[Pack]:
 
 
 def _transfers(size: int) -> tuple[int, ...]:
-    return tuple(min(TRANSFER, size - start) for start in range(0, size, TRANSFER))
+    return tuple(min(TRANSFER_BYTES, size - start) for start in range(0, size, TRANSFER_BYTES))
 
 
 def _key(site: int) -> str:
@@ -288,7 +289,7 @@ class DeviceActivationOffload(ActivationHooks):
     ) -> None:
         self._device, self._sites, self._spill = device, sites, spill
         self._input_buffers: list[torch.Tensor | None] = [None] * device_buffers
-        self._slice_buffers: list[torch.Tensor | None] = [None] * (device_buffers * BUFFERS)
+        self._slice_buffers: list[torch.Tensor | None] = [None] * (device_buffers * SLICE_BUFFERS)
         # by site and slice + 1; slice 0 stands for the inputs
         self._host: dict[tuple[int, int], torch.Tensor] = {}
         self._calls: dict[int, OffloadedCall] = {}
@@ -320,7 +321,7 @@ class DeviceActivationOffload(ActivationHooks):
         saved, number, buffer = (
             call.saved_ops[-1],
             len(offloaded.slices),
-            len(offloaded.slices) % BUFFERS,
+            len(offloaded.slices) % SLICE_BUFFERS,
         )
         tensors = saved.hand_over() if saved is not None else []
         pack = self._pack(site, number, tensors, offloaded.used)
@@ -330,7 +331,7 @@ class DeviceActivationOffload(ActivationHooks):
             offloaded.slices.append(None)
             return
         offloaded.slices.append(pack)
-        if number >= BUFFERS and buffer in offloaded.copies:
+        if number >= SLICE_BUFFERS and buffer in offloaded.copies:
             self._device.wait(offloaded.copies[buffer])
         target = self._slice_buffer(offloaded.device_buffer, buffer, pack.size)
         offloaded.copies[buffer] = self._send(site, offloaded, pack, tensors, target)
@@ -380,7 +381,7 @@ class DeviceActivationOffload(ActivationHooks):
         pairs = [
             (target[: offloaded.inputs.size], self._host_memory(site, offloaded, offloaded.inputs))
         ]
-        for buffer, pack in enumerate(offloaded.slices[:BUFFERS]):
+        for buffer, pack in enumerate(offloaded.slices[:SLICE_BUFFERS]):
             if pack is not None:
                 target = self._slice_buffer(offloaded.device_buffer, buffer, pack.size)
                 pairs.append((target[: pack.size], self._host_memory(site, offloaded, pack)))
@@ -402,21 +403,23 @@ class DeviceActivationOffload(ActivationHooks):
         pack = offloaded.slices[number] if offloaded is not None else None
         if offloaded is None or pack is None:
             return
-        if number >= BUFFERS:
-            self._device.wait(offloaded.copies[number % BUFFERS])
-        source = self._slice_buffers[offloaded.device_buffer * BUFFERS + number % BUFFERS]
+        if number >= SLICE_BUFFERS:
+            self._device.wait(offloaded.copies[number % SLICE_BUFFERS])
+        source = self._slice_buffers[
+            offloaded.device_buffer * SLICE_BUFFERS + number % SLICE_BUFFERS
+        ]
         assert source is not None
         call.saved_ops[number].adopt(self._tensors_in(pack, source))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """Load the next slice but one into this buffer, after compute has used this slice."""
-        offloaded, following = self._offloaded_call(site, call), number + BUFFERS
+        offloaded, following = self._offloaded_call(site, call), number + SLICE_BUFFERS
         pack = (
             offloaded.slices[following] if offloaded and following < len(offloaded.slices) else None
         )
         if offloaded is None or pack is None:
             return
-        buffer = number % BUFFERS
+        buffer = number % SLICE_BUFFERS
         target = self._slice_buffer(offloaded.device_buffer, buffer, pack.size)
         offloaded.copies[buffer] = self._device.copy(
             "slices",
@@ -465,7 +468,7 @@ class DeviceActivationOffload(ActivationHooks):
         return self._grown(self._input_buffers, device_buffer, size)
 
     def _slice_buffer(self, device_buffer: int, buffer: int, size: int) -> torch.Tensor:
-        return self._grown(self._slice_buffers, device_buffer * BUFFERS + buffer, size)
+        return self._grown(self._slice_buffers, device_buffer * SLICE_BUFFERS + buffer, size)
 
     def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
         buffer = buffers[number]
@@ -476,7 +479,7 @@ class DeviceActivationOffload(ActivationHooks):
             for key in [key for key, view in list(self._views.items()) if view[0] is buffer]:
                 self._views.pop(key, None)
             buffer = buffers[number] = None
-            buffer = buffers[number] = self._device.allocate(align_up(size, PAD))
+            buffer = buffers[number] = self._device.allocate(align_up(size, ALIGNMENT))
         return buffer
 
     def _fits(self, site: int, offloaded: OffloadedCall, pack: Pack) -> bool:
@@ -495,6 +498,6 @@ class DeviceActivationOffload(ActivationHooks):
         memory = self._host.get(key)
         if memory is None or len(memory) < pack.size:
             self._host.pop(key, None)
-            allocated = self._device.host_memory(align_up(pack.size, PAD))
+            allocated = self._device.host_memory(align_up(pack.size, ALIGNMENT))
             memory = self._host[key] = torch.from_numpy(allocated)
         return memory[: pack.size]

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from lohan.engine.session import Session
 
 
-LEFT = 3 / 4  # The second plan gets this share of the device's memory.
+OOM_SHRINK_FACTOR = 3 / 4  # The second plan gets this share of the device's memory.
 
 
 # Steps of a plan in which running out of memory leads to a retry. The second step is the first that
 # overlaps with an earlier one.
-YOUNG = 2
+OOM_RETRY_STEPS = 2
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class OomGuard:
@@ -45,13 +45,13 @@ class OomGuard:
         self._drawn: dict[int, Any] = {}
         self._shrunk = False
 
-    def run(self, step: Callable[[], Made]) -> Made:
+    def run(self, step: Callable[[], Result]) -> Result:
         session, device = self._session, self._session.context.device
         if not device.has_own_memory:
             return step()
         if session.plan is not self._plan:
             self._plan, self._drawn = session.plan, {}
-        if young := len(self._drawn) < YOUNG:
+        if young := len(self._drawn) < OOM_RETRY_STEPS:
             self._drawn[session.step] = device.random_state()
         number = session.step + 1
         try:
@@ -77,10 +77,10 @@ class OomGuard:
 
 def _shrunk(session: Session) -> str:
     context = session.context
-    room = int((context.device_bytes or 0) * LEFT)
+    room = int((context.device_bytes or 0) * OOM_SHRINK_FACTOR)
     # Otherwise, the plan would be the same.
     if (used := session.plan.tier_bytes("device")) <= room:
-        room = int(used * LEFT)
+        room = int(used * OOM_SHRINK_FACTOR)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
     options = replace(context.options, chunk_params=session.plan.chunk_params)
     problem = replace(context.problem(options, profile=profile), device_bytes=room)

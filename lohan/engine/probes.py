@@ -47,8 +47,8 @@ from lohan.util.units import GiB, MiB, counted, format_bytes
 # model of many blocks.
 
 
-LONGEST = 1024  # tokens of one sequence; larger numbers are divided into several sequences
-ROTATED, SMALL = 10000.0, 1e-6
+LONGEST_SEQUENCE = 1024  # tokens of one sequence; larger numbers are divided into several sequences
+ROTARY_BASE, NORM_EPSILON = 10000.0, 1e-6
 # Features of one attention head: the largest that divides the width is used.
 HEAD_SIZES = (128, 64, 32, 16)
 Point = tuple[float, float]
@@ -99,7 +99,7 @@ class Weights:
         return list(vars(self).values())
 
 
-ENDING_S = 120.0  # Seconds within which a probe in the background must end.
+PROBE_END_S = 120.0  # Seconds within which a probe in the background must end.
 
 
 class Figure:
@@ -134,11 +134,11 @@ class Figure:
 
 def end(thread: threading.Thread) -> None:
     """Wait for a probe that was asked to stop."""
-    thread.join(ENDING_S)
+    thread.join(PROBE_END_S)
     if thread.is_alive():
         raise LohanError(
-            f"profile: the {thread.name} has not ended after {ENDING_S:g} s; look at the drive or "
-            "device (`dmesg`), then repeat the command"
+            f"profile: the {thread.name} has not ended after {PROBE_END_S:g} s; look at the drive "
+            "or device (`dmesg`), then repeat the command"
         )
 
 
@@ -188,7 +188,7 @@ class BlockProbe:
         return Weights(*parts)
 
     def flops(self, tokens: int) -> float:
-        return tokens * self.shape.flops_at(min(tokens, LONGEST))
+        return tokens * self.shape.flops_at(min(tokens, LONGEST_SEQUENCE))
 
     def forward_s(self, tokens: int) -> float:
         x, weights = self._input(tokens), next(self._weights)
@@ -209,7 +209,7 @@ class BlockProbe:
         return computed_s(self._device, lambda: torch.autograd.backward(outputs[0], grad))
 
     def _input(self, tokens: int) -> torch.Tensor:
-        sequences = -(-tokens // LONGEST)
+        sequences = -(-tokens // LONGEST_SEQUENCE)
         values = torch.randn(sequences, tokens // sequences, self._sizes.hidden)
         return values.to(self._device.torch_device, self._dtype)
 
@@ -236,7 +236,7 @@ class BlockProbe:
     def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         if length not in self._tables:
             half = self._sizes.hidden // self._sizes.heads // 2
-            rates = ROTATED ** (-torch.arange(half) / half)
+            rates = ROTARY_BASE ** (-torch.arange(half) / half)
             angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
             where = self._device.torch_device, self._dtype
             self._tables[length] = angles.cos().to(*where), angles.sin().to(*where)
@@ -245,7 +245,7 @@ class BlockProbe:
 
 def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the RMS norm, computed with separate operations as in most models."""
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + SMALL))
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + NORM_EPSILON))
 
 
 class BlockPoint:
@@ -499,12 +499,12 @@ def rates(probe: DriveProbe, *, seconds: float) -> Rates:
 # -- Links to a device, through the device's own copies and host memory ----------------------------
 
 
-SMALLEST = 4096  # bytes
+LEAST_LINK_BYTES = 4096  # bytes
 
 
 def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, float]:
     """Return the bytes per second to the device and from it, each direction alone."""
-    size = max(SMALLEST, size)
+    size = max(LEAST_LINK_BYTES, size)
     on_device = device.allocate(size)
     host = torch.from_numpy(device.host_memory(size))
     host.zero_()
@@ -592,7 +592,7 @@ def bus_rate(copied: float, alone: Point, shared: Point) -> float:
     rate. Otherwise the rate is at least that sum and the rate of a plain copy.
     """
     total = sum(shared)
-    slower = any(now < LIMITED * before for before, now in zip(alone, shared, strict=True))
+    slower = any(now < UNLIMITED_SHARE * before for before, now in zip(alone, shared, strict=True))
     return total if slower and total else max(copied, total)
 
 
@@ -604,9 +604,9 @@ def bus_rate(copied: float, alone: Point, shared: Point) -> float:
 
 # called with the name of the measurement, the number done, and the total
 Progress = Callable[[str, int, int], None]
-GOES = 3  # measurements of every compute figure, spread over time
+COMPUTE_ROUNDS = 3  # measurements of every compute figure, spread over time
 # Concurrent work counts as limited if its speed falls below this share of its speed alone.
-LIMITED = 0.95
+UNLIMITED_SHARE = 0.95
 
 
 def memory_rate(size: int, seconds: float) -> float:
@@ -626,7 +626,7 @@ def device_memory_rate(device: Device, size: int, seconds: float) -> float:
 
     It is measured with large in-place additions of two fp32 tensors of `size` bytes each.
     """
-    size = max(SMALLEST, size // FLOAT * FLOAT)
+    size = max(LEAST_LINK_BYTES, size // FLOAT * FLOAT)
     total, part = (compute_memory(device, size).view(torch.float32).zero_() for _ in range(2))
     return (
         3 * size / repeated(lambda: computed_s(device, lambda: total.add_(part)), seconds=seconds)
@@ -788,7 +788,7 @@ def _drives(
         progress("drives", len(ssd), total)
         with opened(ssd, **sizes) as probe:
             joint = probe.rate("mixed", seconds=seconds)
-        if joint >= LIMITED * sum(each.mixed for each in drive_rates):
+        if joint >= UNLIMITED_SHARE * sum(each.mixed for each in drive_rates):
             joint = 0.0
     if total:
         progress("drives", total, total)
@@ -840,8 +840,8 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
     update = adam_figure(sizes, device.default_dtype)
     measured: list[BlockPoint] = []
     too_large: list[BlockPoint] = []  # points that do not fit into the device's memory
-    task, total = "blocks, head and optimizer", GOES * len(points)
-    for number, point in enumerate(GOES * points):
+    task, total = "blocks, head and optimizer", COMPUTE_ROUNDS * len(points)
+    for number, point in enumerate(COMPUTE_ROUNDS * points):
         progress(task, number, total)
         if point is points[0]:
             head.measure(effort.seconds)

@@ -28,7 +28,7 @@ Measure = Callable[[Sequence[Path]], Profile]
 
 
 @dataclass(frozen=True)
-class Where:
+class ComputePlace:
     """Where blocks compute, in terms of the settings, with `auto` already resolved."""
 
     device: str = "cpu"
@@ -36,13 +36,13 @@ class Where:
     link: float | None = None
 
 
-CPU = Where()
+CPU = ComputePlace()
 
 
 def run_profile(
     ssd: Sequence[Path],
     *,
-    where: Where = CPU,
+    where: ComputePlace = CPU,
     out: Path | None = None,
     as_json: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
@@ -69,7 +69,7 @@ def run_profile(
 def cached_profile(
     ssd: Sequence[Path],
     *,
-    where: Where = CPU,
+    where: ComputePlace = CPU,
     progress: Callable[[str, int, int], None] | None = None,
     fresh: bool = False,
     measure: Measure | None = None,
@@ -91,7 +91,7 @@ def cached_profile(
     return profile
 
 
-def cache_file(ssd: Sequence[Path], where: Where = CPU) -> Path:
+def cache_file(ssd: Sequence[Path], where: ComputePlace = CPU) -> Path:
     """Return the cache file for this machine, these drives and this device."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     text = json.dumps(_identity(ssd, where), sort_keys=True)
@@ -149,7 +149,9 @@ def describe(profile: Profile) -> list[str]:
 
 
 def _measure(
-    progress: Callable[[str, int, int], None] | None, where: Where, model: ModelShape | None = None
+    progress: Callable[[str, int, int], None] | None,
+    where: ComputePlace,
+    model: ModelShape | None = None,
 ) -> Measure:
     from lohan.device.choose import open_device
     from lohan.engine.probes import profile, silent
@@ -182,7 +184,7 @@ def _keep(file: Path, profile: Profile) -> None:
         write_atomic(file, profile.to_toml().encode())
 
 
-def _identity(ssd: Sequence[Path], where: Where) -> dict[str, Any]:
+def _identity(ssd: Sequence[Path], where: ComputePlace) -> dict[str, Any]:
     """Return the values that identify the measured hardware."""
     return {
         **({} if where == CPU else {"device": where.device, "link": where.link}),

@@ -19,7 +19,7 @@ from lohan.planner.forecast import (
     Forecast,
 )
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import WORTH, make_plan
+from lohan.planner.planner import REPLAN_SPEEDUP, make_plan
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from lohan.engine.session import Session
 
 
-FIRST_LOOK = 3  # The first step runs on demand, and the second is the first with a known order.
+COMPARED_STEP = 3  # The first step runs on demand, and the second is the first with a known order.
 
 
 # The accepted relative difference between predicted and measured seconds of a lane.
-TOLERANCE = 0.2
+FORECAST_TOLERANCE = 0.2
 
 
-LEAST_SHARE = 0.1  # A lane counts if it is busy for at least this share of a step.
+LEAST_BUSY_SHARE = 0.1  # A lane counts if it is busy for at least this share of a step.
 
 
 MOST_PLANS = 3
@@ -67,7 +67,7 @@ class Replanner:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._since = 0  # steps with the current plan
+        self._plan_steps = 0  # steps with the current plan
         self._plans = 1
         context = session.context
         # whether the user has chosen the activations
@@ -83,11 +83,11 @@ class Replanner:
 
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """Describe what was measured and changed, or return None."""
-        self._since += 1
+        self._plan_steps += 1
         # The first two steps of a plan are always committed. Some writes of the second are done
         # during the third, which is therefore not typical for a step between two commits.
-        first_look = FIRST_LOOK + (not self._session.plan.commit.every_step)
-        if self._done or self._since != first_look:
+        first_look = COMPARED_STEP + (not self._session.plan.commit.every_step)
+        if self._done or self._plan_steps != first_look:
             return None
         decision = self._decided(partial(self._look, spans, step_s=step_s))
         self._done = True  # The comparison is repeated only if another plan is followed.
@@ -95,7 +95,7 @@ class Replanner:
             return decision.why
         note, followed = self._follow(decision.plan, decision.faster)
         if followed:
-            self._done, self._since = False, 0
+            self._done, self._plan_steps = False, 0
             self._plans += 1
         return f"{decision.why}; {note}"
 
@@ -129,7 +129,7 @@ class Replanner:
         if other is None:
             return stays
         now, then = (context.forecast(measured_profile, each) for each in (plan, other))
-        if now.step_s < WORTH * then.step_s or other == plan:
+        if now.step_s < REPLAN_SPEEDUP * then.step_s or other == plan:
             return stays
         self._promised = then
         return Decision(why, other, _faster(now, then))
@@ -177,8 +177,8 @@ def surprises(
     lanes = [
         lane
         for lane, seconds in predicted.items()
-        if abs(measured[lane] - seconds) > TOLERANCE * seconds
-        and max(measured[lane], seconds) > LEAST_SHARE * step_s
+        if abs(measured[lane] - seconds) > FORECAST_TOLERANCE * seconds
+        and max(measured[lane], seconds) > LEAST_BUSY_SHARE * step_s
     ]
     return "; ".join(
         f"{lane} was busy for {measured[lane]:.3g} s of a step, "

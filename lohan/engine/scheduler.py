@@ -60,7 +60,7 @@ class ActionScheduler:
         self._lanes, self._updates = lanes, updates
         self._compiled: dict[tuple[bool, bool], StepPlacement] = {}
         self._buffers = empty_buffers(spec)
-        self._known: ExecutionOrder | None = None  # the order of the last step
+        self._last_order: ExecutionOrder | None = None  # the order of the last step
         # The writes of the previous step that this backward contains, followed by the end of that
         # step.
         self._behind: tuple[Action, ...] = ()
@@ -82,7 +82,9 @@ class ActionScheduler:
             tuple(self._inference_sites) or self._last_inference,
             [],
         )
-        order = self._last_inference or (self._known.forward if self._known is not None else ())
+        order = self._last_inference or (
+            self._last_order.forward if self._last_order is not None else ()
+        )
         if self._updates.overlap and order and self._lanes.expected() is None:
             schedule, self._buffers = sched.forward(
                 self._spec, self._buffers, order, training=False
@@ -167,7 +169,7 @@ class ActionScheduler:
         step.scalars, step.placed = scalars, self._place()
         if self._lanes.expected() is not None:
             self.drain()  # These sites were not called this time.
-        last_order = self._known
+        last_order = self._last_order
         step.last_uses = None
         # If backward will visit every call that it visited in the last step, the last use of a
         # group in the known order is its last use in any order with the same beginning.
@@ -270,9 +272,9 @@ class ActionScheduler:
                 backward=tuple(step.backward),
                 updates=self._updates,
             )
-            if seen != self._known:
+            if seen != self._last_order:
                 check_order(self._spec, seen)
-            self._known = seen
+            self._last_order = seen
 
     def close_step(self, scalars: StepScalars | None) -> None:
         """Schedule the held updates and the next forward, after BACKWARD_DONE.
@@ -319,9 +321,9 @@ class ActionScheduler:
     def _schedule_forward(
         self, left: StepPlacement | None, scalars: StepScalars | None = None
     ) -> None:
-        if self._known is not None:
+        if self._last_order is not None:
             schedule, self._buffers = sched.forward(
-                self._spec, self._buffers, self._known.forward, left
+                self._spec, self._buffers, self._last_order.forward, left
             )
             self._lanes.enqueue(schedule, scalars)
 

@@ -71,17 +71,17 @@ class Session:
         self._executor: Executor | None = None
         self._head: SlicedHead | None = None
         # metadata of steps under earlier plans that was not taken yet
-        self._finished: list[dict[str, Any]] = []
+        self._earlier_metas: list[dict[str, Any]] = []
         self._closed = self._stopped = self._planless = False
         self._updates_in_backward = True
         self._replanner: Replanner | None = None  # created by the first call of `replan`
         # settings of the previous executor, restored by `_start`, like those of the head below
         self._mean_over: int | None = None
         self._norm: float | None = None
-        self._of_head: dict[str, Any] = {}
+        self._head_settings: dict[str, Any] = {}
         self._start(plan)
         self.store = self.executor.store
-        self._before = Counters(0, 0)  # bytes of activations under earlier plans
+        self._earlier_counters = Counters(0, 0)  # bytes of activations under earlier plans
         self._committed_step = self.step  # The last step that is known to be durable.
 
     def _start(self, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class Session:
         self._executor.clipping.norm = self._norm
         self._executor.step_gradients.updates = self._updates_in_backward
         if self._head is not None:  # User code may have changed the settings of the head.
-            for name, value in self._of_head.items():
+            for name, value in self._head_settings.items():
                 setattr(self._head, name, value)
         self._stopped = self._planless = False
 
@@ -245,7 +245,7 @@ class Session:
     def counters(self) -> Counters:
         """The bytes read from and written to SSD by the session, including activations."""
         activation_spill = self.executor.runner.activation_spill
-        counters = [self._before, self.store.counters]
+        counters = [self._earlier_counters, self.store.counters]
         counters += [activation_spill.counters] if activation_spill is not None else []
         return Counters(sum(c.bytes_read for c in counters), sum(c.bytes_written for c in counters))
 
@@ -291,7 +291,7 @@ class Session:
         They are committed, or lie between two commits. If nobody takes them, only the last
         few are kept.
         """
-        before, self._finished = self._finished, []
+        before, self._earlier_metas = self._earlier_metas, []
         if self._executor is None:
             return before
         finished = self._executor.steps.ended_metas
@@ -365,10 +365,10 @@ class Session:
         old, consumed = self.plan, self.executor.step_gradients.consumed
         self.commit()
         moved, store = self.counters, self.store.counters
-        self._before = Counters(
+        self._earlier_counters = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
-        self._finished = self.take_finished()[-MAX_PENDING_META:]
+        self._earlier_metas = self.take_finished()[-MAX_PENDING_META:]
         self._planless = True
         self._stop()
         self._executor = self._head = None
@@ -474,7 +474,7 @@ class Session:
         """
         self._stopped = True
         if self._head is not None:
-            self._of_head = {name: getattr(self._head, name) for name in self._head.SETTINGS}
+            self._head_settings = {name: getattr(self._head, name) for name in self._head.SETTINGS}
             self._head.remove()
         if self._executor is not None:
             self._mean_over = self._executor.mean_over

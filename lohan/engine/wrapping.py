@@ -258,12 +258,12 @@ class _Views(NamedTuple):
     """Parameters over a slot, and their layouts at creation."""
 
     flat: torch.Tensor
-    made: list[nn.Parameter]
+    parameters: list[nn.Parameter]
     layouts: list[Any]
 
     @property
     def unchanged(self) -> bool:
-        return self.layouts == list(map(layout, self.made))
+        return self.layouts == list(map(layout, self.parameters))
 
 
 class BlockRunner:
@@ -330,7 +330,7 @@ class BlockRunner:
                 nn.Parameter(t, requires_grad=False) for t in views(self._groups[number], flat)
             ]
             cached = self._made_views[key] = _Views(flat, parameters, list(map(layout, parameters)))
-        return list(cached.made)
+        return list(cached.parameters)
 
     def forward(
         self, wrapped: WrappedSite, call: SavedCall, *, backward_follows: bool = True
@@ -453,14 +453,14 @@ class FirstCalls:
     """The comparison of the first calls of blocks with plain ones; `sites` are to be checked."""
 
     def __init__(self, sites: Collection[str] = ()) -> None:
-        self._left = set(sites)
+        self._unchecked = set(sites)
         self.checked: list[str] = []  # sites whose results were compared
 
     def take_first(self, name: str) -> bool:
         """Return whether this call is the one to check."""
-        if name not in self._left:
+        if name not in self._unchecked:
             return False
-        self._left.discard(name)
+        self._unchecked.discard(name)
         return True
 
     def compare_results(self, name: str, results: Sequence[Any], plain: Sequence[Any]) -> None:

@@ -144,7 +144,7 @@ class LohanMixin(OutputStore):
         self._resumes = False
         self._beginning: Path | None = None  # checkpoint of step 0, if none was saved
         self._rewind: Path | None = None  # state to restore when the store is opened
-        self._lasts = True  # the session is kept after an evaluation
+        self._keeps_session = True  # the session is kept after an evaluation
         self._too_large: BudgetError | None = None
         self._ranks: ProcessGroup | None = None  # the processes of torchrun
         self._groups: TorchGroups | None = None  # created on first use
@@ -356,8 +356,8 @@ class LohanMixin(OutputStore):
         try:
             return super().evaluation_loop(*given, **named)  # type: ignore[misc]
         finally:
-            if before is None and self.session is not None and not self._lasts:
-                session, self.session, self._lasts = self.session, None, True
+            if before is None and self.session is not None and not self._keeps_session:
+                session, self.session, self._keeps_session = self.session, None, True
                 dirs = session.store.dirs
                 session.close(flush=False)
                 remove(dirs)
@@ -490,11 +490,11 @@ class LohanMixin(OutputStore):
         This requires a loss without side effects other than gradients and the state that
         `_recorded` returns.
         """
-        theirs = super().compute_loss.__func__  # type: ignore[misc]
+        library_method = super().compute_loss.__func__  # type: ignore[misc]
         inherited = type(self).compute_loss is LohanMixin.compute_loss
         return (
             inherited
-            and theirs is transformers.Trainer.compute_loss
+            and library_method is transformers.Trainer.compute_loss
             and not self.compute_loss_func
             and not self._user_steps.overridden
         )
@@ -549,8 +549,8 @@ class LohanMixin(OutputStore):
         if self.session is None and (
             self.over_tokens or any(lacks_values(p) for p in self.model.parameters())
         ):
-            self._lasts = bool(getattr(self, "is_in_train", False))
-            self.attach(inputs, lasting=self._lasts)
+            self._keeps_session = bool(getattr(self, "is_in_train", False))
+            self.attach(inputs, lasting=self._keeps_session)
         head = self.session.head if self.session is not None else None
         sliced = prediction_loss_only or head is None or self.over_tokens
         how = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]

@@ -111,7 +111,7 @@ def check_class(kind: Any) -> None:
 ASKING = ("torch.optim", "torch.amp", "torch.cuda.amp", "accelerate", "copy", "lohan")
 
 
-def _asked_by_library(depth: int) -> bool:
+def _called_by_library(depth: int) -> bool:
     module = str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
     return any(module == name or module.startswith(f"{name}.") for name in ASKING)
 
@@ -133,7 +133,7 @@ class StandIn(nn.Parameter):
             return
         if sys._getframe(1).f_code.co_name == "zero_grad":
             step.consumed = False
-        elif not _asked_by_library(1):
+        elif not _called_by_library(1):
             raise ModelError(
                 "the gradient of a parameter in optimizer.param_groups is read after backward, "
                 "which has consumed it for the update; read, change or clip gradients with "
@@ -150,7 +150,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, library = getattr(func, "__name__", ""), _asked_by_library(1)
+        name, library = getattr(func, "__name__", ""), _called_by_library(1)
         with torch._C.DisableTorchFunctionSubclass():
             result = None if _needs_values(name) else func(*args, **(kwargs or {}))
         if library or (result is not None and not isinstance(result, torch.Tensor)):
@@ -176,7 +176,7 @@ def _guarded(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def method(self: NoState, *args: Any, **kwargs: Any) -> Any:
-        if not _asked_by_library(1):
+        if not _called_by_library(1):
             raise ModelError(f"optimizer.state is read or changed, but {_MOMENTS}")
         return plain(self, *args, **kwargs)
 

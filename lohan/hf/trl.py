@@ -127,7 +127,7 @@ class OverTokens(LohanMixin):
                 f"{type(base_of(self.model)).__name__} has a loss of its own, and preferences "
                 "need log-probabilities of tokens; give a causal language model with a plain head"
             )
-        session.head.on_logits = self._seen = TokenMetrics()
+        session.head.on_logits = self._token_metrics = TokenMetrics()
         return session
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -171,7 +171,7 @@ class OverTokens(LohanMixin):
         world = self.session.process_group.world  # DDP would average the losses over it
 
         def logp_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
-            return loss({"log_probs": logps, **self._seen.take()}) / world
+            return loss({"log_probs": logps, **self._token_metrics.take()}) / world
 
         more = {"output_router_logits": True} if routes else {}
         return model(**part, use_cache=False, logp_loss=logp_loss, **more)
@@ -244,7 +244,7 @@ class WithReference(OverTokens):
         self._without_adapter = named.get("peft_config") is not None
         if ref_model is None and not self._without_adapter and _has_no_rows(named):
             ref_model = _copied(named.get("model"))
-        self._given = ref_model
+        self._reference_model = ref_model
         self._tables: list[Any] = []  # datasets
         self._starts = [0]  # number of the first row of each dataset
         self._reference: dict[int, np.ndarray] = {}  # by dataset, [rows, 2]
@@ -305,7 +305,7 @@ class WithReference(OverTokens):
         elif (
             (self._resumes or self.state.global_step)
             and not self._without_adapter
-            and self._given is None
+            and self._reference_model is None
         ):
             raise DataError(
                 f"{file}: the reference's log-probabilities are not there, and the model has "
@@ -313,7 +313,7 @@ class WithReference(OverTokens):
             )
         else:
             reference = self._compute_reference(table)
-            if self._lasts and self.session.process_group.ranks.first:
+            if self._keeps_session and self.session.process_group.ranks.first:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_reference(file, reference)
         self._reference[number] = reference
@@ -362,9 +362,9 @@ class WithReference(OverTokens):
             collected.extend((first, torch.zeros_like(first) if second is None else second))
             return first.sum()
 
-        if self._given is not None:
+        if self._reference_model is not None:
             with torch.no_grad():
-                keep(self._given.to(self.args.device))
+                keep(self._reference_model.to(self.args.device))
         else:
             off = self.model.disable_adapter() if self._without_adapter else nullcontext()
             with forward_only(self.model), off:
@@ -374,7 +374,7 @@ class WithReference(OverTokens):
     def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rows = inputs.pop(ROW, None)
         if rows is None:
-            if not self._without_adapter and self._given is None:
+            if not self._without_adapter and self._reference_model is None:
                 raise DataError(
                     "this dataset has no rows to make the reference's log-probabilities for; give "
                     "a Dataset, not an IterableDataset, or train an adapter (peft_config)"
@@ -520,12 +520,12 @@ class SFTTrainer(LohanMixin, Theirs):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         vars(base_of(self.model)).pop("forward", None)  # TRL's head
-        self._seen = Sums()
+        self._token_metrics = Sums()
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         session = super().attach(inputs, lasting=lasting)
         if session.head is not None:
-            session.head.on_logits = self._seen
+            session.head.on_logits = self._token_metrics
             if self.args.loss_type == "dft":
                 session.head.slice_loss = _weighted_by_probability
         return session
@@ -572,17 +572,18 @@ class SFTTrainer(LohanMixin, Theirs):
             (tokens,) = self._of_all([int(counted)])
             self._total_train_tokens += int(tokens)
         metrics["num_tokens"] = [self._total_train_tokens]
-        self._seen.sums.zero_()
+        self._token_metrics.sums.zero_()
         labels = inputs.get("labels")
         count = {"num_items_in_batch": num_items_in_batch}
         result = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
         loss, outputs = self._of_all_ranks(result, count)
-        if not self._seen.sums[0] and labels is not None:  # the head computed all logits at once
+        # the head computed all logits at once
+        if not self._token_metrics.sums[0] and labels is not None:
             following = labels[:, 1:].reshape(-1)
             learnt = following != IGNORED
             logits = outputs.logits.detach()[:, :-1].flatten(0, 1)
-            self._seen(logits[learnt], following[learnt])
-        tokens, entropy, hits = self._of_all(self._seen.sums.tolist())
+            self._token_metrics(logits[learnt], following[learnt])
+        tokens, entropy, hits = self._of_all(self._token_metrics.sums.tolist())
         if tokens:
             metrics["entropy"].append(entropy / tokens)
             metrics["mean_token_accuracy"].append(hits / tokens)

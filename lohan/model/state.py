@@ -35,7 +35,15 @@ from lohan.model.layout import (
     TensorSpec,
     groups_from_json,
 )
-from lohan.optim import DEFAULT_KIND, MOMENTS, OPTIMIZERS, PACKINGS, SCALED, Moment, StateKind
+from lohan.optim import (
+    DEFAULT_KIND,
+    MOMENTS,
+    OPTIMIZERS,
+    PACKINGS,
+    PARAMETERS_PER_SCALE,
+    Moment,
+    StateKind,
+)
 from lohan.util.files import WrongType, checked
 from lohan.util.units import PAGE, align_up
 
@@ -235,7 +243,9 @@ def state_format_of(name: str, kind: StateKind) -> StateFormat:
     moments = tuple(StateArray(m.name, _stored_as(m, kind)) for m in kind.moment_specs)
     scales: tuple[StateArray, ...] = ()
     if kind.moments == "int8":
-        scales = tuple(StateArray(scale_of(m), "float32", SCALED) for m in kind.moment_specs)
+        scales = tuple(
+            StateArray(scale_of(m), "float32", PARAMETERS_PER_SCALE) for m in kind.moment_specs
+        )
     average = (StateArray(EMA, "float32"),) if kind.ema else ()
     return StateFormat(name, _DTYPES[name], (*before, *moments, *scales, *after, *average), kind)
 

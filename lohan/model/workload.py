@@ -67,16 +67,16 @@ class BatchWorkload:
     # the classes.
     stored: Callable[[str, frozenset[str]], int] | None = None
     # Cache of planning results, reused by later plans of the same batch.
-    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    plan_cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def in_tiles(self, tokens: int) -> BatchWorkload:
         """Return the same batch with blocks that run in tiles of `tokens` tokens."""
         if tokens == self.tiles or self.tiled is None:
             return self
         key = "tiles", tokens
-        if key not in self.known:
-            self.known[key] = self.tiled(tokens)
-        tiled: BatchWorkload = self.known[key]
+        if key not in self.plan_cache:
+            self.plan_cache[key] = self.tiled(tokens)
+        tiled: BatchWorkload = self.plan_cache[key]
         return tiled
 
     @property

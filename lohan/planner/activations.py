@@ -18,7 +18,7 @@ from lohan.planner.memory import INPUTS, MemoryModel
 from lohan.schedule.placement import Gate, UpdateOptions, gate_of
 from lohan.schedule.simulate import (
     DEQUANTISING,
-    SUMMED,
+    SUM_BYTES,
     TOUCHED,
     SiteWork,
     Traffic,
@@ -38,7 +38,7 @@ from lohan.schedule.simulate import (
 
 SHARES = tuple(i / 8 for i in range(9))  # shares of the updates that may run in the next forward
 HEAD_WORK = "(head)"  # the key of the head, whose site may share the group of the embedding
-EQUAL = 1.00003  # choices within this factor of the best time count as equally fast
+EQUAL_FACTOR = 1.00003  # choices within this factor of the best time count as equally fast
 PARTS = 8  # number of steps in which the blocks of a model start to keep a class
 
 
@@ -86,7 +86,7 @@ def choose(
         per_s, per_byte = profile.usd_per_s, plan.world * profile.usd_per_written_byte
         return min(candidates, key=lambda c: c.step_s * per_s + c.written * per_byte)
     best = min(candidates, key=lambda c: c.step_s)
-    return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
+    return next(c for c in candidates if c.step_s <= best.step_s * EQUAL_FACTOR)
 
 
 def levels(memory: MemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
@@ -289,7 +289,7 @@ def _block_work(
         trained=trained,
         tokens=tokens,
         slices=memory.slices,
-        summed_bytes=gradients * (SUMMED * sums + _norm_bytes(memory, plan)),
+        summed_bytes=gradients * (SUM_BYTES * sums + _norm_bytes(memory, plan)),
         forward_flops=shape.flops_at(workload.seq) * workload.tokens,
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
         forward_bytes=TOUCHED * workload.tokens * all_elements,
@@ -327,7 +327,7 @@ def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> di
     if memory.head is not None:
         share, parts = memory.shares[memory.head.name], -(-workload.tokens // plan.head_tokens)
         gradients = share * sum(memory.blocks.by_key[key].numel for key in memory.head.groups)
-        sums = SUMMED * parts if parts > 1 else 0
+        sums = SUM_BYTES * parts if parts > 1 else 0
         works[HEAD_WORK] = SiteWork(
             forward_flops=workload.head_flops,
             recompute_flops=0.0,
@@ -443,7 +443,7 @@ def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> lis
 
 
 @dataclass(frozen=True)
-class _So:
+class _Totals:
     """The totals after some candidates were taken."""
 
     bytes: float
@@ -451,13 +451,14 @@ class _So:
     iteration_s: float
 
 
-GoOn = Callable[[_So, _So], bool]  # whether to take a candidate, given the totals before and after
+# whether to take a candidate, given the totals before and after
+GoOn = Callable[[_Totals, _Totals], bool]
 
 
 def algorithm1(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
     """Return the paper's choice: block inputs, then classes by benefit while T_iter decreases."""
 
-    def falls(before: _So, now: _So) -> bool:
+    def falls(before: _Totals, now: _Totals) -> bool:
         return now.iteration_s < before.iteration_s
 
     return _choose(step, model, tokens, seq, falls)
@@ -567,24 +568,24 @@ def _choose(
     return _kept(model, classes[:taken], before)
 
 
-def _kept(model: ModelShape, taken: Sequence[Candidate], totals: _So) -> PolicyChoice:
+def _kept(model: ModelShape, taken: Sequence[Candidate], totals: _Totals) -> PolicyChoice:
     classes: list[set[str]] = [set() for _ in model.blocks]
     for one in taken:
         classes[one.block].add(one.name)
     return PolicyChoice(tuple(map(frozenset, classes)), totals.bytes, totals.iteration_s)
 
 
-def _start(step: Step, model: ModelShape, classes: Sequence[Candidate], tokens: float) -> _So:
+def _start(step: Step, model: ModelShape, classes: Sequence[Candidate], tokens: float) -> _Totals:
     kept = input_bytes(model, tokens, step.width)
     recompute_s = sum(one.recompute_s for one in classes)
-    return _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
+    return _Totals(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
-def _walk(step: Step, start: _So, classes: Sequence[Candidate]) -> Iterator[_So]:
+def _walk(step: Step, start: _Totals, classes: Sequence[Candidate]) -> Iterator[_Totals]:
     kept, recompute_s = start.bytes, start.recompute_s
     for one in classes:
         kept, recompute_s = kept + one.bytes, max(0.0, recompute_s - one.recompute_s)
-        yield _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
+        yield _Totals(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
 def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tuple[float, float]]:

@@ -31,12 +31,13 @@ from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 BUS = "bus"  # main memory as a lane, which drives, links and updates share
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # number of simulated steps; the forecast describes the second
-BETWEEN = (False, False, True, False)  # the simulated steps that commit, if not every step does
+# The simulated steps that commit, if not every step does.
+COMMITTING_STEPS = (False, False, True, False)
 FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
-ROUGHLY = 8  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
+ROUGH_FACTOR = 8  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
 MANY_CHUNKS = 2048  # number of chunks to which any forecast is reduced if there are twice as many
-REMEMBERED = 8  # number of rough forecasts that are cached
-ROUNDS = 3  # number of repeated simulations if lanes slow each other down
+CACHED_FORECASTS = 8  # number of rough forecasts that are cached
+SLOWDOWN_ROUNDS = 3  # number of repeated simulations if lanes slow each other down
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 
@@ -116,7 +117,7 @@ class Simulator:
         if not rough:
             return self._simulated(plan, clipped=clipped, rough=False)
         if (plan, clipped) not in self._rough:
-            while len(self._rough) >= REMEMBERED:
+            while len(self._rough) >= CACHED_FORECASTS:
                 del self._rough[next(iter(self._rough))]
             self._rough[plan, clipped] = self._simulated(plan, clipped=clipped, rough=True)
         return self._rough[plan, clipped]
@@ -126,7 +127,7 @@ class Simulator:
         work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
         spec = self.spec(plan)
         chunks = sum(spec.chunks)
-        if rough and chunks > ROUGHLY * FEW_CHUNKS:
+        if rough and chunks > ROUGH_FACTOR * FEW_CHUNKS:
             spec, work = _joined(spec, work, FEW_CHUNKS)
         elif chunks > 2 * MANY_CHUNKS:
             spec, work = _joined(spec, work, MANY_CHUNKS)
@@ -134,7 +135,7 @@ class Simulator:
         every = order.updates.every_step_commits
         durable = every or spec.log
         machine = profile if durable else replace(profile, commit_s=0.0)
-        chain = chain_of(spec, order, (True,) * STEPS if every else BETWEEN)
+        chain = chain_of(spec, order, (True,) * STEPS if every else COMMITTING_STEPS)
         phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
         timeline, costs = _timed(machine, phases, work)
         last = phases[-(len(phases) // STEPS) :]
@@ -256,7 +257,7 @@ def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> floa
 
 def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
     total = dict.fromkeys(LANES, 0.0)
-    seconds_of = costs.known.get  # Looked up once, because the loop runs once per action.
+    seconds_of = costs.cached_s.get  # Looked up once, because the loop runs once per action.
     for phase in phases:
         for action in phase:
             kind, _, _, _, _, name = action
@@ -275,7 +276,9 @@ def _timed(
     """
     costs, shared = ActionCosts(profile, work), not profile.has_gpu
     timeline = simulate(phases, costs.seconds, caller_updates=shared)
-    for _ in range(ROUNDS if shared and (profile.io_share or profile.compute_share) else 0):
+    for _ in range(
+        SLOWDOWN_ROUNDS if shared and (profile.io_share or profile.compute_share) else 0
+    ):
         costs = ActionCosts(profile, work, lost=_lost(profile, timeline))
         timeline = simulate(phases, costs.seconds, caller_updates=shared)
     return timeline, costs

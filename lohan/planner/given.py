@@ -143,12 +143,12 @@ def _check_names(plan: Plan, problem: PlanProblem) -> None:
     moving = [group.key for group in blocks.groups if not group.resident]
     trained = [group.key for group in blocks.trained]
     sites = [site.name for site in blocks.sites]
-    _check_known("host_cached_weights", plan.host_cached_weights, "group", moving)
-    _check_known("host_cached_state", dict(plan.host_cached_state), "trained group", trained)
-    _check_known("spilled_gradients", plan.spilled_gradients, "trained group", trained)
-    _check_known("deferred", plan.deferred, "trained group", trained)
-    _check_known("spilled_sites", plan.spilled_sites, "block", sites)
-    _check_known("staying", plan.staying, "block", sites)
+    _check_existing("host_cached_weights", plan.host_cached_weights, "group", moving)
+    _check_existing("host_cached_state", dict(plan.host_cached_state), "trained group", trained)
+    _check_existing("spilled_gradients", plan.spilled_gradients, "trained group", trained)
+    _check_existing("deferred", plan.deferred, "trained group", trained)
+    _check_existing("spilled_sites", plan.spilled_sites, "block", sites)
+    _check_existing("staying", plan.staying, "block", sites)
     if plan.chunk_params < 1:
         raise ConfigError(f"plan: chunk_params is {plan.chunk_params}; it must be at least 1")
     counts = {group.key: len(chunks(group, plan.chunk_params)) for group in blocks.trained}
@@ -172,10 +172,10 @@ def _check_names(plan: Plan, problem: PlanProblem) -> None:
             )
         shapes = problem.workload.in_tiles(plan.tiles).shapes.values()
         classes = {part.name for shape in shapes for part in shape.activations}
-        _check_known("kept", dict(plan.kept), "class of activations", classes)
+        _check_existing("kept", dict(plan.kept), "class of activations", classes)
 
 
-def _check_known(field: str, given: Iterable[str], kind: str, existing: Collection[str]) -> None:
+def _check_existing(field: str, given: Iterable[str], kind: str, existing: Collection[str]) -> None:
     for name in given:
         if name not in existing:
             some = ", ".join(sorted(existing)[:3])

@@ -239,12 +239,12 @@ class KeptSizes:
         self, workload: BatchWorkload | None, footprint: Footprint | None, *, width: int
     ) -> None:
         self._workload, self._width = workload, width
-        self._found = footprint or Footprint()
+        self._footprint = footprint or Footprint()
         shapes = workload.shapes if workload is not None else {}
-        names = [name for name in self._found.sites if name in shapes]
+        names = [name for name in self._footprint.sites if name in shapes]
         # Sites whose activations may be kept, in order of forward, and those without a backward.
-        self.names = [name for name in names if name not in self._found.no_backward]
-        self.no_backward = [name for name in names if name in self._found.no_backward]
+        self.names = [name for name in names if name not in self._footprint.no_backward]
+        self.no_backward = [name for name in names if name in self._footprint.no_backward]
         kinds: dict[BlockShape, int] = {}
         self.kind = {  # sites of one kind differ in their names only
             name: kinds.setdefault(replace(shapes[name], name=""), len(kinds))
@@ -325,7 +325,7 @@ class KeptSizes:
         return self.footprint(name).input_bytes + self.bytes_of(kept, name) + PADDING
 
     def footprint(self, name: str) -> SiteFootprint:
-        return self._found.sites[name]
+        return self._footprint.sites[name]
 
 
 # -- The bytes of a plan in a device's own memory --------------------------------------------------
@@ -372,7 +372,7 @@ class DeviceMemoryModel:
     @cached_property
     def _largest_input(self) -> int:
         """Return the bytes of the largest input that is offloaded."""
-        footprint = self._host.found
+        footprint = self._host.footprint
         return (
             max((s.offload_bytes for s in footprint.sites.values()), default=0) if footprint else 0
         )
@@ -380,7 +380,7 @@ class DeviceMemoryModel:
     @cached_property
     def _shared_inputs(self) -> int:
         """The bytes of inputs that stay on the device, such as masks."""
-        footprint = self._host.found
+        footprint = self._host.footprint
         return (
             sum(s.input_bytes - s.offload_bytes for s in footprint.sites.values())
             if footprint
@@ -395,14 +395,14 @@ class DeviceMemoryModel:
     def _peak_held(self, plan: Plan) -> HeldBytes:
         """Return what compute holds on the device at its peak."""
         host = self._host
-        if host.found is None:
+        if host.footprint is None:
             return {}
         key = _of_device(plan)
         if key not in self._moments:
             head = host.head.groups if host.head is not None else ()
             common = CommonBytes(
                 stream=host.stream,
-                outside=host.found.outside,
+                outside=host.footprint.outside,
                 head=host.head_work(plan),
                 # They are gradients of the whole batch, while the work of a block includes those of
                 # a slice.
@@ -445,11 +445,11 @@ class DeviceMemoryModel:
     @cached_property
     def _sites(self) -> dict[str, tuple[int, int, int]]:
         """The bytes of each site's work in forward and in backward, and of its gradients."""
-        assert self._host.found is not None
+        assert self._host.footprint is not None
         groups = {site.name: site.groups for site in self._host.blocks.sites}
         return {
             name: (site.forward_bytes, site.peak_bytes, self._gradients_of(groups[name]))
-            for name, site in self._host.found.sites.items()
+            for name, site in self._host.footprint.sites.items()
         }
 
     def _gradients_of(self, groups: Iterable[str]) -> int:
@@ -492,11 +492,11 @@ def card_overhead(memory: int, host_bytes: int) -> dict[str, int]:
 
 
 @dataclass
-class _Known:
+class _SharedMeasurements:
     """The measurements that all plans with the same batch and micro-batch share."""
 
     blocks: Blocks  # kept alive so that the id is not reused
-    found: Footprint | None
+    footprint: Footprint | None
     sizes: KeptSizes
     at_most: dict[tuple[object, ...], HeldBytes] = field(default_factory=dict)
     device_bytes: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -531,8 +531,8 @@ class MemoryModel:
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
-        shared = self._known(dtype)
-        self.found: Footprint | None = shared.found
+        shared = self._shared(dtype)
+        self.footprint: Footprint | None = shared.footprint
         self.sizes = shared.sizes
         # sites that may keep activations, in the order of forward
         self.block_sites = self.sizes.names
@@ -551,7 +551,7 @@ class MemoryModel:
         # chunks, chunk size, and bytes of their state
         self._last_cached: tuple[object, int, int] = ((), 0, 0)
 
-    def _known(self, dtype: str) -> _Known:
+    def _shared(self, dtype: str) -> _SharedMeasurements:
         """Return the measurements that all plans of one batch share, computing them once.
 
         Such plans may differ in host memory, optimizer and commits.
@@ -559,14 +559,14 @@ class MemoryModel:
         workload, micro_batch = self.workload, self.micro_batch
         key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
         key = (*key, self._world)
-        if workload is not None and key in workload.known:
-            shared: _Known = workload.known[key]
+        if workload is not None and key in workload.plan_cache:
+            shared: _SharedMeasurements = workload.plan_cache[key]
             return shared
         footprint = None if workload is None else workload.measure(micro_batch or workload.batch)
         sizes = KeptSizes(workload, footprint, width=self.state_format.weight_bytes)
-        shared = _Known(self.blocks, footprint, sizes)
+        shared = _SharedMeasurements(self.blocks, footprint, sizes)
         if workload is not None:
-            workload.known[key] = shared
+            workload.plan_cache[key] = shared
         return shared
 
     @classmethod
@@ -593,7 +593,7 @@ class MemoryModel:
     def with_ledger(self, plan: Plan) -> Plan:
         device = self._on_device.ledger(plan) | self._overhead if self.has_own_memory else {}
         host = {**self._state(plan), **self.activations(plan)}
-        if not self.has_own_memory and self.found is not None:
+        if not self.has_own_memory and self.footprint is not None:
             host |= self._peak_held(plan)
         if not self.has_own_memory:  # A GPU with unified memory has its overhead there.
             host |= self._overhead
@@ -798,17 +798,19 @@ class MemoryModel:
     @cached_property
     def _input_bytes(self) -> int:
         """The bytes of the inputs of all sites."""
-        footprint = self.found
+        footprint = self.footprint
         return sum(site.input_bytes for site in footprint.sites.values()) if footprint else 0
 
     def activations(self, plan: Plan) -> dict[str, int]:
         """Return the bytes of block inputs and kept activations in host memory."""
-        if self.found is None:
+        if self.footprint is None:
             return {}
         moved = [self.site_bytes(plan, name) for name in plan.spilled_sites]
         buffers = plan.act_buffers * max(moved, default=0)
         moved_away = {*plan.spilled_sites, *plan.staying}
-        inputs = self._input_bytes - sum(self.found.sites[name].input_bytes for name in moved_away)
+        inputs = self._input_bytes - sum(
+            self.footprint.sites[name].input_bytes for name in moved_away
+        )
         kept = 0
         if plan.kept:
             sizes = self.sizes
@@ -820,7 +822,7 @@ class MemoryModel:
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
         """Return what compute holds in host memory at its peak."""
-        footprint, by_key = self.found, self.blocks.by_key
+        footprint, by_key = self.footprint, self.blocks.by_key
         assert footprint is not None
         groups = {s.name: tuple(by_key[key] for key in s.groups) for s in self.blocks.sites}
         calls = [self._call(plan, name, groups[name]) for name in footprint.sites]
@@ -837,8 +839,8 @@ class MemoryModel:
 
     def _call(self, plan: Plan, name: str, groups: tuple[FlatGroup, ...]) -> Call:
         """Return the memory of a call. Its backward uses the kept results of a slice as its own."""
-        assert self.found is not None
-        site, kept = self.found.sites[name], self.sizes.bytes_of(plan.kept, name)
+        assert self.footprint is not None
+        site, kept = self.footprint.sites[name], self.sizes.bytes_of(plan.kept, name)
         moved, inputs = name in plan.spilled_sites, site.input_bytes
         return Call(
             groups=groups,

@@ -109,7 +109,7 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
     activations in flight.
     """
     workload, host_bytes = problem.workload, problem.host_bytes
-    cache = {} if workload is None else workload.known
+    cache = {} if workload is None else workload.plan_cache
     key = (
         "plan",
         id(problem.blocks),
@@ -267,11 +267,11 @@ def lower_hint(workload: BatchWorkload | None, options: PlanOptions) -> str:
 
 QUICK = 500  # largest number of chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # distances between simulated levels of activations
-BETTER = 0.999  # another plan is preferred if its step takes less than this share of the time
+BETTER_SHARE = 0.999  # another plan is preferred if its step takes less than this share of the time
 # If more than this share of the groups spills its gradients, spilling all of them saves little.
 FEW_HELD = 0.9
-WORTH = 1.05  # speedup from which a running run changes its plan
-CLIPPED = 0.1  # assumed share of clipped steps if it is not known
+REPLAN_SPEEDUP = 1.05  # speedup from which a running run changes its plan
+ASSUMED_CLIPPED_SHARE = 0.1  # assumed share of clipped steps if it is not known
 # The whole batch in tiles is preferred to slices only below this share of their cost, because tiles
 # have costs that are not modelled.
 WHOLE = 0.99
@@ -442,7 +442,9 @@ class _PlanSearch:
             spilling = FillOrder(spill_all=True)
             _, other = self._simulated_plan(options, spilling, near=[held.kept])
             assert other is not None
-            forecast = min(forecast, other, key=partial(_expected_s, simulator, clipped=CLIPPED))
+            forecast = min(
+                forecast, other, key=partial(_expected_s, simulator, clipped=ASSUMED_CLIPPED_SHARE)
+            )
             held = forecast.plan
         return held, forecast
 
@@ -491,7 +493,11 @@ class _PlanSearch:
             whole = self._closed_form(fixed, replace(order, whole_groups=True))
             if whole.host_cached_state != plan.host_cached_state:
                 cached_whole = simulated(whole)
-                best = cached_whole if cached_whole.step_s < BETTER * forecast.step_s else forecast
+                best = (
+                    cached_whole
+                    if cached_whole.step_s < BETTER_SHARE * forecast.step_s
+                    else forecast
+                )
         plan = replace(best.plan, update_mode=update_mode)
         return plan, replace(best, plan=plan)
 
@@ -547,7 +553,7 @@ def _best_level(
                 continue
             seen.add(number)
             other = simulated(kept_levels[number])
-            if other.step_s < BETTER * best.step_s:
+            if other.step_s < BETTER_SHARE * best.step_s:
                 best, at = other, number
     return best
 

@@ -34,10 +34,10 @@ Planned = tuple[Plan, Forecast | None]
 
 
 LONGEST_S = 15 * 60.0  # longest commit interval, which is the work that a crash may lose
-SLOWER = 0.02  # share of the step time that commits may add
-MORE_BYTES = 0.2  # share of the bytes that steps write without commits that commits may add
+COMMIT_TIME_SHARE = 0.02  # share of the step time that commits may add
+COMMIT_BYTES_SHARE = 0.2  # share of the bytes that steps write without commits that commits may add
 # Drives that survive this many seconds of continuous training do not limit the interval.
-LASTING_S = 5 * 365 * 86400.0
+LEAST_DRIVE_LIFE_S = 5 * 365 * 86400.0
 DEFAULT_LIFE = 600.0  # rated bytes written per byte of capacity of consumer drives
 
 
@@ -49,27 +49,27 @@ def choose_commit_interval(
     `planned` returns the plan for an interval, with its forecast if it was simulated. `foreseen`
     simulates a plan.
     """
-    every, now = planned(EVERY_STEP)
+    every, committing = planned(EVERY_STEP)
     if not any(weights_too(every)):
-        return every, now
-    now = now or foreseen(every)
-    if not adds_much(every, now):
-        return every, now
+        return every, committing
+    committing = committing or foreseen(every)
+    if not adds_much(every, committing):
+        return every, committing
     rare, then = planned(Interval(0, LONGEST_S))
     then = then or foreseen(rare)
     added = then.commit
-    if added is None or then.step_s > (1 + SLOWER) * now.step_s:
-        return every, now
+    if added is None or then.step_s > (1 + COMMIT_TIME_SHARE) * committing.step_s:
+        return every, committing
     between_s = then.step_s - added.seconds / added.steps
     between = then.written_bytes - added.written_bytes / added.steps
-    if now.step_s <= (1 + SLOWER) * between_s and _adds_little(
-        profile, now.written_bytes - between, between, now.step_s
+    if committing.step_s <= (1 + COMMIT_TIME_SHARE) * between_s and _adds_little(
+        profile, committing.written_bytes - between, between, committing.step_s
     ):
-        return every, now
+        return every, committing
     most = int(LONGEST_S / between_s)
     if most < 2:
-        return every, now
-    steps = min(most, max(2, ceil(added.seconds / (SLOWER * between_s))))
+        return every, committing
+    steps = min(most, max(2, ceil(added.seconds / (COMMIT_TIME_SHARE * between_s))))
     while steps < most and not _adds_little(
         profile, added.written_bytes / steps, between, between_s
     ):
@@ -84,7 +84,7 @@ def adds_much(plan: Plan, forecast: Forecast) -> bool:
     """
     layout, stays = forecast.work.per_parameter, sum(weights_too(plan))
     added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
-    return added > SLOWER * forecast.written_bytes
+    return added > COMMIT_TIME_SHARE * forecast.written_bytes
 
 
 def weights_too(plan: Plan) -> list[bool]:
@@ -100,10 +100,13 @@ def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -
     """Return whether the bytes that commits add to a step are acceptable.
 
     They are if they are a small share of the bytes that the step writes `anyway`, or if the drives
-    survive LASTING_S of such steps.
+    survive LEAST_DRIVE_LIFE_S of such steps.
     """
     life = sum(drive.endurance_bytes or DEFAULT_LIFE * drive.bytes for drive in profile.drives)
-    return added <= MORE_BYTES * anyway or (added + anyway) * LASTING_S / step_s <= life
+    return (
+        added <= COMMIT_BYTES_SHARE * anyway
+        or (added + anyway) * LEAST_DRIVE_LIFE_S / step_s <= life
+    )
 
 
 # -- Drive wear ------------------------------------------------------------------------------------
@@ -112,9 +115,9 @@ def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -
 DEFAULT_USD = 80e-12  # price per byte of capacity; an assumption, as in machines.toml
 ASSUMED_WEAR = "at 600 TB and 80 USD per TB of capacity, which is usual"
 WORN_PERCENT = 5  # percentage used from which the drive's own log is precise enough
-SPOKEN = 1000  # number of steps to report if the length of the run is not known
+DEFAULT_REPORT_STEPS = 1000  # number of steps to report if the length of the run is not known
 LEAST_LIVES, LEAST_USD = 0.001, 0.01  # wear below both is not reported
-LESS = 0.98  # an alternative is reported if it writes at most this share of the bytes
+LESS_WRITTEN_SHARE = 0.98  # an alternative is reported if it writes at most this share of the bytes
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,9 @@ def alternatives(
             planned_options.append(
                 Alternative(option, forecast.step_s, forecast.written_bytes, note)
             )
-    sparing = (a for a in planned_options if a.written_bytes <= LESS * now.written_bytes)
+    sparing = (
+        a for a in planned_options if a.written_bytes <= LESS_WRITTEN_SHARE * now.written_bytes
+    )
     yield from sorted(sparing, key=lambda a: a.written_bytes)
 
 
@@ -235,7 +240,7 @@ def _candidates(
         small = replace(kind, moments="int8")
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
-    much_in_memory = sum(weights_too(plan)) > (1 - LESS) * chunks
+    much_in_memory = sum(weights_too(plan)) > (1 - LESS_WRITTEN_SHARE) * chunks
     if plan.commit.every_step and not plan.log_gradients and much_in_memory:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
@@ -262,7 +267,7 @@ def wear_lines(
 
     If the number of steps is not known, the wear of 1000 steps is described.
     """
-    step, count = wear_of(drives, written_bytes), steps or SPOKEN
+    step, count = wear_of(drives, written_bytes), steps or DEFAULT_REPORT_STEPS
     text = f"{format_bytes(written_bytes)} written per step"
     if step.drives > 1:
         text += f", {format_bytes(written_bytes / step.drives)} to each of {step.drives} drives"

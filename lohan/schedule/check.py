@@ -140,7 +140,7 @@ class _Clocks:
 
     def __init__(self, spec: ScheduleSpec, buffers: BufferState) -> None:
         self.spec, self.uses = spec, buffers.uses.copy()
-        counts, clocks = self.uses.counts, self.uses.known
+        counts, clocks = self.uses.counts, self.uses.clocks
         # The compute lane is the calling thread, so its earlier actions have finished when the
         # schedule is enqueued. On a device with its own memory, they may still be running.
         begun = at_least(COMPUTE, 0 if spec.device_slots else counts[COMPUTE])
@@ -163,7 +163,7 @@ class _Clocks:
         done = join(start, join(self.last_done[lane], at_least(lane, self.uses.counts[lane] + 1)))
         self.last_done[lane] = self.done[action.name] = done
 
-    def known(self, use: Use) -> bool:
+    def has_finished(self, use: Use) -> bool:
         """Return whether another action has certainly finished when the current one starts."""
         return self.now[use[0]] >= use[1]
 
@@ -329,7 +329,7 @@ class _Contents:
         """Check that the last full state, which the action reads, is committed."""
         if not self.spec.log:
             _fail(action, "there is no log of gradients")
-        if self.step_end is not None and not self.clocks.known(self.step_end):
+        if self.step_end is not None and not self.clocks.has_finished(self.step_end):
             _fail(action, "C may not have committed the last full state yet")
 
     def _read_state(self, action: Action) -> None:
@@ -346,7 +346,7 @@ class _Contents:
     def _gradient(self, action: Action) -> None:
         """Check that the gradients are complete: after the last B of the group, or after E."""
         source = self.last_gradient.get(action.index, self.backward_end)
-        if source is not None and not self.clocks.known(source):
+        if source is not None and not self.clocks.has_finished(source):
             _fail(action, f"the gradients of {source[2]} may not be there yet")
 
     def _update(self, action: Action) -> None:
@@ -393,7 +393,7 @@ class _Contents:
         """Check that the chunk was updated, and that a generation is open for it."""
         if (action.index, action.chunk) not in self.unwritten:
             _fail(action, "there is nothing new to write")
-        if self.step_end is not None and not self.clocks.known(self.step_end):
+        if self.step_end is not None and not self.clocks.has_finished(self.step_end):
             _fail(action, "would write into the generation that C is committing")
 
     def _chunk_at(self, action: Action) -> None:
@@ -427,7 +427,7 @@ class _Contents:
     def _commit_log(self, action: Action) -> None:
         if not self.spec.log:
             _fail(action, "there is no log of gradients")
-        if self.backward_end is not None and not self.clocks.known(self.backward_end):
+        if self.backward_end is not None and not self.clocks.has_finished(self.backward_end):
             _fail(action, "backward may not have ended")
         missing = {
             (group, chunk)
@@ -453,7 +453,7 @@ class _Contents:
         if self.whole_step and self.updated != everything:
             group, chunk = min(everything - self.updated)
             _fail(action, f"group {group} chunk {chunk} was not updated in this step")
-        if self.last_update is not None and not self.clocks.known(self.last_update):
+        if self.last_update is not None and not self.clocks.has_finished(self.last_update):
             _fail(action, f"{self.last_update[2]} may still be in flight")
         self.last_update = None
         self.unwritten.clear()

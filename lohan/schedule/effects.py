@@ -47,19 +47,19 @@ class Uses:
         self.counts = [0] * len(LANES)  # number of actions recorded for each lane
         # For each lane a vector clock: how many actions of every lane have certainly finished when
         # its next action starts, because earlier actions of the lane waited for them.
-        self.known = [[0] * len(LANES) for _ in LANES]
+        self.clocks = [[0] * len(LANES) for _ in LANES]
 
     def copy(self) -> Uses:
         other = Uses()
         other._records, other._parts = self._records.copy(), self._parts.copy()
         other.counts = self.counts.copy()
-        other.known = [known.copy() for known in self.known]
+        other.clocks = [clock.copy() for clock in self.clocks]
         return other
 
     def waits_of(self, action: Action, effects: Sequence[Effect]) -> tuple[str, ...]:
         """Record the effects of the next action and return the names it has to wait for."""
         lane = _LANE_NUMBER[action.kind.lane]
-        missing = self.missing(action, effects, self.known[lane])
+        missing = self.missing(action, effects, self.clocks[lane])
         return tuple([use[2] for use, _ in missing.values()]) if missing else ()
 
     def missing(

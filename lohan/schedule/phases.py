@@ -49,7 +49,7 @@ class Upcoming:
     """The remaining uses of each group in this phase and, with `then`, in the one after it."""
 
     def __init__(self, groups: Sequence[int], then: Sequence[int] = ()) -> None:
-        self._passed, self._here, self._all = 0, len(groups), len(groups) + len(then)
+        self._passed, self._phase_end, self._all = 0, len(groups), len(groups) + len(then)
         self._at: dict[int, deque[int]] = {}
         for position, group in enumerate((*groups, *then)):
             self._at.setdefault(group, deque()).append(position)
@@ -68,7 +68,7 @@ class Upcoming:
         """
         if held is None:
             return float("inf")
-        end = self._all if then else self._here
+        end = self._all if then else self._phase_end
         at = self._at.get(held)
         return min(at[0] if at else end, end) - self._passed
 
@@ -439,8 +439,8 @@ def backward(
     upcoming = Upcoming(used)
     share = -(-len(b.behind) // max(1, len(order)))
     if not b.one_by_one:
-        now = [g for groups in last_use_groups for g in groups if g not in held]
-        b.queue += [(g, c) for g in now for c in range(spec.chunks[g])]
+        updated = [g for groups in last_use_groups for g in groups if g not in held]
+        b.queue += [(g, c) for g in updated for c in range(spec.chunks[g])]
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     rooms = _GradientRooms(spec)
     for position, site in enumerate(order):

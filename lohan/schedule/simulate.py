@@ -275,7 +275,7 @@ class SiteWork:
 DEQUANTISING = 24
 # Bytes through device memory to add one weight gradient of a tile or slice to the sum: 16 bits are
 # written and read, fp32 is read and written.
-SUMMED = 12
+SUM_BYTES = 12
 # Bytes through device memory per 16-bit element of an activation: written once, read twice.
 TOUCHED = 6
 
@@ -395,17 +395,17 @@ class ActionCosts:
         `lost` is the share of its speed that each action loses to concurrent actions, by name.
         """
         self._profile, self._work, self._lost = profile, work, lost or {}
-        self.known: dict[str, float] = {}  # seconds by name, the same in every step
+        self.cached_s: dict[str, float] = {}  # seconds by name, the same in every step
         # Seconds by kind and chunk size. All chunks of a size take equally long.
         self._alike: dict[tuple[Operation, int], float] = {}
 
     def seconds(self, action: Action) -> float:
-        seconds = self.known.get(action.name)
+        seconds = self.cached_s.get(action.name)
         if seconds is None:
             seconds = self._seconds(action)
             if self._lost:
                 seconds /= 1.0 - self._lost.get(action.name, 0.0)
-            self.known[action.name] = seconds
+            self.cached_s[action.name] = seconds
         return seconds
 
     def _seconds(self, action: Action) -> float:

@@ -287,7 +287,7 @@ def snapshot(
     for path in store.dirs:
         if path in (folder, partial, old) or (folder.exists() and folder.samefile(path)):
             raise StoreError(f"{folder} is the store itself; choose another place for snapshots")
-    _remove_if_there(partial)
+    _remove_if_present(partial)
     with Store.create(
         partial,
         [region for region in store.regions if with_fixed or not region.fixed],
@@ -301,10 +301,10 @@ def snapshot(
         _copy_state(store, copy, [extent for extent in extents if extent not in shared])
         copy.commit(store.meta)
     if folder.exists():
-        _remove_if_there(old)
+        _remove_if_present(old)
         rename_durably(folder, old)
     rename_durably(partial, folder)
-    _remove_if_there(old)
+    _remove_if_present(old)
     return sum(extent.nbytes for extent in shared)
 
 
@@ -433,7 +433,7 @@ def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
             )
 
 
-def _remove_if_there(path: Path) -> None:
+def _remove_if_present(path: Path) -> None:
     if path.exists():
         remove_partial([path])
 

@@ -63,7 +63,7 @@ def passed(findings: Sequence[Finding]) -> bool:
 # -- Python, packages, device, memory and system ---------------------------------------------------
 
 
-LEAST = {"torch": (2, 6), "transformers": (5, 22), "numpy": (1, 26), "safetensors": (0, 4)}
+LEAST_VERSIONS = {"torch": (2, 6), "transformers": (5, 22), "numpy": (1, 26), "safetensors": (0, 4)}
 LITTLE_MEMORY, LITTLE_LOCKED = 4 * GiB, 64 * MiB
 WSL_CONFIG = "%UserProfile%\\.wslconfig"
 
@@ -91,7 +91,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    for name, least in LEAST.items():
+    for name, least in LEAST_VERSIONS.items():
         wanted = ".".join(map(str, least))
         try:
             installed = version(name)

@@ -14,7 +14,7 @@ from lohan.errors import LohanError
 from lohan.tools.late_device import LateDevice
 
 
-class Wrong(LohanError):
+class WrongResult(LohanError):
     """Raised if two computations that must agree give different numbers."""
 
 

@@ -4,8 +4,8 @@ Each check runs in its own process, so that a crash in one check does not hide t
 others: `python -m lohan.tools.gpu_checks NAME DEVICE FOLDER RESULT`.
 
 A check returns figures, which doctor compares with what such a card should reach, and facts, which
-are only reported. A check raises `Wrong` if numbers that must be equal differ. On a software device
-that stands in for a card in tests, everything runs at a small scale.
+are only reported. A check raises `WrongResult` if numbers that must be equal differ. On a software
+device that stands in for a card in tests, everything runs at a small scale.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
 from lohan.store.io_engine import aligned_buffer, open_engine
-from lohan.tools.gpu_bench import Bench, CheckResult, Wrong
+from lohan.tools.gpu_bench import Bench, CheckResult, WrongResult
 from lohan.tools.gpu_host_checks import pinnable, queue
 from lohan.tools.gpu_norm_checks import liger, ranks, shared_memory
 from lohan.util.trace import Span, busy_s
@@ -105,13 +105,13 @@ def pinning(bench: Bench) -> CheckResult:
     memory = opened.host_memory(size)
     taken_s = time.perf_counter() - start
     if not torch.from_numpy(memory).is_pinned():
-        raise Wrong(f"{format_bytes(size)} of host memory cannot be pinned")
+        raise WrongResult(f"{format_bytes(size)} of host memory cannot be pinned")
     if accelerator.can_register(opened.torch_device):
         with suppress(RuntimeError):  # Registering memory twice must fail.
             accelerator.register(memory)
-            raise Wrong("registering the same memory twice is no error here")
+            raise WrongResult("registering the same memory twice is no error here")
     if (torch.ones(4, device=opened.torch_device) + 1).sum().item() != 8:
-        raise Wrong("a sum of eight ones is not 8")
+        raise WrongResult("a sum of eight ones is not 8")
     return CheckResult({"pin_rate": size / taken_s})
 
 
@@ -133,7 +133,7 @@ def links(bench: Bench) -> CheckResult:
     both = 2 * rounds * size / (time.perf_counter() - start)
     opened.copy("d2h", [(host[1], buffers[0])]).synchronize()
     if not torch.equal(host[0], host[1]):
-        raise Wrong("other bytes came back from the device than were sent there")
+        raise WrongResult("other bytes came back from the device than were sent there")
     return CheckResult(
         {"h2d": h2d, "d2h": d2h, "both_ways": both}, pcie_link_of(opened.torch_device)
     )
@@ -172,7 +172,7 @@ def direct_io(bench: Bench) -> CheckResult:
                 engine.wait(engine.read(number, 0, into), 60.0)
                 taken.append(time.perf_counter() - start)
             if not (into == sent).all():
-                raise Wrong("a drive's read into registered memory brought other bytes")
+                raise WrongResult("a drive's read into registered memory brought other bytes")
             return size / median(taken)
 
         plain, registered = rate(pages(size)), rate(opened.host_memory(size))
@@ -193,7 +193,7 @@ def matmul(bench: Bench) -> CheckResult:
     wanted = left[:4].cpu().double() @ right.cpu().double()
     error = float((product[:4].cpu().double() - wanted).norm() / wanted.norm())
     if not error < 1e-2:
-        raise Wrong(f"a matrix product in bf16 is {error:.1e} from the CPU's in fp64")
+        raise WrongResult(f"a matrix product in bf16 is {error:.1e} from the CPU's in fp64")
     rounds = 10 if bench.real else 2
     taken = [computed_s(opened, lambda: left @ right) for _ in range(rounds)]
     return CheckResult({"matmul": 2.0 * width**3 / median(taken)}, {"error": error})
@@ -267,9 +267,9 @@ class Trained:
 
     def check(self, other: Trained, what: str) -> None:
         if list(map(repr, self.losses)) != list(map(repr, other.losses)):
-            raise Wrong(f"{what}: losses {self.losses} and {other.losses}")
+            raise WrongResult(f"{what}: losses {self.losses} and {other.losses}")
         if self.digest != other.digest:
-            raise Wrong(f"{what}: the same losses, other weights or moments")
+            raise WrongResult(f"{what}: the same losses, other weights or moments")
 
 
 def trained(
@@ -427,7 +427,7 @@ def padded_dropout(bench: Bench) -> CheckResult:
     ]
     for one, other in zip(*(each.losses for each in masked), strict=True):
         if not abs(one - other) <= 1e-3 * abs(one):  # The backward kernel sums in no fixed order.
-            raise Wrong(f"activations saved and recomputed: losses {one} and {other}")
+            raise WrongResult(f"activations saved and recomputed: losses {one} and {other}")
     return CheckResult(facts={"losses": masked[0].losses})
 
 
@@ -546,9 +546,9 @@ def training(bench: Bench) -> CheckResult:
         forecast = context.forecast(context.profile, session.plan)
         parameters, sites = context.blocks.parameters, len(context.blocks.sites)
         slices = -(-len(batches[0]["input_ids"]) // (session.plan.micro_batch or 1))
-    for ours, expected in zip(losses, wanted, strict=True):
-        if not abs(ours - expected) <= 2e-2 * abs(expected):
-            raise Wrong(f"losses {losses}, with plain torch {wanted}")
+    for measured, expected in zip(losses, wanted, strict=True):
+        if not abs(measured - expected) <= 2e-2 * abs(expected):
+            raise WrongResult(f"losses {losses}, with plain torch {wanted}")
     steps_s = [stop - start for start, stop in ends[2:]]
     start, stop = ends[-1]
     share = busy_s(spans, start, stop)["compute"] / (stop - start)
@@ -721,7 +721,7 @@ def run_here(name: str, device_name: str, folder: Path) -> dict[str, Any]:
             outcome = CHECKS[name].run(bench)
         result |= {"figures": outcome.figures, "facts": outcome.facts}
     except Exception as error:
-        state = "wrong" if isinstance(error, Wrong) else "failed"
+        state = "wrong" if isinstance(error, WrongResult) else "failed"
         notes = getattr(error, "__notes__", [])
         result |= {
             "state": state,

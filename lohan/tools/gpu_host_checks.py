@@ -10,7 +10,7 @@ import torch
 
 from lohan.device import accelerator
 from lohan.device.base import HostMemory, pages
-from lohan.tools.gpu_bench import Bench, CheckResult, Wrong
+from lohan.tools.gpu_bench import Bench, CheckResult, WrongResult
 from lohan.util.memory import host_memory_bytes
 from lohan.util.units import GiB, MiB, format_bytes
 
@@ -67,8 +67,8 @@ def queue(bench: Bench) -> CheckResult:
     launched_s = time.perf_counter() - start
     thread.join()
     if counter.cpu().tolist() != [launches] * 64:
-        raise Wrong(f"{launches} additions of one give {counter.cpu()[0]}")
+        raise WrongResult(f"{launches} additions of one give {counter.cpu()[0]}")
     if not copied_s:
-        raise Wrong("the copy beside the launches has failed; its error is above")
+        raise WrongResult("the copy beside the launches has failed; its error is above")
     figures = {"copy_beside_launches_s": copied_s[0]}
     return CheckResult(figures, {"launches": launches, "launched_s": launched_s})

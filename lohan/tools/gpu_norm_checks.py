@@ -25,7 +25,7 @@ import torch
 from lohan.device.base import Device
 from lohan.device.launch import launch
 from lohan.device.ranks import ALONE, ProcessGroup, join
-from lohan.tools.gpu_bench import Bench, CheckResult, Wrong
+from lohan.tools.gpu_bench import Bench, CheckResult, WrongResult
 from lohan.util.units import MiB
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def ranks(bench: Bench) -> CheckResult:
     code = launch(RANKS, arguments, note=messages.append)
     files = [_result_file(bench.folder, rank) for rank in range(RANKS)]
     if code or not all(file.exists() for file in files):
-        raise Wrong(f"two ranks ended with code {code}: {' '.join(messages) or 'see above'}")
+        raise WrongResult(f"two ranks ended with code {code}: {' '.join(messages) or 'see above'}")
     results = [json.loads(file.read_text()) for file in files]
     for rank, result in enumerate(results):
         check_norms(result["norms"], expected, f"rank {rank} of two, and one rank alone")
@@ -87,7 +87,7 @@ def check_norms(norms: Sequence[float], expected: Sequence[float], what: str) ->
     """Raise Wrong if two runs have different gradient norms."""
     pairs = zip(norms, expected, strict=True)
     if not all(math.isclose(norm, other, rel_tol=TOLERANCE) for norm, other in pairs):
-        raise Wrong(f"{what}: gradient norms {norms} and {expected}")
+        raise WrongResult(f"{what}: gradient norms {norms} and {expected}")
 
 
 def train(

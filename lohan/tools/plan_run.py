@@ -39,9 +39,9 @@ from lohan.planner.machine_plan import (
 from lohan.planner.planner import PlanProblem, make_plan
 from lohan.train.inputs import (
     Inputs,
+    cached_profile_of,
     check_machine,
     check_room,
-    known_profile,
     make_base,
     open_inputs,
     task_of,
@@ -143,7 +143,7 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
         inputs = open_inputs(RunFolder(Path(work)), config, display)
         folders = folder.ssd_folders(config)
         seen = replace(config, train=replace(config.train, steps=inputs.total))
-        planned = plan_traced(seen, known_profile(folders, seen.budget), inputs=inputs)
+        planned = plan_traced(seen, cached_profile_of(folders, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
         check_room(planned.plan, inputs.prompts)
     return inputs.total, planned
@@ -155,7 +155,7 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
 # simulated. The gain is relative to the same simulation of the plan that the run followed.
 
 
-WORTH = 1.02  # smallest speedup worth listing
+LEAST_SPEEDUP = 1.02  # smallest speedup worth listing
 # (smallest budget in bytes, unit to express it in)
 UNITS = ((8 * GiB, "GiB"), (8 * MiB, "MiB"), (0, "KiB"))
 
@@ -243,7 +243,7 @@ def changes(case: Case) -> list[Change]:
     options = [Change("a new plan for the measured rates", now / again)]
     best = min(now, again)
     options += [*_drives(case, best), *_host(case, best), *_lanes(case, now)]
-    return sorted((c for c in options if c.gain >= WORTH), key=lambda c: -c.gain)
+    return sorted((c for c in options if c.gain >= LEAST_SPEEDUP), key=lambda c: -c.gain)
 
 
 def _drives(case: Case, now: float) -> Iterator[Change]:

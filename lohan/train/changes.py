@@ -58,7 +58,7 @@ RESUMABLE = frozenset(
         "output.log",
     }
 )
-INSTEAD = {  # advice for settings that a resumed run may not change
+ADVICE = {  # advice for settings that a resumed run may not change
     "train.steps": "use --steps",
     "train.epochs": "use --steps",
     "budget.gpus": "use --gpus",
@@ -72,7 +72,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
     for name in changes:
         exists = name in {info.dotted for info in fields_of()}  # load_config refuses unknown names
         if exists and name not in RESUMABLE:
-            other = INSTEAD.get(name) or (
+            other = ADVICE.get(name) or (
                 "the data, the model and the store were made with it; start a new run"
             )
             raise ConfigError(f"{name}: cannot change when a run is resumed: {other}")

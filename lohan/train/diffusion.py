@@ -50,7 +50,7 @@ from lohan.util.units import counted, format_bytes
 
 TARGET = "target"
 TEXT, POOLED = "encoder_hidden_states", "pooled_projections"
-TIMES = 1000  # number of time steps of a flow
+TIME_STEPS = 1000  # number of time steps of a flow
 GUIDANCE = 3.5  # Input of models with a guidance embedding; the usual value in fine-tuning.
 IMAGE_PIXELS = 1024  # image size for models whose config names none
 TEXT_TOKENS = 512  # number of text tokens for such models
@@ -255,7 +255,7 @@ def _text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tenso
         "hidden_states": noisy,
         TEXT: given[TEXT],
         POOLED: given[POOLED],
-        "timestep": levels * TIMES,
+        "timestep": levels * TIME_STEPS,
         TARGET: target,
     }
 
@@ -307,9 +307,9 @@ def generator_of(seed: int, stream: int, number: int) -> torch.Generator:
 # -- The task --------------------------------------------------------------------------------------
 
 
-TRAINED, HELD = 0, 1  # noise streams of training and of evaluation
-IN_COMMON = ("img_ids", "txt_ids")  # inputs that all samples of a batch share
-NARROW = ("hidden_states", TEXT, POOLED)  # inputs in the model's compute type
+TRAINING_STREAM, EVALUATION_STREAM = 0, 1  # noise streams of training and of evaluation
+SHARED_INPUTS = ("img_ids", "txt_ids")  # inputs that all samples of a batch share
+COMPUTE_INPUTS = ("hidden_states", TEXT, POOLED)  # inputs in the model's compute type
 
 
 @dataclass(frozen=True)
@@ -323,13 +323,13 @@ class Noised:
         return len(self.records)
 
     def batch(self, step: int, batch_size: int) -> Batch:
-        generator = generator_of(self.records.seed, TRAINED, step)
+        generator = generator_of(self.records.seed, TRAINING_STREAM, step)
         return {**self.noising.batch(self.records.of_step(step, batch_size), generator)}
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
         for number, start in enumerate(range(0, len(self), batch_size)):
             rows = range(start, min(start + batch_size, len(self)))
-            generator = generator_of(self.records.seed, HELD, number)
+            generator = generator_of(self.records.seed, EVALUATION_STREAM, number)
             yield {**self.noising.batch(self.records.stacked(rows), generator)}
 
     def split(self, share: float) -> tuple[Noised, Noised]:
@@ -420,7 +420,9 @@ class Diffusion(Task[Noised]):
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         low, high = (start, stop) if start < stop else (0, 1)
-        return {n: tensor if n in IN_COMMON else tensor[low:high] for n, tensor in batch.items()}
+        return {
+            n: tensor if n in SHARED_INPUTS else tensor[low:high] for n, tensor in batch.items()
+        }
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean squared error of the prediction.
@@ -530,7 +532,7 @@ def _autoencoder(source: DiffusersFolder, folder: Path, host_bytes: int | None) 
 
 def _inputs(batch: Batch, dtype: torch.dtype) -> Batch:
     return {
-        name: tensor.to(dtype) if name in NARROW else tensor
+        name: tensor.to(dtype) if name in COMPUTE_INPUTS else tensor
         for name, tensor in batch.items()
         if name != TARGET
     }

@@ -15,12 +15,12 @@ from lohan.checkpoint.sources import MARK, mark_initial
 from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
 from lohan.data.text import load_tokenizer, tokenizer_files
-from lohan.device.choose import default_dtype, known_name, open_device
+from lohan.device.choose import canonical_name, default_dtype, open_device
 from lohan.device.determinism import fix_cublas_workspace
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import attach, load
 from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
-from lohan.engine.profile import CPU, Where, cache_file, cached_profile
+from lohan.engine.profile import CPU, ComputePlace, cache_file, cached_profile
 from lohan.engine.session import Session
 from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, ModelError
@@ -64,12 +64,12 @@ MADE_FOR = {  # maps transformers' auto class to a task
 
 def task_of(config: Config) -> Task[Any]:
     """Return the task that a run asks for, or the one that its model is made for."""
-    task = TASKS[config.task or made_for(config.model)]
+    task = TASKS[config.task or task_of_model(config.model)]
     task.check(config)
     return task
 
 
-def made_for(model: Path) -> str:
+def task_of_model(model: Path) -> str:
     """Return the name of the task that a model folder is made for."""
     if find_diffusers_folder(model) is not None:
         return "diffusion"
@@ -213,7 +213,7 @@ def open_session(
             micro_batch=train.micro_batch,
             tiles=train.tiles,
             run_again=True,
-            profile=known_profile(ssd_folders, config.budget),
+            profile=cached_profile_of(ssd_folders, config.budget),
         ),
         store_policy=StorePolicy(
             store_name=name,
@@ -236,7 +236,7 @@ def training_dtype(config: Config) -> str:
     return config.train.dtype or default_dtype(budget.device)
 
 
-def check_made_for(folder: RunFolder, config: Config) -> None:
+def check_state_format(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if the settings need another state format than the store has."""
     asked = state_format_of(training_dtype(config), config.train.kind)
     for stores in sets_of(folder, config):
@@ -269,14 +269,14 @@ def bytes_between_steps(plan: Plan) -> int:
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in compute)
 
 
-def known_profile(folders: Sequence[Path], budget: BudgetConfig) -> Profile | None:
+def cached_profile_of(folders: Sequence[Path], budget: BudgetConfig) -> Profile | None:
     """Return the cached result of `lohan profile` for these drives and this device.
 
     Fall back to the profile of the drives with compute on the CPU. Return None if there is neither.
     """
     if not all(folder.is_dir() for folder in folders):
         return None
-    asked = Where(known_name(budget.device), budget.device_memory, budget.link)
+    asked = ComputePlace(canonical_name(budget.device), budget.device_memory, budget.link)
     for where in (asked, CPU):
         if cache_file(folders, where).is_file():
             return cached_profile(folders, where=where)

@@ -45,9 +45,9 @@ class Journal:
     def __init__(self, folder: RunFolder, session: Session) -> None:
         self._folder, self._session = folder, session
         self._plan = session.plan
-        self._known = session.context.profile  # profile of the machine; None if it is not known
+        self._profile = session.context.profile  # profile of the machine; None if it is not known
         self._origin = "the machine's profile"
-        self._since = 0  # number of steps with the current plan
+        self._plan_steps = 0  # number of steps with the current plan
         self._last: tuple[Mapping[str, Any], Sequence[Span]] | None = None
 
     def began(self, *, total: int, instead: Sequence[Alternative] = ()) -> None:
@@ -73,9 +73,9 @@ class Journal:
 
     def _planned(self) -> None:
         session, predicted = self._session, None
-        self._plan, self._since = session.plan, 0
-        if self._known is not None and session.context.workload is not None:
-            predicted = figures(session.context.forecast(self._known, session.plan))
+        self._plan, self._plan_steps = session.plan, 0
+        if self._profile is not None and session.context.workload is not None:
+            predicted = figures(session.context.forecast(self._profile, session.plan))
         self._write(
             "plan",
             host_bytes=session.host_bytes,
@@ -85,13 +85,13 @@ class Journal:
         )
 
     def after_step(self, row: Mapping[str, Any], spans: Sequence[Span]) -> None:
-        self._since += 1
+        self._plan_steps += 1
         self._last = (row, spans)
-        if self._since == WARM_UP_STEPS:
+        if self._plan_steps == WARM_UP_STEPS:
             self._measured()
 
     def ended(self) -> None:
-        if self._since > WARM_UP_STEPS:
+        if self._plan_steps > WARM_UP_STEPS:
             self._measured()
 
     def _measured(self) -> None:
@@ -101,7 +101,7 @@ class Journal:
         row, spans = self._last
         measured = context.measured(spans, self._session.plan)
         if measured is not None:
-            self._known, self._origin = measured, f"rates measured in step {row['step']}"
+            self._profile, self._origin = measured, f"rates measured in step {row['step']}"
             predicted = figures(context.forecast(measured, self._session.plan))
             self._write("measured", profile=asdict(measured), predicted=predicted)
 
@@ -366,7 +366,7 @@ class Meter:
 
     def __init__(self, moved: HasCounters, trace: Trace) -> None:
         self._moved, self._trace = moved, trace
-        self._start_s, self._before = time.perf_counter(), moved.counters
+        self._start_s, self._counters_before = time.perf_counter(), moved.counters
         self._aside_s, self._aside_read = 0.0, 0
         self.spans: list[Span] = []  # spans of the last row
         self._spans: list[Span] = []  # spans of the next row, from before excluded work
@@ -382,12 +382,14 @@ class Meter:
             "step_s": step_s,
             "tokens_per_s": tokens / step_s,
             "rss_bytes": rss_bytes(),
-            "ssd_read_bytes": after.bytes_read - self._before.bytes_read - self._aside_read,
-            "ssd_written_bytes": after.bytes_written - self._before.bytes_written,
+            "ssd_read_bytes": after.bytes_read
+            - self._counters_before.bytes_read
+            - self._aside_read,
+            "ssd_written_bytes": after.bytes_written - self._counters_before.bytes_written,
             "busy": {lane: round(s / step_s, 4) for lane, s in busy.items() if s},
             "binding": max(busy, key=lambda lane: busy[lane]),
         }
-        self._start_s, self._before = stop, after
+        self._start_s, self._counters_before = stop, after
         self._aside_s, self._aside_read = 0.0, 0
         return row
 

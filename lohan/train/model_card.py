@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lohan.checkpoint.replacing import MODEL_CARD
 from lohan.config import Config, fields_of
-from lohan.train.inputs import made_for
+from lohan.train.inputs import task_of_model
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.util.files import load_json
 from lohan.util.settings import Source, toml_value
@@ -101,7 +101,7 @@ def model_card(
     `averaged`, the export holds the moving average of the weights.
     """
     content = content or ("adapter" if config.train.lora else "weights")
-    task = config.task or made_for(config.model)
+    task = config.task or task_of_model(config.model)
     base = None if config.init is not None else base_name(config.model)
     datasets = [name_of(source.path) for source in config.data]
     matter = _front_matter(config, base, datasets, content=content, task=task)

@@ -165,7 +165,7 @@ class PeriodicTasks:
 # -- Implausible losses and gradient norms: the run stops before the step is committed -------------
 
 
-LARGEST = 1e15  # far beyond any loss or gradient norm that allows training
+LARGEST_LOSS = 1e15  # far beyond any loss or gradient norm that allows training
 
 
 def check_loss(loss: float, state: TrainState) -> None:
@@ -173,7 +173,7 @@ def check_loss(loss: float, state: TrainState) -> None:
 
     A loss of exactly zero is possible on memorised data, but not in the first step.
     """
-    if not math.isfinite(loss) or abs(loss) > LARGEST:
+    if not math.isfinite(loss) or abs(loss) > LARGEST_LOSS:
         raise _stopped("loss", loss, state.step)
     if loss == 0.0 and state.step == 0:
         raise _stopped("loss", loss, 0)
@@ -193,7 +193,7 @@ def check_norm(norm: float | None, before: TrainState, after: TrainState) -> Non
         return
     if norm is None:
         return
-    if not math.isfinite(norm) or norm > LARGEST or (norm == 0.0 and before.step == 0):
+    if not math.isfinite(norm) or norm > LARGEST_LOSS or (norm == 0.0 and before.step == 0):
         raise _stopped("gradient norm", norm, before.step)
 
 

@@ -57,9 +57,10 @@ PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
     "AutoModelForQuestionAnswering",
     "AutoModelForMaskedLM",
 )
-SHORT = 4096  # A block of text with at most this many characters is joined to the one before.
+# A block of text with at most this many characters is joined to the one before.
+SHORT_CHARACTERS = 4096
 SPAN = ("start_positions", "end_positions")
-FILLED = {"labels": IGNORE, "token_type_ids": 0}  # padding values of fields that are not tokens
+PADDING = {"labels": IGNORE, "token_type_ids": 0}  # padding values of fields that are not tokens
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Collate:
 
     def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:
         return padded(
-            [row[name] for row in rows], value=FILLED.get(name, self.pad_id), most=self.limit
+            [row[name] for row in rows], value=PADDING.get(name, self.pad_id), most=self.limit
         )
 
 
@@ -230,10 +231,10 @@ def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
 
 
 def _whole(blocks: Iterator[str]) -> Iterator[str]:
-    """Yield blocks of text, joining blocks of at most SHORT characters to the one before."""
+    """Yield blocks of text, after joining short ones to the block before."""
     before = ""
     for block in blocks:
-        if before and len(block) > SHORT:
+        if before and len(block) > SHORT_CHARACTERS:
             yield before
             before = ""
         before += block

@@ -40,8 +40,8 @@ from lohan.train.changes import check_changes
 from lohan.train.inputs import (
     Inputs,
     check_machine,
-    check_made_for,
     check_settings,
+    check_state_format,
     make_base,
     open_inputs,
     open_session,
@@ -80,9 +80,9 @@ from lohan.util.units import counted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS = "lohan: stopped at once; resume goes on from the last committed step\n"
-LAST_CALL = 3  # This many signals end the process if the main thread has handled fewer than two.
+KILL_SIGNALS = 3  # This many signals end the process if the main thread has handled fewer than two.
 UNLOGGED = "unlogged"  # manifest key: rows of committed steps that may not be logged yet
-MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # metrics that are summed over ranks
+SUMMED_METRICS = ("ssd_read_bytes", "ssd_written_bytes")  # metrics that are summed over ranks
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def check_before_resume(
     if not group.ranks.several:
         restore_last_snapshot(folder, config, display)
     check_resumable(folder, config)
-    check_made_for(folder, config)
+    check_state_format(folder, config)
     check_exports(folder, config)
 
 
@@ -437,8 +437,10 @@ def one_step(
         check_loss(row["loss"], state)
         check_norm(executor.grad_norm, state, executor.train_state)
         row.update(meter.row(tokens=tokens))
-        gathered = session.process_group.all_gather_object({name: row[name] for name in MOVED})
-        row.update({name: sum(other[name] for other in gathered) for name in MOVED})
+        gathered = session.process_group.all_gather_object(
+            {name: row[name] for name in SUMMED_METRICS}
+        )
+        row.update({name: sum(other[name] for other in gathered) for name in SUMMED_METRICS})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
             row.update(executor.clipping.counts)
@@ -644,8 +646,8 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 @dataclass
 class _Stop:
     asked: bool = False
-    came: int = 0  # number of signals received
-    heard: int = 0  # number of signals the main thread has handled
+    received: int = 0  # number of signals received
+    handled: int = 0  # number of signals the main thread has handled
     step: int = 0  # number of the current step
     step_s: float | None = None  # duration of the last step
     began_s: float = 0.0
@@ -673,8 +675,8 @@ def stop_signals(display: Display) -> Iterator[_Stop]:
     stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
-        stop.heard = max(stop.heard + 1, stop.came)
-        if stop.heard > 1:
+        stop.handled = max(stop.handled + 1, stop.received)
+        if stop.handled > 1:
             raise KeyboardInterrupt
         stop.asked = True
         display.note(stop.answer())
@@ -699,8 +701,8 @@ def _counting_signals(stop: _Stop) -> Iterator[None]:
 
     def listen() -> None:
         while number := os.read(read_fd, 1):
-            stop.came += number[0] in STOPPING
-            if stop.came >= LAST_CALL and stop.heard < 2:
+            stop.received += number[0] in STOPPING
+            if stop.received >= KILL_SIGNALS and stop.handled < 2:
                 with suppress(OSError):
                     os.write(2, LAST_WORDS.encode())
                 os._exit(128 + signal.SIGINT)

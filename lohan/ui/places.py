@@ -100,7 +100,7 @@ def _is_cached(path: Path) -> bool:
 MOST_LISTED = 200
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".jsonl.gz")
 NOT_DATA = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-DEEPEST = 4
+MOST_LEVELS = 4
 
 
 def inventory(places: Places) -> dict[str, list[str]]:
@@ -109,7 +109,7 @@ def inventory(places: Places) -> dict[str, list[str]]:
     data: list[str] = []
     for place in (places.root, *places.others):
         level = [place]
-        for _ in range(DEEPEST):
+        for _ in range(MOST_LEVELS):
             below: list[Path] = []
             for folder in level:
                 try:

@@ -23,7 +23,7 @@ from lohan.util.files import WrongType, checked
 
 
 MOST_SAMPLES = 40
-STEADY = 50  # Speed is computed from this many of the last steps.
+STEADY_STEPS = 50  # Speed is computed from this many of the last steps.
 RECENT_STEPS = 10  # The remaining time is estimated from this many steps.
 
 Row = Mapping[str, Any]
@@ -49,7 +49,7 @@ class RunRecord:
         """The steps with the last plan, except the first two, which include warm-up."""
         began = max((row["step"] for row in self.journal if row["event"] != "measured"), default=0)
         rows = [row for row in self.steps if row["step"] > began]
-        return (rows[2:] or rows or self.steps)[-STEADY:]
+        return (rows[2:] or rows or self.steps)[-STEADY_STEPS:]
 
     @property
     def written_bytes(self) -> int:
@@ -282,7 +282,7 @@ def state_of(run: RunRecord) -> RunState:
 
 
 MOST_FOLDERS = 20_000  # folders that are searched at most
-DEEPEST = 6  # levels below the root
+MOST_LEVELS = 6  # levels below the root
 # Parts of a run or of an environment, in which no run is searched.
 SKIPPED = {"store", "snapshots", "data", "eval-data", "model", "ema", "best", "base"}
 SKIPPED |= {"node_modules", "__pycache__", "site-packages"}
@@ -291,7 +291,7 @@ SKIPPED |= {"node_modules", "__pycache__", "site-packages"}
 def find_runs(root: Path) -> Iterator[Path]:
     """Yield the run folders in and below a folder, without following links."""
     level, searched = [root], 0
-    for _ in range(DEEPEST + 1):
+    for _ in range(MOST_LEVELS + 1):
         below: list[Path] = []
         for directory in level:
             try:

@@ -25,7 +25,7 @@ from lohan.planner.wear import (
     wear_of,
 )
 from lohan.train.run_folder import WARM_UP_STEPS
-from lohan.ui.runs import STEADY, Row, RunRecord, RunState
+from lohan.ui.runs import STEADY_STEPS, Row, RunRecord, RunState
 from lohan.util.display import describe_step
 from lohan.util.drives import drives_of
 from lohan.util.trace import LANE_NAMES, LANES
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_POINTS = 1200  # per curve
 MOST_CHARACTERS = 10_000  # of the first example's prompt, and of its answer
 LAST_LINES = 40  # of the log
-TRIFLE = 0.01  # share of a step below which a difference is not shown
+LEAST_SHARE = 0.01  # share of a step below which a difference is not shown
 
 Cell = str | dict[str, str] | list[Any]
 
@@ -132,7 +132,9 @@ def tiles(run: RunRecord) -> list[list[str]]:
     if run.evaluations:
         best = min(run.evaluations, key=lambda row: row["eval_loss"])
         shown.append((f"{best['eval_loss']:.3f}", f"best evaluation, step {best['step']:,}"))
-    pairs = [row["reward_accuracy"] for row in run.steps[-STEADY:] if "reward_accuracy" in row]
+    pairs = [
+        row["reward_accuracy"] for row in run.steps[-STEADY_STEPS:] if "reward_accuracy" in row
+    ]
     if pairs:
         right = f"{100 * statistics.fmean(pairs):.0f} %"
         shown.append((right, f"of pairs right, last {counted(len(pairs), 'step')}"))
@@ -287,7 +289,7 @@ def lanes(run: RunRecord, advice: Advice | None) -> dict[str, Any]:
 
 def _ratio(wanted: float | None, measured: float, whole: float) -> str:
     """Return how far a time is from its prediction, or "-" if both are negligible."""
-    if not wanted or max(wanted, measured) < TRIFLE * whole:
+    if not wanted or max(wanted, measured) < LEAST_SHARE * whole:
         return "-"
     return f"{100 * (measured / wanted - 1):+.0f} %"
 

@@ -136,7 +136,7 @@ def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
     with attached(small_model(kind), tmp_path, **options) as session:
         session.model(**made[0]).loss.backward()
         save_plans = session.executor.block_runner.compute.save_plans
-        (known,) = save_plans._inventories._known.values()
+        (known,) = save_plans._inventories._by_kind.values()
         assert all(classes <= known.keys.keys() for classes in save_plans._saved_classes.values())
 
 

@@ -8,13 +8,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lohan.capture.blocks import Outside, used_outside
-from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
+from lohan.capture.fake import CPU, UNKNOWN, KnownValues, buffers_at, fake_like, faking
 
 
 def test_whole_numbers_keep_their_values():
     ids = torch.tensor([[3, 1, 3], [0, 3, 2]])
-    with faking(Known.NUMBERS):
-        known, weights = fake_like(ids, Known.NUMBERS), torch.empty(5, 2**40)
+    with faking(KnownValues.NUMBERS):
+        known, weights = fake_like(ids, KnownValues.NUMBERS), torch.empty(5, 2**40)
         hidden = torch.nn.functional.embedding(known, weights)
         assert isinstance(hidden, FakeTensor) and hidden.shape == (2, 3, 2**40)
         assert (known == 3).sum().item() == 3
@@ -37,13 +37,13 @@ def test_all_inputs_keep_their_values_where_a_model_looks_at_them():
     constants.
     """
     images = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
-    with faking(Known.INPUTS):
-        known, weights = fake_like(images, Known.INPUTS), torch.empty(2, 2**40)
+    with faking(KnownValues.INPUTS):
+        known, weights = fake_like(images, KnownValues.INPUTS), torch.empty(2, 2**40)
         real = (known == 0.0).sum(-1) != 2
         assert (known[real] @ weights).shape == (1, 2**40)
         assert torch.where(real, torch.zeros(()), -1.0).tolist() == [-1.0, 0.0]
         assert isinstance(torch.zeros(2**40), FakeTensor)
-        assert isinstance(fake_like(images.to("meta"), Known.INPUTS), FakeTensor)
+        assert isinstance(fake_like(images.to("meta"), KnownValues.INPUTS), FakeTensor)
         with pytest.raises(UNKNOWN):
             (known @ weights).sum().item()
 

@@ -497,7 +497,7 @@ def test_operations_are_seen_from_the_last_submodule_before_those_left_out(aroun
     run = partial(stop.run, "block", block, lambda: block(x), lambda: None)
     for _ in range(3):
         assert all(map(torch.equal, gradients_of(block, lambda: run()[0]), expected))
-    known = stop._known["block"]
+    known = stop._endings["block"]
     called = {0: block.other, 1: block.linear}[begins]
     assert known is not None and known.begins == (called, begins) and len(known.ops) == ops
     assert not any(child._forward_pre_hooks for child in block.modules())
@@ -511,13 +511,13 @@ def test_a_call_without_that_submodule_is_recomputed_in_full():
         block.last = last
         expected = gradients_of(block, lambda: block(x))
         assert all(map(torch.equal, gradients_of(block, lambda: run()[0]), expected))
-    assert stop._known["block"] is None
+    assert stop._endings["block"] is None
 
 
 def test_a_run_leaves_the_last_projection_out(tmp_path):
     model = small_model("llama")
     with attached(model, tmp_path, activations="recompute") as session:
-        known = session.executor.block_runner.compute._skip_unneeded._known
+        known = session.executor.block_runner.compute._skip_unneeded._endings
         for batch in batches(3, batch=2, seq=8):
             loss_of(model, batch).backward()
         blocks = [n for n, s in enumerate(session.executor.blocks.sites) if "layers" in s.name]
@@ -549,7 +549,7 @@ def test_reuses_analysis_of_a_call_only_while_its_attributes_are_unchanged():
         return made
 
     first, second = kept(), kept()
-    assert [known.quick for known in save_plan.known] == [True] * 3
+    assert [known.quick for known in save_plan.earlier] == [True] * 3
     assert second.results.keys() == first.results.keys() == {1, 2}
     assert all(second.results[n] is first.results[n] for n in (1, 2))  # nothing was looked at again
     other = kept(factor=3.0)
@@ -561,5 +561,5 @@ def test_reuses_analysis_of_a_call_only_while_its_attributes_are_unchanged():
         with pytest.warns(RuntimeWarning, match="with other arguments than forward"):
             recompute_with(lambda: block(x), made)
     longer = kept(factor=3.0, more=True)
-    assert len(longer.ops) == 4 and len(save_plan.known) == 4
-    assert len(kept(more=False).ops) == 3 and len(save_plan.known) == 3
+    assert len(longer.ops) == 4 and len(save_plan.earlier) == 4
+    assert len(kept(more=False).ops) == 3 and len(save_plan.earlier) == 3

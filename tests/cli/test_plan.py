@@ -222,7 +222,7 @@ def test_on_a_known_machine_it_is_what_training_does(
     shown = plan_traced(config, machine)
     display = Display()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "known_profile", lambda places, budget: machine)
+        patch.setattr(inputs, "cached_profile_of", lambda places, budget: machine)
         folder = RunFolder(config.out)
         folder.path.mkdir()
         opened = inputs.open_inputs(folder, config, display)

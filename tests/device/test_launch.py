@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.device.launch import environment, is_rank, launch, says_first
+from lohan.device.launch import environment, is_first_to_print, is_rank, launch
 from lohan.model.layout import RankInfo
 from tests.support import HANG_S
 
@@ -76,7 +76,7 @@ def test_prints_a_message_of_all_ranks_once(tmp_path, monkeypatch, capfd):
         assert launch(2, [*program(tmp_path, body), words], note=print) == 2
         lines = capfd.readouterr().err.splitlines()
         assert len(lines) == said and all(line.startswith("lohan, rank ") for line in lines)
-    assert says_first("the same", {}) and says_first("the same", {})
+    assert is_first_to_print("the same", {}) and is_first_to_print("the same", {})
 
 
 def test_ranks_that_a_ctrl_c_has_ended(tmp_path):

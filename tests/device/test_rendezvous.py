@@ -26,6 +26,6 @@ def test_missing_ranks_are_waited_for_until_deadline(
     rank: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 serves the store in which all meet, so without it the others find no store."""
-    monkeypatch.setattr(ranks, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "START_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(RankError, match=message):
         join(forked_ranks.environment(rank, 3, forked_ranks.free_port()))

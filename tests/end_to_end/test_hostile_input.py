@@ -88,7 +88,7 @@ def test_a_wrong_heartbeat_is_one_clear_error(
     monkeypatch.setattr(ranks, "BEAT_S", 0.0)
     beating = Heartbeat.__new__(Heartbeat)
     beating._ranks, beating._run, beating._rendezvous = RankInfo(0, 2), "run", Place()
-    beating._done, beating._missed_beats, beating._heard = (
+    beating._done, beating._missed_beats, beating._answered_beat = (
         ranks.threading.Event(),
         MissedBeats(2),
         0,

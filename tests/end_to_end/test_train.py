@@ -195,8 +195,8 @@ def test_rejects_missing_device_before_reading_data(
     def none_found() -> str:
         raise ConfigError("--device: torch finds no accelerator on this machine")
 
-    monkeypatch.setattr(choose, "found_type", none_found)
-    monkeypatch.setattr(accelerator, "found_type", none_found)
+    monkeypatch.setattr(choose, "available_type", none_found)
+    monkeypatch.setattr(accelerator, "available_type", none_found)
     for place in (trainer, plan_run):
         monkeypatch.setattr(place, "open_inputs", read)
     data = write_rows(tmp_path / "data.jsonl", TEXTS)
@@ -262,7 +262,7 @@ def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, mo
         name="m", device="cpu", compute=((1.0, 1e9),), host_bytes=2**30, adam=1e7, drives=(drive,)
     )
     worn = replace(drive, endurance_bytes=1e6, usd=100.0)
-    monkeypatch.setattr(inputs, "known_profile", lambda *given: machine)
+    monkeypatch.setattr(inputs, "cached_profile_of", lambda *given: machine)
     monkeypatch.setattr(trainer, "drives_at", lambda places: [worn])
     overrides = {
         "model": model,

@@ -18,7 +18,7 @@ import pytest
 import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
-from lohan.engine.commit_clock import SETTLING, CommitClock
+from lohan.engine.commit_clock import SETTLING_STEPS, CommitClock
 from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
@@ -189,7 +189,7 @@ def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
         assert session.store.meta["progress"]["step"] == 4
         go_on(session, data(8), 8)
         session.flush()
-        assert session.store.meta["progress"]["step"] == 4 + SETTLING
+        assert session.store.meta["progress"]["step"] == 4 + SETTLING_STEPS
         assert stored_bytes(session) == plain.stored
 
 

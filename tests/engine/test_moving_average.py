@@ -97,7 +97,7 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     steps, options = batches(4, batch=2, seq=16), dict(VARIANTS[name])
     usual, _ = run(small_model("llama"), steps, tmp_path / "usual")
     if name == "other chunks":
-        monkeypatch.setattr("lohan.engine.buffers.AVERAGED", 1000)
+        monkeypatch.setattr("lohan.engine.buffers.AVERAGED_PARAMETERS", 1000)
         tuned(monkeypatch, Tuning())
     found, _ = run(small_model("llama"), steps, tmp_path / "other", **options)
     assert all(torch.equal(found[n], usual[n]) for n in usual)

@@ -114,7 +114,7 @@ def test_blocks_that_the_device_cannot_hold_are_left_out(fits, monkeypatch):
 
 
 def test_a_probe_that_does_not_end_is_an_error(monkeypatch):
-    monkeypatch.setattr("lohan.engine.probes.ENDING_S", 0.01)
+    monkeypatch.setattr("lohan.engine.probes.PROBE_END_S", 0.01)
     go_on = threading.Event()
     thread = threading.Thread(target=go_on.wait, name="drive probe", daemon=True)
     thread.start()

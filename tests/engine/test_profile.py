@@ -15,7 +15,7 @@ from lohan.engine.attach import machine_with
 from lohan.engine.probes import profile
 from lohan.engine.profile import (
     CPU,
-    Where,
+    ComputePlace,
     cache_file,
     cached_profile,
     describe,
@@ -83,11 +83,16 @@ def test_the_latest_is_one_of_this_format(ssd, monkeypatch):
 
 def test_every_device_has_a_profile_of_its_own(ssd):
     measure = Measure()
-    links = [Where("emulated", 2**30, 1e9), Where("emulated", 2**29, 2e9), Where("accelerator")]
+    links = [
+        ComputePlace("emulated", 2**30, 1e9),
+        ComputePlace("emulated", 2**29, 2e9),
+        ComputePlace("accelerator"),
+    ]
     for where in (CPU, *links):
         cached_profile([ssd], where=where, measure=measure)
     assert measure.count == 4
-    cached_profile([ssd], where=Where("emulated", 2**29, 1e9), measure=measure)  # memory is free
+    # memory is free
+    cached_profile([ssd], where=ComputePlace("emulated", 2**29, 1e9), measure=measure)
     assert measure.count == 4
 
 

@@ -16,7 +16,7 @@ from lohan.config import load_config
 from lohan.engine import replanning as replan
 from lohan.engine.context import PlanContext
 from lohan.engine.profile import cache_file
-from lohan.engine.replanning import FIRST_LOOK
+from lohan.engine.replanning import COMPARED_STEP
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.forecast import profile_of_step
@@ -96,10 +96,10 @@ def test_replans_while_only_the_head_is_trained(tmp_path):
     model.bert.requires_grad_(False)
     batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
     with attached(model, tmp_path, batch=batch) as session:
-        for _ in range(FIRST_LOOK + 1):
+        for _ in range(COMPARED_STEP + 1):
             model(**batch).loss.backward()
             session.replan()
-        assert session.step == FIRST_LOOK + 1
+        assert session.step == COMPARED_STEP + 1
 
 
 def test_a_step_without_updates_says_nothing():
@@ -165,7 +165,7 @@ def watched(
 def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
-    monkeypatch.setattr(replan, "WORTH", 0.0)  # any other plan is worth it
+    monkeypatch.setattr(replan, "REPLAN_SPEEDUP", 0.0)  # any other plan is worth it
     made = replan.make_plan
 
     def other(problem):
@@ -175,7 +175,7 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setattr(replan, "make_plan", other)
     got, notes = train(inputs, tmp_path / "replanned", clip=clip)
     assert got == want
-    assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
+    assert notes and notes[0].startswith(f"after step {COMPARED_STEP}: measured the first steps")
     assert "activations kept instead of recomputed" in notes[0]
 
 
@@ -267,7 +267,7 @@ def test_a_known_machine_keeps_activations_from_the_first_step(inputs, tmp_path,
     # The machine is not what its profile says, and the run tells which lane and by how much. What
     # later steps say depends on how busy this machine is.
     found = next(note for note in shown if "were predicted" in note)
-    assert found.startswith(f"after step {FIRST_LOOK}: ")
+    assert found.startswith(f"after step {COMPARED_STEP}: ")
     compute = next(part for part in found.split("; ") if "compute was busy for " in part)
     measured, predicted = (float(compute.split(" s ")[i].split()[-1]) for i in (0, 1))
     assert 0 < measured < predicted / 100

@@ -109,7 +109,7 @@ def test_checkmate_recomputes_least():
 
 def test_a_missing_solver_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    WORKLOAD.known.clear()  # plans that were made before
+    WORKLOAD.plan_cache.clear()  # plans that were made before
     with pytest.raises(LohanError, match="pip install scipy"):
         plan("checkmate", SOME)
     plan("capuchin", SOME)

@@ -9,7 +9,7 @@ import pytest
 from lohan.model.options import PlanOptions
 from lohan.planner import presets
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine
-from lohan.schedule.simulate import SUMMED, SiteWork
+from lohan.schedule.simulate import SUM_BYTES, SiteWork
 
 MODEL, MACHINE = presets.model("qwen3-1.7b"), presets.machine("rtx4090")
 BLOCKS = sum(block.parameters for block in MODEL.blocks)
@@ -32,13 +32,13 @@ def compute_s(*, machine=MACHINE, **options) -> float:
 
 def test_every_slice_adds_gradients_to_their_sums():
     slower_s = compute_s(micro_batch=2) - compute_s(micro_batch=4)
-    assert slower_s == pytest.approx(4 * SUMMED * BLOCKS / MACHINE.device_rate, rel=1e-6)
+    assert slower_s == pytest.approx(4 * SUM_BYTES * BLOCKS / MACHINE.device_rate, rel=1e-6)
 
 
 def test_head_adds_gradients_for_each_of_its_slices():
     slower_s = compute_s(micro_batch=4, head_tokens=512) - compute_s(micro_batch=4)
     parts = BATCH * SEQ // 1024
-    assert slower_s == pytest.approx(parts * SUMMED * HEAD / MACHINE.device_rate, rel=1e-6)
+    assert slower_s == pytest.approx(parts * SUM_BYTES * HEAD / MACHINE.device_rate, rel=1e-6)
 
 
 def test_norm_reads_every_gradient_once():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lohan.tools.gpu_bench import Wrong
+from lohan.tools.gpu_bench import WrongResult
 from lohan.tools.gpu_norm_checks import check_norms
 
 
@@ -14,5 +14,5 @@ def test_accepts_norms_that_differ_by_rounding() -> None:
 
 @pytest.mark.parametrize("norms", [[2.0, 1.1], [2.0, float("nan")], [1.0, 0.5]])
 def test_rejects_norms_of_other_gradients(norms: list[float]) -> None:
-    with pytest.raises(Wrong, match="two runs: gradient norms"):
+    with pytest.raises(WrongResult, match="two runs: gradient norms"):
         check_norms(norms, [2.0, 1.0], "two runs")

@@ -175,7 +175,7 @@ def test_files_are_mixed_by_weight_and_tokenised_in_parallel(place, tmp_path, mo
     seen = np.concatenate([alone.batch(step, 4)["labels"].numpy() for step in range(250)])
     lengths = [alone.batch(step, 4)["attention_mask"].sum(1) for step in range(250)]
     assert int((np.concatenate(lengths) == 64).sum()) == 750 and len(seen) == 1000
-    monkeypatch.setattr("lohan.data.reading.TOGETHER", 2)
+    monkeypatch.setattr("lohan.data.reading.ROWS_PER_TASK", 2)
     monkeypatch.setattr("lohan.train.supervised.processes_for", lambda source: 2)
     several = opened("several")
     assert several.about == alone.about and several.sources == alone.sources

@@ -249,7 +249,7 @@ def test_processes_make_the_same_examples(place, tmp_path, monkeypatch):
         return open_inputs(RunFolder(tmp_path / name), config, Watch()).train_examples
 
     alone = opened("alone")
-    monkeypatch.setattr("lohan.data.reading.TOGETHER", 2)
+    monkeypatch.setattr("lohan.data.reading.ROWS_PER_TASK", 2)
     monkeypatch.setattr("lohan.data.images.processes_for", lambda source, least: 2)
     several = opened("several")
     assert several.about == alone.about
