@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from math import inf
+from typing import TypeVar
 
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
@@ -25,18 +26,20 @@ from lohan.schedule.simulate import (
     shared_s,
     simulate,
 )
-from lohan.schedule.steps import chain_of, planned_order, spec_of
+from lohan.schedule.steps import ExecutionOrder, Phases, chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
 BUS = "bus"  # main memory as a lane, which drives, links and updates share
+K = TypeVar("K")
+V = TypeVar("V")
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # number of simulated steps; the forecast describes the second
 # The simulated steps that commit, if not every step does.
 COMMITTING_STEPS = (False, False, True, False)
 FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
 ROUGH_FACTOR = 8  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
-MANY_CHUNKS = 2048  # number of chunks to which any forecast is reduced if there are twice as many
-CACHED_FORECASTS = 8  # number of rough forecasts that are cached
+MANY_CHUNKS = 1024  # number of chunks to which any forecast is reduced if there are twice as many
+CACHED_FORECASTS = 8  # number of rough forecasts, and of schedules, that are cached
 SLOWDOWN_ROUNDS = 3  # number of repeated simulations if lanes slow each other down
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
@@ -108,6 +111,11 @@ class Simulator:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    # The last schedules. Plans that differ in what compute does have the same schedule.
+    _schedules: dict[tuple[ScheduleSpec, ExecutionOrder], list[Phases]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
     def forecast(self, plan: Plan, *, clipped: bool = False, rough: bool = False) -> Forecast:
         """Return the forecast of a plan if every step is `clipped`, or if none is.
 
@@ -116,11 +124,8 @@ class Simulator:
         """
         if not rough:
             return self._simulated(plan, clipped=clipped, rough=False)
-        if (plan, clipped) not in self._rough:
-            while len(self._rough) >= CACHED_FORECASTS:
-                del self._rough[next(iter(self._rough))]
-            self._rough[plan, clipped] = self._simulated(plan, clipped=clipped, rough=True)
-        return self._rough[plan, clipped]
+        simulated = partial(self._simulated, plan, clipped=clipped, rough=True)
+        return _remembered(self._rough, (plan, clipped), simulated)
 
     def _simulated(self, plan: Plan, *, clipped: bool, rough: bool) -> Forecast:
         profile, blocks, workload = self.profile, self.blocks, self.workload
@@ -135,8 +140,11 @@ class Simulator:
         every = order.updates.every_step_commits
         durable = every or spec.log
         machine = profile if durable else replace(profile, commit_s=0.0)
-        chain = chain_of(spec, order, (True,) * STEPS if every else COMMITTING_STEPS)
-        phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
+        commits = (True,) * STEPS if every else COMMITTING_STEPS
+        chain = _remembered(
+            self._schedules, (spec, order), lambda: list(chain_of(spec, order, commits))
+        )
+        phases = tuple(phase for step in chain[:STEPS] for phase in step.values())
         timeline, costs = _timed(machine, phases, work)
         last = phases[-(len(phases) // STEPS) :]
         written = sum(work.written(a) for phase in last for a in phase if a.kind.writes)
@@ -154,11 +162,20 @@ class Simulator:
         )
         if every:
             return forecast
-        later = tuple(phase for step in chain for phase in step.values())
+        later = tuple(phase for step in chain[STEPS:] for phase in step.values())
         return _with_commits(forecast, profile, spec, later)
 
     def spec(self, plan: Plan) -> ScheduleSpec:
         return spec_of(self.blocks, plan)
+
+
+def _remembered(cache: dict[K, V], key: K, made: Callable[[], V]) -> V:
+    """Return the cached value of a key, or make it and forget the oldest values."""
+    if key not in cache:
+        while len(cache) >= CACHED_FORECASTS:
+            del cache[next(iter(cache))]
+        cache[key] = made()
+    return cache[key]
 
 
 def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpec, StepWork]:

@@ -30,12 +30,31 @@ _SSD = LANES.index("ssd")
 Use = tuple[int, int, str, list[int]]
 # The last uses by several lanes. Each lane finishes in order, so its last use is enough.
 LastUses = tuple[Use, ...]
-# The uses of a resource since it was last written as a whole: that write, the reads of the whole,
-# and the last writes and reads of any of its parts.
-_Record = tuple[Use | None, LastUses, LastUses, LastUses]
-# The uses of one part since then: the write of the whole resource, the last write of the part, and
-# the reads of the part.
-_PartRecord = tuple[Use | None, Use | None, LastUses]
+# The uses of one part of a resource since the whole was written: its last write, and its reads.
+_Part = tuple[Use | None, LastUses]
+
+
+_UNUSED: _Part = (None, ())
+
+
+class _Record:
+    """The uses of a resource since it was last written as a whole."""
+
+    __slots__ = ("parts", "parts_read", "parts_written", "read", "written")
+
+    def __init__(self, written: Use | None = None) -> None:
+        self.written = written  # the write of the whole
+        self.read: LastUses = ()  # the reads of the whole
+        # The last writes and reads of any part, and those of each part.
+        self.parts_written: LastUses = ()
+        self.parts_read: LastUses = ()
+        self.parts: dict[int, _Part] = {}
+
+    def copy(self) -> _Record:
+        other = _Record(self.written)
+        other.read, other.parts = self.read, self.parts.copy()
+        other.parts_written, other.parts_read = self.parts_written, self.parts_read
+        return other
 
 
 class Uses:
@@ -43,7 +62,6 @@ class Uses:
 
     def __init__(self) -> None:
         self._records: dict[Resource, _Record] = {}
-        self._parts: dict[tuple[Resource, int], _PartRecord] = {}
         self.counts = [0] * len(LANES)  # number of actions recorded for each lane
         # For each lane a vector clock: how many actions of every lane have certainly finished when
         # its next action starts, because earlier actions of the lane waited for them.
@@ -51,7 +69,7 @@ class Uses:
 
     def copy(self) -> Uses:
         other = Uses()
-        other._records, other._parts = self._records.copy(), self._parts.copy()
+        other._records = {resource: record.copy() for resource, record in self._records.items()}
         other.counts = self.counts.copy()
         other.clocks = [clock.copy() for clock in self.clocks]
         return other
@@ -82,38 +100,32 @@ class Uses:
             # A lane starts an action after the previous one has finished. The ssd lane starts
             # actions earlier, but they finish in order, and END_STEP takes effect at its finish.
             lane_clocks[lane] = number
-        records, parts = self._records, self._parts
+        records = self._records
+        record_of = records.get  # Looked up once, because the loop runs for every effect.
         missing: dict[int, tuple[Use, Effect]] = {}
         for effect in effects:
             resource, access, part = effect
-            record = records.get(resource)
+            record = record_of(resource)
             if record is None:
-                record = (None, (), (), ())
-            written, read, parts_written, parts_read = record
-            conflicts: LastUses = read if access is WRITE else ()
+                record = records[resource] = _Record()
+            written = record.written
             if part == WHOLE:
-                if parts_written:
-                    conflicts += parts_written
+                conflicts = record.parts_written
                 if access is WRITE:
-                    if parts_read:
-                        conflicts += parts_read
-                    records[resource] = (this, (), (), ())
+                    conflicts = record.read + conflicts + record.parts_read
+                    records[resource] = _Record(this)
                 elif access is READ:
-                    records[resource] = (written, _with(read, this), parts_written, parts_read)
+                    record.read = _with(record.read, this)
             else:
-                key = (resource, part)
-                since, part_written, part_read = parts.get(key, (written, None, ()))
-                if since is not written:
-                    part_written, part_read = None, ()
-                if part_written is not None:
-                    conflicts += (part_written,)
+                part_written, part_read = record.parts.get(part, _UNUSED)
+                conflicts = () if part_written is None else (part_written,)
                 if access is WRITE:
-                    conflicts += part_read
-                    parts[key] = (written, this, ())
-                    records[resource] = (written, read, _with(parts_written, this), parts_read)
+                    conflicts = record.read + conflicts + part_read
+                    record.parts[part] = (this, ())
+                    record.parts_written = _with(record.parts_written, this)
                 elif access is READ:
-                    parts[key] = (written, part_written, _with(part_read, this))
-                    records[resource] = (written, read, parts_written, _with(parts_read, this))
+                    record.parts[part] = (part_written, _with(part_read, this))
+                    record.parts_read = _with(record.parts_read, this)
             for use in conflicts:
                 if use[1] > lane_clocks[use[0]]:
                     lane_clocks[:] = map(max, lane_clocks, use[3])
@@ -131,13 +143,11 @@ class Uses:
 
     def recorded(self) -> dict[str, Use]:
         """Return the latest recorded action of each name."""
-        uses = [
-            use
-            for written, *others in self._records.values()
-            for use in (written, *(use for last in others for use in last))
-        ]
-        for _, written, read in self._parts.values():
-            uses += [written, *read]
+        uses: list[Use | None] = []
+        for record in self._records.values():
+            uses += [record.written, *record.read, *record.parts_written, *record.parts_read]
+            for written, read in record.parts.values():
+                uses += [written, *read]
         return {use[2]: use for use in sorted(use for use in uses if use is not None)}
 
 
