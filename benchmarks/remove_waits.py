@@ -171,7 +171,7 @@ WAITS = [
     Wait(
         "device/accelerator.py",
         "a new slot is used after compute has used its old contents",
-        "            stream.wait_event(given)\n",
+        "            stream.wait_event(compute_event)\n",
         "            pass\n",
     ),
 ]

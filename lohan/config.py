@@ -550,10 +550,10 @@ class Config:
             "[eval] early_stop": self.eval.early_stop > 0,
             "[output] export_best": self.output.export_best,
         }
-        asked = [name for name, wanted in options.items() if wanted]
-        if asked and not self.eval.wanted:
+        requested = [name for name, wanted in options.items() if wanted]
+        if requested and not self.eval.wanted:
             raise ConfigError(
-                f"{asked[0]}: there is nothing to evaluate on; add --eval-data FILE or "
+                f"{requested[0]}: there is nothing to evaluate on; add --eval-data FILE or "
                 "--eval-split 0.05"
             )
         if self.sample.every is not None and not self.sample.prompts:
@@ -581,9 +581,9 @@ class Config:
             values[section].update(parsed)
         if "init" in values[""] and "out" in values[""]:
             base = values[""]["out"] / BASE
-            if (given := values[""].setdefault("model", base)) != base:
+            if (model := values[""].setdefault("model", base)) != base:
                 raise ConfigError(
-                    f"model and init: {given} has weights, and --init starts from random ones; "
+                    f"model and init: {model} has weights, and --init starts from random ones; "
                     "give one of them"
                 )
         missing = [key for key in ("model", "data", "out") if key not in values[""]]

@@ -255,8 +255,8 @@ def lr_at(
     if schedule == "constant":
         return peak_lr
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    left = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return peak_lr * (min_lr_ratio + (1.0 - min_lr_ratio) * left)
+    remaining = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak_lr * (min_lr_ratio + (1.0 - min_lr_ratio) * remaining)
 
 
 # -- Adapters: a few trained parameters added to a frozen model ------------------------------------

@@ -255,17 +255,17 @@ def _parts(names: Iterable[str]) -> list[str]:
     return list(parts)
 
 
-def _members(given: Any, label: str) -> tuple[tuple[str, ...], frozenset[int]]:
+def _members(params: Any, label: str) -> tuple[tuple[str, ...], frozenset[int]]:
     """Return the patterns in `params`, and the identities of the parameters in it."""
-    single = isinstance(given, str) or hasattr(given, "requires_grad")
-    entries = [given] if single else list(given) if isinstance(given, Iterable) else []
+    single = isinstance(params, str) or hasattr(params, "requires_grad")
+    entries = [params] if single else list(params) if isinstance(params, Iterable) else []
     # torch.optim also accepts the pairs that named_parameters() returns.
     entries = [entry[1] if _is_named(entry) else entry for entry in entries]
     patterns = tuple(entry for entry in entries if isinstance(entry, str))
     parameters = [entry for entry in entries if hasattr(entry, "requires_grad")]
     if not entries or len(patterns) + len(parameters) < len(entries) or not all(patterns):
         raise ConfigError(
-            f"{label}: {PARAMS} is {given!r:.80}; give a pattern such as 'layers.0' or '*norm*', "
+            f"{label}: {PARAMS} is {params!r:.80}; give a pattern such as 'layers.0' or '*norm*', "
             "a parameter, or a list of them"
         )
     return patterns, frozenset(map(id, parameters))

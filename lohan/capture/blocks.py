@@ -295,8 +295,8 @@ def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str
 
     def run(values: KnownValues) -> Outside:
         watch = _Watch(model, site_names)
-        random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
-        with faking(values), random, plain_forwards(model), here, watch.running():
+        random, on_cpu = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
+        with faking(values), random, plain_forwards(model), on_cpu, watch.running():
             fake = partial(fake_like, values=values)
             inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
             model(**inputs)

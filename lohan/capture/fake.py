@@ -205,7 +205,7 @@ class _Shapes(DispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func in _INDEXED:
-            indices = [index for given in args[1] for index in _indices(given)]
+            indices = [index for entry in args[1] for index in _indices(entry)]
             args = (args[0], indices, *args[2:])
         return func(*args, **kwargs)
 

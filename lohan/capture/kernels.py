@@ -39,7 +39,7 @@ def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
     module, caller = _origin(error)
     package, owner = caller.partition(".")[0], type(module).__module__.partition(".")[0]
     names = (name for name, child in model.named_modules() if child is module)
-    where = f"module {next(names, '') or type(model).__name__} ({type(module).__name__})"
+    subject = f"module {next(names, '') or type(model).__name__} ({type(module).__name__})"
     remedy = (
         "register the kernel as an operator with torch.library, with a fake implementation for "
         "shapes"
@@ -52,7 +52,7 @@ def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
     elif package not in ("", owner):
         remedy = f"uninstall {package}, if the model also runs without it; or {remedy}"
     return ModelError(
-        f"{where} calls a kernel that torch does not dispatch{f' ({caller})' if caller else ''}: "
+        f"{subject} calls a kernel that torch does not dispatch{f' ({caller})' if caller else ''}: "
         "it takes the addresses of its tensors, and planning has only their shapes; "
         f"{remedy}; or leave `batch` out of lohan.attach"
     )

@@ -284,20 +284,20 @@ class Signature(NamedTuple):
         A tensor of another type or shape that leads to a result of the same layout is not detected
         here, but when backward calls the operation again.
         """
-        given = args if self.plain and not kwargs else leaves_of(args, kwargs)
-        if len(given) != len(self.leaves):
+        leaves = args if self.plain and not kwargs else leaves_of(args, kwargs)
+        if len(leaves) != len(self.leaves):
             return False
         for number, expected in self.numbers:
-            leaf = given[number]
+            leaf = leaves[number]
             if leaf is not expected and (isinstance(leaf, torch.Tensor) or leaf != expected):
                 return False
         return True
 
     def fits(self, args: Any, kwargs: Any) -> bool:
-        given = args if self.plain and not kwargs else leaves_of(args, kwargs)
-        if len(given) != len(self.leaves):
+        leaves = args if self.plain and not kwargs else leaves_of(args, kwargs)
+        if len(leaves) != len(self.leaves):
             return False
-        for leaf, expected in zip(given, self.leaves, strict=True):
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 if type(expected) is not tuple or (leaf.shape, leaf.dtype, leaf.device) != expected:
                     return False
@@ -390,8 +390,8 @@ class SavedOps:
     def hand_over(self) -> list[torch.Tensor]:
         """Give the tensors away. The list is empty if backward cannot use any."""
         self.check()
-        taken, self.tensors, self._versions = self.tensors, [], []
-        return taken
+        tensors, self.tensors, self._versions = self.tensors, [], []
+        return tensors
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take back tensors with the values that `hand_over` gave away."""
@@ -850,7 +850,7 @@ class _Learner(DispatchMode):
             return func(*args, **kwargs)
         index, changed = len(self._ops), written(func, args, kwargs)
         tensors = tensors_in(args, kwargs)
-        given = set(map(self._node_of, tensors))
+        producers = set(map(self._node_of, tensors))
         self._unfilled.difference_update(map(storage_key, changed))
         if reads_values(func):
             self._look_for_unseen_writes(tensors)
@@ -858,7 +858,9 @@ class _Learner(DispatchMode):
         out = func(*args, **kwargs)
         fresh = [t for t in tensors_in(out) if storage_key(t) not in self._maker]
         self._ops.append(func)
-        self._reads.append({maker for maker in given if maker is not None and reads_values(func)})
+        self._reads.append(
+            {maker for maker in producers if maker is not None and reads_values(func)}
+        )
         counted = not all(t.is_floating_point() for t in tensors_in(out))  # such as lengths
         if (
             outside

@@ -254,7 +254,7 @@ class _TiledCall:
         cut = self._cut
         if len(self.tensors) != len(cut.inputs):
             return []
-        tiled = [t for t, has in zip(self.tensors, cut.inputs, strict=True) if has]
+        tiled = [t for t, is_tiled in zip(self.tensors, cut.inputs, strict=True) if is_tiled]
         if any(t.ndim <= cut.dim or t.shape[cut.dim] != tiled[0].shape[cut.dim] for t in tiled):
             return []
         length, rows = tiled[0].shape[cut.dim], math.prod(tiled[0].shape[: cut.dim])
@@ -270,8 +270,8 @@ class _TiledCall:
 
     def narrowed(self, tensors: Sequence[torch.Tensor], tile: slice) -> list[torch.Tensor]:
         return [
-            tensor[_at(self._cut.dim, tile)].contiguous() if has else tensor
-            for tensor, has in zip(tensors, self._cut.inputs, strict=True)
+            tensor[_at(self._cut.dim, tile)].contiguous() if is_tiled else tensor
+            for tensor, is_tiled in zip(tensors, self._cut.inputs, strict=True)
         ]
 
     def run(self, tensors: Sequence[torch.Tensor], tiles: Sequence[slice]) -> list[Any]:
@@ -287,9 +287,9 @@ class _TiledCall:
             args, kwargs = self.arguments(self.narrowed(tensors, tile))
             leaves, self.result_spec = pytree.tree_flatten(self._part.forward(*args, **kwargs))
             joined = joined or [None] * len(leaves)
-            has = iter(self._cut.outputs)
+            tiled_outputs = iter(self._cut.outputs)
             for index, leaf in enumerate(leaves):
-                if not isinstance(leaf, torch.Tensor) or not next(has):
+                if not isinstance(leaf, torch.Tensor) or not next(tiled_outputs):
                     joined[index] = leaf if joined[index] is None else joined[index]
                     continue
                 if joined[index] is None:
@@ -351,9 +351,9 @@ class _TiledCall:
                 leaves = [*inputs, *weights]
                 indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
                 pairs = [
-                    (result, grad[_at(self._cut.dim, tile)] if has else grad)
-                    for result, grad, has in zip(out, grads, self._cut.outputs, strict=True)
-                    if grad is not None and result.requires_grad and (has or number == 0)
+                    (result, grad[_at(self._cut.dim, tile)] if is_tiled else grad)
+                    for result, grad, is_tiled in zip(out, grads, self._cut.outputs, strict=True)
+                    if grad is not None and result.requires_grad and (is_tiled or number == 0)
                 ]
                 if not pairs:
                     continue
@@ -609,9 +609,9 @@ def _try_cut(
     part: nn.Module, call: _RecordedCall, dim: int, inputs: tuple[bool, ...]
 ) -> TileCut | None:
     tensors = []
-    for tensor, has in zip(call.tensors, inputs, strict=True):
+    for tensor, is_tiled in zip(call.tensors, inputs, strict=True):
         shape = list(tensor.shape)
-        if has:
+        if is_tiled:
             shape[dim] = 2 * TRIAL_TOKENS
         tensors.append(_stand_in(shape, tensor.dtype, windows=False))
     cut = TileCut(dim, inputs, (), False)
@@ -644,9 +644,9 @@ def _try_tiles(
 
     def run(tile: slice, invalid: slice | None = None) -> list[torch.Tensor]:
         pieces = []
-        for tensor, has in zip(tensors, cut.inputs, strict=True):
+        for tensor, is_tiled in zip(tensors, cut.inputs, strict=True):
             piece = tensor.detach()
-            if has:
+            if is_tiled:
                 if invalid is not None and piece.is_floating_point():
                     piece = piece.clone()
                     piece[_at(cut.dim, invalid)] = torch.nan
@@ -669,9 +669,9 @@ def _try_tiles(
         )
         if not any(outputs):
             raise NotSliceable("has no result with tokens")
-        for spoilt, sound in ((one, other), (other, one)):
-            for has, before, after in zip(outputs, whole, run(both, spoilt), strict=True):
-                if has:
+        for changed, sound in ((one, other), (other, one)):
+            for is_tiled, before, after in zip(outputs, whole, run(both, changed), strict=True):
+                if is_tiled:
                     before, after = before[_at(cut.dim, sound)], after[_at(cut.dim, sound)]
                 if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
                     raise NotSliceable("mixes tokens")

@@ -187,18 +187,18 @@ class _Tracer(DispatchMode):
         kwargs = kwargs or {}
         if not counts(func):
             return func(*args, **kwargs)
-        given = tensors_in(args, kwargs)
-        makers = [self._maker.setdefault(storage_key(tensor), None) for tensor in given]
+        arguments = tensors_in(args, kwargs)
+        makers = [self._maker.setdefault(storage_key(tensor), None) for tensor in arguments]
         changed = written(func, args, kwargs)
         outside = any(self._maker[storage_key(tensor)] is None for tensor in changed)
         out = func(*args, **kwargs)
         results = tensors_in(out)
-        self._alive += [*given, *results]
+        self._alive += [*arguments, *results]
         fresh = {storage_key(t): t for t in results if storage_key(t) not in self._maker}
         values = {**fresh, **{storage_key(t): t for t in changed}}
         flops, context = _flops(func, args, kwargs, out)
         index, needs = len(self.nodes), reads_values(func)
-        counted = bool(results) and not any(t.is_floating_point() for t in (*given, *results))
+        counted = bool(results) and not any(t.is_floating_point() for t in (*arguments, *results))
         self.nodes.append(
             Node(
                 index=index,
@@ -206,7 +206,7 @@ class _Tracer(DispatchMode):
                 module=self._modules[-1] if self._modules else "",
                 reads=tuple({maker for maker in makers if maker is not None} if needs else ()),
                 bytes=sum(tensor.untyped_storage().nbytes() for tensor in values.values()),
-                moved_bytes=_bytes([*(given if needs else ()), *results]),
+                moved_bytes=_bytes([*(arguments if needs else ()), *results]),
                 flops=flops,
                 context_flops=context,
                 must_run=outside or counted or not replaceable(func, args, kwargs, out, len(fresh)),

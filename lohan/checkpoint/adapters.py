@@ -225,19 +225,19 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
     """
     peft = _peft()
     task, whole = _task_type(model), _learn_whole(model)
-    left = [
+    unadapted = [
         *(rf"{re.escape(name)}\..*" for name in leave),
         *(rf"{re.escape(name)}(\..*)?" for name in whole),
     ]
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if not lora.targets and kind in _FUSED_OUT:
-        left.append(r".*\.out_proj")
+        unadapted.append(r".*\.out_proj")
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         target_modules=list(lora.targets) or "all-linear",
         task_type=task,
-        exclude_modules="|".join(left) or None,
+        exclude_modules="|".join(unadapted) or None,
         modules_to_save=whole or None,
     )
     try:
@@ -395,14 +395,14 @@ def export_adapter(
     with replacing(target, check=check, mark=mark) as folder:
         # With "auto", PEFT reads the base model's config to check whether the vocabulary has grown.
         # Without a local folder it would have to query a hub.
-        here = _is_model_folder(getattr(model, "name_or_path", "") or "/")
+        is_local = _is_model_folder(getattr(model, "name_or_path", "") or "/")
         kind: Any = type(model)
         with torch.no_grad():  # PEFT computes virtual tokens with their encoder
             kind.save_pretrained(
                 model,
                 str(folder),
                 state_dict=state,
-                save_embedding_layers="auto" if here else False,
+                save_embedding_layers="auto" if is_local else False,
             )
         if card is not None:
             write_atomic(folder / MODEL_CARD, card.encode())

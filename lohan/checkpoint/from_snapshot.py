@@ -24,7 +24,7 @@ def store_from_snapshot(
     snapshot: Path,
     dirs: Sequence[Path],
     read: ReadFlat,
-    given: Mapping[str, torch.dtype],
+    given_dtypes: Mapping[str, torch.dtype],
     *,
     process_group: ProcessGroup,
     meta: Mapping[str, Any],
@@ -32,7 +32,7 @@ def store_from_snapshot(
     """Create a store in `dirs` with the state and metadata of a snapshot.
 
     `meta` overrides entries of the snapshot's metadata. A snapshot does not contain frozen weights:
-    `read` reads them from the model, and `given` maps the model's frozen parameters to their
+    `read` reads them from the model, and `given_dtypes` maps the model's frozen parameters to their
     dtypes.
     """
     with Store.open(snapshot, verify="always", with_scratch=False) as source:
@@ -44,13 +44,13 @@ def store_from_snapshot(
     except WrongType as error:
         raise damaged(str(error)) from None
     frozen = {spec.name for group in groups if group.frozen for spec in group.tensors}
-    if missing := sorted(frozen - given.keys()):
+    if missing := sorted(frozen - given_dtypes.keys()):
         raise StoreError(
             f"{snapshot}: {missing[0]} was not trained in that training, and this model has no "
             "frozen parameter of that name; resume with the model that it was trained with"
         )
     compute = dtype_of(state_format)
-    wider = {name for name in frozen if compute not in (given[name], torch.float32)}
+    wider = {name for name in frozen if compute not in (given_dtypes[name], torch.float32)}
     exact = process_group.broadcast_made(
         lambda: groups_that_lose_bits(read, groups, wider, state_format.name)
     )

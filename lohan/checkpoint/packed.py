@@ -146,9 +146,9 @@ def _nf4(
     torch.amax(blocks.abs(), 1, out=scales)
     blocks /= torch.where(scales > 0, scales, 1.0)[:, None]
     levels = torch.zeros(blocks.numel(), dtype=torch.uint8)
-    for part, into in zip(_cached(blocks.view(-1)), _cached(levels), strict=True):
+    for part, target in zip(_cached(blocks.view(-1)), _cached(levels), strict=True):
         for middle in _MIDDLES:  # more than twice as fast as torch.bucketize
-            into.add_(part > middle)
+            target.add_(part > middle)
     pairs = (levels[0::2] << 4) | levels[1::2]
     codes[start // 2 : start // 2 + -(-count // 2)] = pairs[: -(-count // 2)]
 

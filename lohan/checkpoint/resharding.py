@@ -179,10 +179,10 @@ def reshard_to_world(
     if current is None:
         if sets and all(one.world != world for one in sets):
             one = sets[-1]
-            away = ", ".join(map(str, one.missing()))
+            absent_ranks = ", ".join(map(str, one.missing()))
             why = (
-                f"the stores of rank {away} are not on this machine"
-                if away
+                f"the stores of rank {absent_ranks} are not on this machine"
+                if absent_ranks
                 else "it was never whole"
             )
             raise StoreError(
@@ -304,15 +304,15 @@ class _Source:
                 # The last shard may extend past the end of the group.
                 for span in self._spans(group, low, min(high, group.numel)):
                     data = self._read(span.rank, key, span.chunk)
-                    here = source_offset = (
+                    target_offset = source_offset = (
                         0  # byte offsets of the array in the new and in the old chunk
                     )
                     for array in arrays:
                         size = array.size(span.stop - span.start)
-                        to = here + array.size(span.start - low)
+                        to = target_offset + array.size(span.start - low)
                         at = source_offset + array.size(span.start - span.first)
                         piece[to : to + size] = data[at : at + size]
-                        here += array.size(high - low)
+                        target_offset += array.size(high - low)
                         source_offset += array.size(span.count)
                 target.wait(target.write(key, chunk.index, piece))
                 yield piece.nbytes

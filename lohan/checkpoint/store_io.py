@@ -503,12 +503,12 @@ def gathering_reader(
     """
     reader = ShardReader(store, process_group.ranks, ema=ema)
     if not process_group.ranks.first:
-        while (asked := process_group.all_gather_object(None)[0]) is not None:
-            *span, dtype = asked
+        while (request := process_group.all_gather_object(None)[0]) is not None:
+            *span, dtype = request
             low, high = reader.overlap(*span)
             if low < high:
                 piece = torch.empty(high - low, dtype=getattr(torch, dtype))
-                reader.read_into(piece, asked[0], low)
+                reader.read_into(piece, request[0], low)
                 process_group.send_to_first(piece.view(torch.uint8))
         yield None
         return

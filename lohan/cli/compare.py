@@ -261,7 +261,7 @@ def _axes(choices: dict[str, Sequence[int]]) -> tuple[list[str], list[tuple[int,
     """Return the names that have several values, and every combination of these values."""
     if not choices["batch"]:
         raise ConfigError("--batch: give at least one batch size")
-    over = [name for name, given in choices.items() if len(given) > 1] or ["batch"]
+    over = [name for name, values in choices.items() if len(values) > 1] or ["batch"]
     combinations = list(product(*(choices[name] for name in over)))
     if len(combinations) > MOST_CASES:
         raise ConfigError(

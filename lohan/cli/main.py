@@ -91,13 +91,15 @@ def fail(error: LohanError) -> None:
     rank has printed. It exits immediately, because the other ranks wait for it.
     """
     ranked = os.environ.get("WORLD_SIZE", "1") != "1"
-    who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
+    prefix = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
     reported = isinstance(error, RankError) and error.reported
     message = printable(str(error))
     if not reported and is_first_to_print(message):
         from rich.console import Console
 
-        Console(stderr=True).print(f"{who}: {message}", style="red", markup=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"{prefix}: {message}", style="red", markup=False, soft_wrap=True
+        )
     if ranked:
         sys.stdout.flush()
         os._exit(EXIT_ERROR)

@@ -133,8 +133,8 @@ def settings_options(
             one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name != "overrides"
         ]
 
-        def run(**given: Any) -> None:
-            command(overrides={name: given.pop(names[name], None) for name in order}, **given)
+        def run(**values: Any) -> None:
+            command(overrides={name: values.pop(names[name], None) for name in order}, **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

@@ -75,10 +75,10 @@ def _verdict(planned: MachinePlan) -> str:
     """Return "fits", with a warning if the drives have no room for the exported model."""
     if planned.has_room_for_export:
         return "fits"
-    left = max(0, planned.drive_bytes - planned.peak_bytes["ssd"])
+    free_bytes = max(0, planned.drive_bytes - planned.peak_bytes["ssd"])
     return (
         f"fits without the export: it takes {format_bytes(planned.export_bytes)}, and "
-        f"{format_bytes(left)} are left on the drives; put --out on another drive, or add one"
+        f"{format_bytes(free_bytes)} are left on the drives; put --out on another drive, or add one"
     )
 
 
@@ -228,11 +228,11 @@ def _updates(plan: Plan, groups: int) -> str:
     if update is Update.AFTER_BACKWARD:
         return f"{plan.update_mode}: all {groups} groups after backward"
     if updates.can_speculate and plan.clip:
-        again = "run again" if plan.spilled_gradients else "updated again"
+        repetition = "run again" if plan.spilled_gradients else "updated again"
         if plan.most_clipped < 0:
             return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
         return (
-            f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
+            f"{plan.update_mode}: in backward; above norm {plan.clip:g} {repetition}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
     if updates.can_speculate:

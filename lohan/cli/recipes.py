@@ -73,8 +73,10 @@ def init(
         profile = machine_of(machine, ssds=len(ssd) if ssd else ssds, gpus=gpus)
         drives = [str(p) for p in ssd or []] or [f"/nvme{n}" for n in range(len(profile.drives))]
     host = _host(profile.host_bytes)
-    where = f"host = {_size(host)}  # of {format_bytes(profile.host_bytes)}; the rest is for Python"
-    budget = [where, f"ssd = {json.dumps(drives)}  # a folder on each drive"]
+    host_line = (
+        f"host = {_size(host)}  # of {format_bytes(profile.host_bytes)}; the rest is for Python"
+    )
+    budget = [host_line, f"ssd = {json.dumps(drives)}  # a folder on each drive"]
     budget += [f"gpus = {profile.gpus}"] if profile.gpus > 1 else []
     task = _task(Path(model), data)
     if task not in ("language", "preference"):
@@ -148,8 +150,8 @@ def _this_machine(
 
         shown = open_display(Console(stderr=True))
         try:
-            where = ComputePlace(canonical_name("auto"))
-            last = cached_profile(folders, where=where, progress=shown.advance)
+            place = ComputePlace(canonical_name("auto"))
+            last = cached_profile(folders, place=place, progress=shown.advance)
         finally:
             shown.close()
     profile = last if gpus is None else replace(last, gpus=gpus)
@@ -399,11 +401,11 @@ NAMES = {
 def refuse_foreign_options(words: Sequence[str]) -> None:
     """Raise ConfigError for an option that has another name in another trainer."""
     for word in words:
-        given = word.partition("=")[0]
-        setting = NAMES.get(given.removeprefix("--").replace("-", "_"))
-        if setting is not None and given.startswith("--") and given != field_of(setting).option:
+        option = word.partition("=")[0]
+        setting = NAMES.get(option.removeprefix("--").replace("-", "_"))
+        if setting is not None and option.startswith("--") and option != field_of(setting).option:
             raise ConfigError(
-                f"{given}: no such option; it is called {field_of(setting).option} here"
+                f"{option}: no such option; it is called {field_of(setting).option} here"
             )
 
 

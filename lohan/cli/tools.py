@@ -53,7 +53,7 @@ def profile(
 
     shape = None if model is None else presets.model(model)
 
-    where = ComputePlace(
+    place = ComputePlace(
         canonical_name(device),
         parse_bytes(device_memory, name="--device-memory") if device_memory else None,
         byte_rate(link, "--link", Path()) if link else None,
@@ -62,7 +62,7 @@ def profile(
     try:
         text = run_profile(
             ssd or [Path.cwd()],
-            where=where,
+            place=place,
             out=out,
             as_json=as_json,
             progress=shown.advance,
@@ -118,8 +118,8 @@ def doctor(
     set_up_libraries()
     if gpu:
         return _self_test((ssd or [Path.cwd()])[0], device or "accelerator", check, out, as_json)
-    for name, given in (("--device", device), ("--check", check), ("-o", out)):
-        if given:
+    for name, value in (("--device", device), ("--check", check), ("-o", out)):
+        if value:
             raise ConfigError(
                 f"{name}: belongs to `lohan doctor --gpu`; add --gpu, or leave it out"
             )
@@ -166,8 +166,10 @@ def _self_test(
         echo(text)
     else:
         echo("\n" + kit.summary(results))
-        where = f"report: {out}" if out else "-o FILE writes the report"
-        echo(f"{where}; docs/first-gpu-run.md explains each line and where to send the report")
+        report_line = f"report: {out}" if out else "-o FILE writes the report"
+        echo(
+            f"{report_line}; docs/first-gpu-run.md explains each line and where to send the report"
+        )
     if not kit.passed(results):
         raise typer.Exit(EXIT_PROBLEM)
 

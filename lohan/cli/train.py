@@ -387,11 +387,11 @@ def merge_adapter(
 
 def fetch_model(config: Path | None, overrides: dict[str, Any]) -> None:
     """Download the model into the Hugging Face cache unless it is a local folder."""
-    given, base = overrides.get("model"), Path.cwd()
-    if given is None and config is not None:
-        given, base = load_toml(config).get("model"), config.parent
-    if given is not None and not (base / str(given)).exists():
-        fetch(str(given))
+    model, base = overrides.get("model"), Path.cwd()
+    if model is None and config is not None:
+        model, base = load_toml(config).get("model"), config.parent
+    if model is not None and not (base / str(model)).exists():
+        fetch(str(model))
 
 
 def check_dtype(dtype: str | None) -> None:

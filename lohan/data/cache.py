@@ -147,8 +147,8 @@ def _rendered(encoder: Encoder, part: dict[str, Path], *, pairs: bool) -> dict[s
             for name in ("tokens.bin", "labels.bin")
         )
         first = int(np.argmax(labels != IGNORE))
-        asked, answer = ids[:first][-SHOWN_TOKENS:], ids[first:][:SHOWN_TOKENS]
-        texts.append(encoder.show(asked.tolist(), answer.tolist()))
+        prompt, answer = ids[:first][-SHOWN_TOKENS:], ids[first:][:SHOWN_TOKENS]
+        texts.append(encoder.show(prompt.tolist(), answer.tolist()))
     if pairs and texts[0]:
         texts[0]["rejected"] = texts[1]["answer"]
     return texts[0]

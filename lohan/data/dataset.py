@@ -86,8 +86,8 @@ def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
     )
     chosen = np.empty(batch_size, dtype=np.int64)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        chosen[here] = _epoch_order(seed, int(epoch), count)[places[here]]
+        in_epoch = epochs == epoch
+        chosen[in_epoch] = _epoch_order(seed, int(epoch), count)[places[in_epoch]]
     return chosen
 
 
@@ -536,8 +536,8 @@ class Fields:
         lengths = np.max([self._lengths(name) for name in self.types], axis=0)
         rows = np.argsort(-lengths[self._numbers], kind="stable")
         for start in range(0, len(rows), batch_size):
-            here = rows[start : start + batch_size]
-            yield self._of(here, [(int(self._numbers[row]),) for row in here])
+            batch_rows = rows[start : start + batch_size]
+            yield self._of(batch_rows, [(int(self._numbers[row]),) for row in batch_rows])
 
     def longest(self, name: str) -> int:
         return int(self._lengths(name)[self._numbers].max())

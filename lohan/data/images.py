@@ -481,16 +481,16 @@ def _images_only(folder: Path) -> Any:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    load_options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     named = load_json(folder / "preprocessor_config.json").get("processor_class")
-    model_type = AutoConfig.from_pretrained(folder, **here).model_type
+    model_type = AutoConfig.from_pretrained(folder, **load_options).model_type
     kind: Any = getattr(transformers, named or PROCESSOR_MAPPING_NAMES[model_type])
     auto: Any = transformers.AutoImageProcessor
-    images = auto.from_pretrained(folder, **here)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **here)
-    given, _ = kind.get_processor_dict(str(folder), local_files_only=True)
+    images = auto.from_pretrained(folder, **load_options)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **load_options)
+    settings, _ = kind.get_processor_dict(str(folder), local_files_only=True)
     takes = inspect.signature(kind.__init__).parameters
-    accepted = {name: value for name, value in given.items() if name in takes}
+    accepted = {name: value for name, value in settings.items() if name in takes}
 
     class ImagesOnly(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
@@ -647,8 +647,8 @@ class Conversations:
                 f"{place}: no conversation (keys found: {keys}); give messages and images, or "
                 "conversations and image"
             )
-        given = row.get("images", row.get("image", []))
-        names = list(given) if isinstance(given, list) else [given]
+        images = row.get("images", row.get("image", []))
+        names = list(images) if isinstance(images, list) else [images]
         messages = [_message(turn, names, f"{place}: message {n}") for n, turn in enumerate(turns)]
         if any(not isinstance(name, str) for name in names):
             wrong = next(name for name in names if not isinstance(name, str))
@@ -669,11 +669,11 @@ class Conversations:
     def tokens(self, texts: list[str], images: list[list[int]]) -> Any:
         """Return the processor's output for some conversations."""
         opened = [[self.images.opened(number) for number in numbers] for numbers in images]
-        given = {"images": [one for one in opened if one]} if any(opened) else {}
+        image_inputs = {"images": [one for one in opened if one]} if any(opened) else {}
         try:
             return self.processor(
                 text=texts,
-                **given,
+                **image_inputs,
                 padding=True,
                 padding_side="right",
                 add_special_tokens=False,
@@ -699,9 +699,9 @@ class Conversations:
         """Return a batch of questions about a grey square, padded to the maximum length."""
         from PIL import Image
 
-        asked = [{"type": "image"}, {"type": "text", "text": "?"}]
+        question = [{"type": "image"}, {"type": "text", "text": "?"}]
         messages = [
-            {"role": "user", "content": asked},
+            {"role": "user", "content": question},
             {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
         ]
         text = self.encoder.rendered(messages, place=str(self.folder))
@@ -807,7 +807,7 @@ def _encoded(
 ) -> tuple[Row | None, list[tuple[str, str]]]:
     """Return the example of a row, or None, and its images, which the caller numbers."""
     place, values = row
-    given = {key: value for key, value in values.items() if value is not None}
-    example = conversations.encode(given, source, place)
+    present_values = {key: value for key, value in values.items() if value is not None}
+    example = conversations.encode(present_values, source, place)
     numbers = [] if example is None else example["images"].tolist()
     return example, [conversations.images.files[number] for number in numbers]

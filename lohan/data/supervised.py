@@ -277,11 +277,11 @@ def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[R
     question, context = _texts(row, _keys(row, (ASKED,), place, "question"), place)
     begin, end = _answer(row, context, place)
     tokenizer = texts.encoder.tokenizer(place)
-    asked = len(texts.encoder.ids(question, place=place))
-    room = texts.limit - asked - tokenizer.num_special_tokens_to_add(pair=True)
+    question_length = len(texts.encoder.ids(question, place=place))
+    room = texts.limit - question_length - tokenizer.num_special_tokens_to_add(pair=True)
     if room < 2 or not context:
         raise DataError(
-            f"{place}: the question has {asked} tokens, which leaves {max(0, room)} of "
+            f"{place}: the question has {question_length} tokens, which leaves {max(0, room)} of "
             f"{texts.limit} for a context of {len(context)} characters; raise --seq or shorten it"
         )
     windows = texts.windows(
@@ -308,24 +308,24 @@ def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[R
 
 def _answer(row: dict[str, Any], context: str, place: str) -> tuple[int, int]:
     """Return the begin and end of the answer in the context; they are equal if there is none."""
-    given: Any = row[_keys(row, ANSWERS, place, "answer")]
+    answer: Any = row[_keys(row, ANSWERS, place, "answer")]
     starts = row.get("answer_start")
-    if isinstance(given, dict):  # the format of SQuAD
-        given, starts = given.get("text"), given.get("answer_start")
-    given = given[0] if isinstance(given, list) and given else given
+    if isinstance(answer, dict):  # the format of SQuAD
+        answer, starts = answer.get("text"), answer.get("answer_start")
+    answer = answer[0] if isinstance(answer, list) and answer else answer
     starts = starts[0] if isinstance(starts, list) and starts else starts
-    if given in ("", []):
+    if answer in ("", []):
         return 0, 0
-    if not isinstance(given, str):
-        raise DataError(f"{place}: the answer must be text, got {kind_of(given)}")
-    begin = starts if isinstance(starts, int) else context.find(given)
-    if begin < 0 or context[begin : begin + len(given)] != given:
-        actual = context[begin : begin + len(given)] if begin >= 0 else "nothing"
+    if not isinstance(answer, str):
+        raise DataError(f"{place}: the answer must be text, got {kind_of(answer)}")
+    begin = starts if isinstance(starts, int) else context.find(answer)
+    if begin < 0 or context[begin : begin + len(answer)] != answer:
+        actual = context[begin : begin + len(answer)] if begin >= 0 else "nothing"
         raise DataError(
-            f"{place}: the answer {given[:60]!r} is not in the context (at {begin} is "
+            f"{place}: the answer {answer[:60]!r} is not in the context (at {begin} is "
             f"{actual[:60]!r}); correct answer_start"
         )
-    return begin, begin + len(given)
+    return begin, begin + len(answer)
 
 
 # -- Masked words ----------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ class Masking:
         chosen = chance < max(CHOSEN, float(np.nextafter(chance.min(), 1.0)))
         masked = chosen & (how < MASKED)
         changed = chosen & (how >= 1.0 - CHANGED)
-        given = np.where(changed, raw[2] % np.uint64(self.vocab_size), ids)
-        given = np.where(masked, self.mask_id, given).astype(ids.dtype)
-        return {**row, "input_ids": given, "labels": np.where(chosen, ids, IGNORE)}
+        replaced_ids = np.where(changed, raw[2] % np.uint64(self.vocab_size), ids)
+        replaced_ids = np.where(masked, self.mask_id, replaced_ids).astype(ids.dtype)
+        return {**row, "input_ids": replaced_ids, "labels": np.where(chosen, ids, IGNORE)}
 
 
 def masking_of(texts: Texts) -> Masking:

@@ -189,13 +189,13 @@ class Encoder:
     def system_of(self, prompt: str) -> str:
         """Return a rendered conversation's system prompt, and whether data or template set it."""
         self._tools = None
-        asked, placeholder = {"role": "user", "content": "{{ask}}"}, "{{system}}"
+        question, placeholder = {"role": "user", "content": "{{ask}}"}, "{{system}}"
         try:
-            plain = self._render([asked]).partition("{{ask}}")[0]
-            given = self._render([{"role": "system", "content": placeholder}, asked])
+            plain = self._render([question]).partition("{{ask}}")[0]
+            rendered_system = self._render([{"role": "system", "content": placeholder}, question])
         except DataError:  # There is no template, or it does not accept a system prompt.
             return "none"
-        before, separator, after = given.partition("{{ask}}")[0].partition(placeholder)
+        before, separator, after = rendered_system.partition("{{ask}}")[0].partition(placeholder)
         if not separator or not after:
             return "none"
 
@@ -466,8 +466,8 @@ def encode_answer(
     after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     before = _with_system(system, before)
     ids, labels = encoder.chat([*before, *after], place=place, tools=tools)
-    asked = len(encoder.prompt_tokens(before, place=place))
-    return ids, [IGNORE] * asked + labels[asked:]
+    prompt_length = len(encoder.prompt_tokens(before, place=place))
+    return ids, [IGNORE] * prompt_length + labels[prompt_length:]
 
 
 def _with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -584,14 +584,14 @@ def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
         raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
     messages = []
     for number, message in enumerate(value, 1):
-        where = f"{place}: message {number}"
+        message_place = f"{place}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where} must be an object with role and content")
+            raise DataError(f"{message_place} must be an object with role and content")
         content = message.get("content")
         if isinstance(content, list) and content:
-            message = {**message, "content": _joined(content, where=where)}
+            message = {**message, "content": _joined(content, where=message_place)}
         elif content is not None or not message.get("tool_calls"):
-            _text({"content": content}, "content", place=where)
+            _text({"content": content}, "content", place=message_place)
         messages.append(message)
     return messages
 

@@ -36,13 +36,13 @@ from lohan.util.units import PAGE, counted, format_bytes
 def has_bf16(device: torch.device) -> bool:
     """Return whether bf16 is native; True for backends that do not report it."""
     module: Any = torch.get_device_module(device)
-    asked = getattr(module, "is_bf16_supported", None)
-    if asked is None:
+    query = getattr(module, "is_bf16_supported", None)
+    if query is None:
         return True
     try:
-        return bool(asked(including_emulation=False))
+        return bool(query(including_emulation=False))
     except TypeError:  # a backend without this argument
-        return bool(asked())
+        return bool(query())
 
 
 def has_fp64(device: torch.device) -> bool:
@@ -50,8 +50,8 @@ def has_fp64(device: torch.device) -> bool:
 
     Intel's desktop cards have none.
     """
-    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return True if asked is None else bool(getattr(asked(device.index or 0), "has_fp64", True))
+    query = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return True if query is None else bool(getattr(query(device.index or 0), "has_fp64", True))
 
 
 def is_integrated(device: torch.device) -> bool:
@@ -68,10 +68,10 @@ def free_memory(device: torch.device) -> int | None:
     """Return the free bytes of the device, or None if the backend does not report them."""
     module: Any = torch.get_device_module(device)
     for owner, name in ((torch.accelerator, "get_memory_info"), (module, "mem_get_info")):
-        asked = getattr(owner, name, None)
-        if asked is not None:
+        query = getattr(owner, name, None)
+        if query is not None:
             with suppress(RuntimeError):  # the allocator keeps no statistics
-                return int(asked(device.index or 0)[0])
+                return int(query(device.index or 0)[0])
     return None
 
 
@@ -82,8 +82,8 @@ def identity(device: torch.device) -> str:
     """
     if device.type == "cpu":
         return ""
-    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return "" if asked is None else str(getattr(asked(device.index or 0), "uuid", ""))
+    query = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return "" if query is None else str(getattr(query(device.index or 0), "uuid", ""))
 
 
 def load_libraries(device: torch.device) -> None:
@@ -112,14 +112,14 @@ def keep_pinned_memory(device: torch.device) -> None:
 
 
 def set_device(device: torch.device) -> None:
-    asked = getattr(torch.accelerator, "set_device_index", None)  # the name in torch 2.8 and later
-    (asked or torch.accelerator.set_device_idx)(device.index or 0)
+    setter = getattr(torch.accelerator, "set_device_index", None)  # the name in torch 2.8 and later
+    (setter or torch.accelerator.set_device_idx)(device.index or 0)
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the device's own generator, or None if it has none."""
-    asked = getattr(torch.get_device_module(device), "get_rng_state", None)
-    return None if asked is None else asked(device)
+    query = getattr(torch.get_device_module(device), "get_rng_state", None)
+    return None if query is None else query(device)
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
@@ -330,9 +330,9 @@ class AcceleratorDevice:
         """
         with self._current(compute := self._compute()):
             buffer = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
-        given = record_event(compute)
+        compute_event = record_event(compute)
         for stream in self._streams.values():
-            stream.wait_event(given)
+            stream.wait_event(compute_event)
         return buffer
 
     def compute_view(self, host: torch.Tensor) -> torch.Tensor:
@@ -551,21 +551,21 @@ _VISIBLE = (
 )
 
 
-def _number(asked: int | None) -> int:
+def _number(requested: int | None) -> int:
     """Return the number of this process's device: the requested one, or that of its local rank.
 
     Launchers such as SLURM may show every rank only one device, which has number 0 for all of them.
     """
     count = torch.accelerator.device_count()
-    number = local_rank(os.environ) if asked is None else asked
-    if number < count or (asked is None and number == 0):
+    number = local_rank(os.environ) if requested is None else requested
+    if number < count or (requested is None and number == 0):
         return number
-    if asked is None and count and any(os.environ.get(name) for name in _VISIBLE):
+    if requested is None and count and any(os.environ.get(name) for name in _VISIBLE):
         return number % count
-    if asked is not None:
+    if requested is not None:
         raise ConfigError(
-            f"--device: there is no device {asked}, this machine has {counted(count, 'device')}, "
-            f"numbered from 0"
+            f"--device: there is no device {requested}, this machine has "
+            f"{counted(count, 'device')}, numbered from 0"
         )
     raise ConfigError(
         f"--device accelerator: rank {number} of this machine has no device, there are {count};"

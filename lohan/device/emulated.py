@@ -180,10 +180,10 @@ class Memory:
         # reentrant, because a storage may be freed while another is added
         self._lock = threading.RLock()
 
-    def add(self, storage: torch.UntypedStorage, *, made: bool) -> None:
+    def add(self, storage: torch.UntypedStorage, *, by_compute: bool) -> None:
         """Count a new storage until it is freed.
 
-        `made` is True if compute created it.
+        `by_compute` is True if compute created it.
         """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
@@ -196,7 +196,7 @@ class Memory:
                 )
             self.live += size
             self.peak = max(self.peak, self.live)
-            self._storages[key] = _Tracked(size, written=self.span if made else None)
+            self._storages[key] = _Tracked(size, written=self.span if by_compute else None)
         weakref.finalize(storage, self._dead, key)
 
     def add_host(self, memory: HostMemory) -> None:
@@ -266,15 +266,15 @@ class RaceDetector(TorchDispatchMode):
         memory.span.begun_s = memory.span.begun_s or time.perf_counter()
         out = func(*args, **kwargs)
         changed = _changed(func, args)
-        given = set()
+        argument_keys = set()
         for tensor in _real(args, kwargs):
             key = tensor.untyped_storage()._cdata
-            given.add(key)
+            argument_keys.add(key)
             memory.touched(key, write=tensor is changed)
         for tensor in _real(out):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:  # skip views of the arguments
-                memory.add(storage, made=True)
+            if storage._cdata not in argument_keys:  # skip views of the arguments
+                memory.add(storage, by_compute=True)
         count = flop_registry.get(getattr(func, "overloadpacket", None))
         if count is not None:
             memory.span.flops += count(*args, **kwargs, out_val=out)
@@ -337,7 +337,7 @@ class EmulatedDevice(AcceleratorDevice):
 
     def allocate(self, count: int) -> torch.Tensor:
         buffer = torch.full((count,), POISON, dtype=torch.uint8)
-        self.memory.add(buffer.untyped_storage(), made=False)
+        self.memory.add(buffer.untyped_storage(), by_compute=False)
         return buffer
 
     def enter(self, lane: str) -> None:
@@ -392,15 +392,17 @@ class EmulatedDevice(AcceleratorDevice):
 
         def move() -> None:
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            here = None
+            device_bytes = None
             if storage is not None:
-                here = torch.empty(0, dtype=torch.uint8).set_(storage, start, (count,), (1,))
-            into, out_of = (here, host_bytes) if to_device else (host_bytes, here)
-            if into is not None:
-                into.fill_(POISON)
+                device_bytes = torch.empty(0, dtype=torch.uint8).set_(
+                    storage, start, (count,), (1,)
+                )
+            target, source = (device_bytes, host_bytes) if to_device else (host_bytes, device_bytes)
+            if target is not None:
+                target.fill_(POISON)
             self._links[lane].pass_through(count)
-            if into is not None and out_of is not None:
-                into.copy_(out_of)
+            if target is not None and source is not None:
+                target.copy_(source)
 
         self.memory.given(weak.cdata, write=to_device)
         self._streams[lane].give(work)

@@ -357,20 +357,26 @@ class SeveralRanks(ProcessGroup):
     """The group of several ranks, created by `join`; `peers` has the process of every rank."""
 
     def __init__(
-        self, ranks: RankInfo, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
+        self,
+        ranks: RankInfo,
+        talk_group: Any,
+        commit: Any,
+        heartbeat: Heartbeat,
+        *,
+        owns_default: bool = True,
     ) -> None:
-        self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
-        self._owns_default = ours  # whether `close` also destroys torch's default group
+        self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk_group, commit, heartbeat
+        self._owns_default = owns_default  # whether `close` also destroys torch's default group
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
-        here = Peer(socket.gethostname(), os.getpid())
+        own_peer = Peer(socket.gethostname(), os.getpid())
         self.peers = tuple(
-            Peer(*fields) for fields in self.all_gather_object([here.host, here.pid])
+            Peer(*fields) for fields in self.all_gather_object([own_peer.host, own_peer.pid])
         )
         hosts = [peer.host for peer in self.peers]
-        self.local_size = hosts.count(here.host)
+        self.local_size = hosts.count(own_peer.host)
         _core.set_threads(update_threads(self.local_size))
-        self.is_local_first = hosts.index(here.host) == self.rank
+        self.is_local_first = hosts.index(own_peer.host) == self.rank
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = json.dumps(value).encode()
@@ -471,13 +477,13 @@ class SeveralRanks(ProcessGroup):
 
     def _ended_ranks(self) -> list[int]:
         """Return the ranks on this machine whose process has ended."""
-        end, here = (
+        end, host = (
             time.monotonic() + LOST_RANK_SEARCH_S,
             self.peers[self.rank].host if self.peers else "",
         )
         while self.peers:
             ended_ranks = [
-                r for r, p in enumerate(self.peers) if p.host == here and not alive(p.pid)
+                r for r, p in enumerate(self.peers) if p.host == host and not alive(p.pid)
             ]
             if ended_ranks or time.monotonic() > end:
                 return ended_ranks
@@ -513,8 +519,8 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"WORLD_SIZE is {ranks.world}, but {' and '.join(missing)} are not set; start the "
             "ranks with `torchrun` or `lohan train --gpus`"
         )
-    here = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # all ranks are on this machine
-    if here:
+    one_machine = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # all ranks are on this machine
+    if one_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
     # A library may have created the default group.
@@ -522,7 +528,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
     try:
         rendezvous = None
         if creates_default:
-            rendezvous = local_rendezvous(ranks, env) if here else None
+            rendezvous = local_rendezvous(ranks, env) if one_machine else None
             rendezvous = rendezvous or _environment_rendezvous(ranks)
             _meet(rendezvous, ranks, run_of(env), address)
             rendezvous.set_timeout(COLLECTIVE_TIMEOUT)
@@ -545,7 +551,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"({str(error).splitlines()[0]}); check that all ranks were "
             "started, and read the output of rank 0"
         ) from None
-    return SeveralRanks(ranks, talk_group, commit, heartbeat, ours=creates_default)
+    return SeveralRanks(ranks, talk_group, commit, heartbeat, owns_default=creates_default)
 
 
 def _environment_rendezvous(ranks: RankInfo) -> Any:
@@ -592,11 +598,11 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
     The argument of `act` is whether its rank is the first on its machine. Files are thus created
     once, and the other ranks find them.
     """
-    here, results = group.is_local_first, list[Found]()
-    for turn in (group.ranks.first, here and not group.ranks.first, not here):
+    is_first, results = group.is_local_first, list[Found]()
+    for turn in (group.ranks.first, is_first and not group.ranks.first, not is_first):
         with group.all_or_none():
             if turn:
-                results.append(act(here))
+                results.append(act(is_first))
     return results[0]
 
 

@@ -244,9 +244,9 @@ class ActionRunner:
         yield self.slots.write(group, chunk, action.at[1], crc=weights)
 
     def _write_weights(self, action: Action) -> Iterable[Ticket]:
-        known = self._checksums.pop((action.index, action.chunk))
+        checksums = self._checksums.pop((action.index, action.chunk))
         group, slot = self._groups[action.index], action.at[0]
-        yield self.slots.write(group, action.chunk, slot, crc=known.weights)
+        yield self.slots.write(group, action.chunk, slot, crc=checksums.weights)
 
     def _spill_gradients(self, action: Action) -> Iterable[Any]:
         # It is empty if no use of the group got a gradient.

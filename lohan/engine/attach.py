@@ -96,10 +96,10 @@ def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     return device
 
 
-def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanContext]:
+def agreed_plan(context: PlanContext, given_plan: Plan | None) -> tuple[Plan, PlanContext]:
     """Return the plan that all ranks follow, and the context with the memory that it assumes.
 
-    The first rank makes the plan, or accepts the `given` one, for the smallest memory of any rank.
+    The first rank makes the plan, or accepts the given one, for the smallest memory of any rank.
     """
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
@@ -116,9 +116,9 @@ def agreed_plan(context: PlanContext, given: Plan | None) -> tuple[Plan, PlanCon
     )
 
     def make() -> list[Any]:
-        planned = make_plan(problem) if given is None else accept_plan(given, problem)
-        taken = (planned.device_bytes or 0) if in_one_memory else 0
-        return [planned.plan.to_json(), host - taken, planned.device_bytes]
+        planned = make_plan(problem) if given_plan is None else accept_plan(given_plan, problem)
+        compute_bytes = (planned.device_bytes or 0) if in_one_memory else 0
+        return [planned.plan.to_json(), host - compute_bytes, planned.device_bytes]
 
     plan_json, host, device_bytes = group.broadcast_made(make)
     if isinstance(device, LinkedCpuDevice) and in_one_memory:
@@ -245,7 +245,7 @@ def attach(
         offload_policy, model_policy, store_policy, fields
     )
     parse_interval(budget.commit_every, name="commit_every")
-    given = None if plan is None else read_plan(plan)
+    given_plan = None if plan is None else read_plan(plan)
     make_groups = _groups_maker(model, optimizer, param_groups)
     batch = None if batch is None else arguments_by_name(model, batch)
     source, dtype, blocks, wider = _prepared(
@@ -278,16 +278,16 @@ def attach(
             backend=backend_of(model_policy.compile, device),
             check=not is_tested(model) if model_policy.check is None else model_policy.check,
             settings=settings,
-            plan_is_given=given is not None,
+            plan_is_given=given_plan is not None,
         )
         if store_policy.resume:
             store, followed, context = _reopened(
-                model, context, given, optimizer, budget, store_policy, undo
+                model, context, given_plan, optimizer, budget, store_policy, undo
             )
         else:
             assert source is not None
             store, followed, context = _created(
-                source, wider, context, given, budget, store_policy, undo
+                source, wider, context, given_plan, budget, store_policy, undo
             )
             del source  # This also frees weights in memory.
         run = partial(make_executor, model, context, store, groups, Trace(keep=trace))
@@ -329,20 +329,20 @@ def arguments_by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
             f"batch is a {type(batch).__name__}; give what the model is called with: a tensor, a "
             "tuple of arguments, or a dict of arguments by name"
         )
-    given = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
+    arguments = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
     forward = type(base_of(model)).forward
     names = [
         name
         for name, parameter in list(inspect.signature(forward).parameters.items())[1:]
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    if len(given) > len(names):
+    if len(arguments) > len(names):
         raise ConfigError(
-            f"batch has {len(given)} arguments, and {type(base_of(model)).__name__}.forward takes "
-            f"{len(names)} by name ({', '.join(names) or 'none'}); give a dict of arguments by "
-            "name, or leave batch out"
+            f"batch has {len(arguments)} arguments, and {type(base_of(model)).__name__}.forward "
+            f"takes {len(names)} by name ({', '.join(names) or 'none'}); give a dict of arguments "
+            "by name, or leave batch out"
         )
-    return dict(zip(names, given, strict=False))
+    return dict(zip(names, arguments, strict=False))
 
 
 def _options(
@@ -373,7 +373,7 @@ def _created(
     source: ReadFlat,
     wider: Collection[str],
     context: PlanContext,
-    given: Plan | None,
+    given_plan: Plan | None,
     budget: Budget,
     store_policy: StorePolicy,
     undo: ExitStack,
@@ -383,7 +383,7 @@ def _created(
     For frozen parameters that were given in a `wider` type, the store also keeps what rounding
     removes.
     """
-    plan, context = agreed_plan(context, given)
+    plan, context = agreed_plan(context, given_plan)
     groups = context.blocks.groups
     exact = context.process_group.broadcast_made(
         lambda: groups_that_lose_bits(source, groups, wider, plan.dtype)
@@ -405,7 +405,7 @@ def _created(
 def _reopened(
     model: nn.Module,
     context: PlanContext,
-    given: Plan | None,
+    given_plan: Plan | None,
     optimizer: Optimizer,
     budget: Budget,
     store_policy: StorePolicy,
@@ -430,7 +430,7 @@ def _reopened(
         chunk_params=held.chunk_params,
         gradients_on_ssd=any(region.scratch for region in store.regions),
     )
-    plan, context = agreed_plan(replace(context, options=options), given)
+    plan, context = agreed_plan(replace(context, options=options), given_plan)
     restore_rng(store.meta, context.device)
     restore_buffers(model, store.meta)
     return store, plan, context
@@ -454,13 +454,15 @@ def _prepared(
     without_cache(model)
     # Read the types before adapters are converted to the type of their base.
     source = weights_source(model) if new else None
-    given = {name: given_dtype(p) for name, p in _frozen(model)}
+    given_dtypes = {name: given_dtype(p) for name, p in _frozen(model)}
     named = model_policy.dtype
     unify_dtype(model, None if named is None else dtype_of(STATE_FORMATS[named]))
     if named is not None:
         cast_inputs(model)
     dtype = _dtype_name(model)
-    wider = {name for name, p in _frozen(model) if p.dtype not in (given[name], torch.float32)}
+    wider = {
+        name for name, p in _frozen(model) if p.dtype not in (given_dtypes[name], torch.float32)
+    }
     shapes = None if batch is None else _shapes(model, batch)
     blocks = cut_for(
         model,
@@ -531,9 +533,9 @@ def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]
     workload, count = context.workload_for(plan), plan.micro_batch
     if workload is None or context.device.has_own_memory or not count or count >= workload.batch:
         return {}, 0
-    left = context.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
+    unused_bytes = context.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
     sites = workload.measure(workload.batch).sites
-    room = workload.measure(count).peak_bytes + max(0, left)
+    room = workload.measure(count).peak_bytes + max(0, unused_bytes)
     return {name: site.peak_bytes for name, site in sites.items()}, room
 
 
@@ -545,7 +547,7 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
         return names
     tier = "device" if context.device.has_own_memory else "host"
     total = context.device_bytes if tier == "device" else context.host_bytes
-    left = (total or 0) - plan.tier_bytes(tier)
+    free_bytes = (total or 0) - plan.tier_bytes(tier)
     sizes = STATE_FORMATS[plan.dtype].weight_bytes
     footprints = workload.measure(plan.micro_batch or workload.batch).sites
     groups = context.blocks.by_key
@@ -554,7 +556,7 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
         for site in context.blocks.sites
         if site.name in footprints
         and footprints[site.name].peak_bytes + sum(groups[k].numel * sizes for k in site.groups)
-        <= left
+        <= free_bytes
     }
 
 

@@ -94,9 +94,9 @@ class HostPool:
 
     def unreserve(self, owner: str, count: int) -> None:
         with self._lock:
-            left = self._used[owner] - count
-            if left:
-                self._used[owner] = left
+            remaining = self._used[owner] - count
+            if remaining:
+                self._used[owner] = remaining
             else:
                 del self._used[owner]
 

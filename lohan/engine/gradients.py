@@ -268,9 +268,9 @@ class GradientCollector:
                     "runs over the sum of all batches so far, but the batches of this step are "
                     "added up elsewhere; use register_hook, or one batch for each step"
                 )
-            left = run_gradient_hooks(parameter, grads.pop(index))
-            if left is not None:
-                grads[index] = left
+            hooked_grad = run_gradient_hooks(parameter, grads.pop(index))
+            if hooked_grad is not None:
+                grads[index] = hooked_grad
         return grads
 
     def is_handed_over(self, number: int) -> bool:

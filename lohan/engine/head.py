@@ -124,7 +124,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     between = [p for p in model.parameters() if id(p) not in inside]
     inner_modules = {id(module) for part in (decoder, head) for module in part.modules()}
     called: list[nn.Module] = []
-    given: list[Any] = []
+    decoder_inputs: list[Any] = []
     generator = torch.Generator().manual_seed(0)
     torch_device = torch.device("cpu") if lacks_values(weight) else weight.device
     ids = torch.arange(8, device=torch_device)[None] % weight.shape[0]
@@ -135,7 +135,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
     logits = torch.randn(1, 8, weight.shape[0], generator=generator).to(torch_device)
 
     def ready(*args: Any, **kwargs: Any) -> Any:
-        given.extend((*args, *kwargs.values()))
+        decoder_inputs.extend((*args, *kwargs.values()))
         return _stand_in(hidden)
 
     def made(x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
         and reached[0] is not None
         and all(grad is None for grad in reached[1:])
         and not matrices
-        and any(value is ids for value in given)
+        and any(value is ids for value in decoder_inputs)
     )
 
 
@@ -329,12 +329,12 @@ class SlicedHead:
         finally:
             self.ranks_apart = before
 
-    def _read_labels(self, given: dict[str, Any], moved: dict[str, Any]) -> None:
+    def _read_labels(self, inputs: dict[str, Any], moved: dict[str, Any]) -> None:
         """Determine on the host which rows have a label, while the inputs are copied.
 
         Reading them on the device would wait for compute.
         """
-        labels, count = given.get("labels"), given.get("num_items_in_batch")
+        labels, count = inputs.get("labels"), inputs.get("num_items_in_batch")
         if isinstance(labels, torch.Tensor) and labels.device.type == "cpu":
             following, rows = labelled_rows(labels)
             following, rows = to_device(self.executor.device, (following, rows))

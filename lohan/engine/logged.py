@@ -119,9 +119,11 @@ def _optimizer_to_json(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _optimizer_of_json(values: Mapping[str, Any]) -> Optimizer:
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    kind: Callable[..., Optimizer] = OPTIMIZERS[given.pop("name")]
-    return kind(lr=0.0, **given)
+    arguments: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+    }
+    kind: Callable[..., Optimizer] = OPTIMIZERS[arguments.pop("name")]
+    return kind(lr=0.0, **arguments)
 
 
 def log_regions(

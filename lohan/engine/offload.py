@@ -71,8 +71,8 @@ class Pack:
         return tensors
 
     def fill(self, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        for into, tensor in zip(self.tensors_in(memory), tensors, strict=True):
-            into.copy_(tensor)
+        for target, tensor in zip(self.tensors_in(memory), tensors, strict=True):
+            target.copy_(tensor)
 
     def part_of(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the part of the memory of a site that the pack occupies."""
@@ -302,8 +302,8 @@ class DeviceActivationOffload(ActivationHooks):
 
     def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
         before, inputs = self._calls.get(site), call.grad_inputs
-        taken = before is not None and (before.held is not None or before.call() is not None)
-        if site not in self._sites or taken or not inputs:
+        in_use = before is not None and (before.held is not None or before.call() is not None)
+        if site not in self._sites or in_use or not inputs:
             return
         *host_buffer, device_buffer = buffers
         pack = self._pack(site, -1, inputs, 0)
@@ -345,8 +345,8 @@ class DeviceActivationOffload(ActivationHooks):
         target: torch.Tensor,
     ) -> Event:
         offloaded.used += pack.size
-        for into, tensor in zip(self._tensors_in(pack, target), tensors, strict=True):
-            into.copy_(tensor)
+        for packed, tensor in zip(self._tensors_in(pack, target), tensors, strict=True):
+            packed.copy_(tensor)
         pairs = [(self._host_memory(site, offloaded, pack), target[: pack.size])]
         offloaded.last = self._device.copy("d2h", pairs, after=self._device.mark())
         return offloaded.last

@@ -44,15 +44,15 @@ class Budget:
         """Return the host memory of each of `ranks` ranks on this machine, in bytes."""
         if self.host is None:
             return host_memory_bytes() * 4 // 5 // ranks
-        given, available = parse_bytes(self.host, name="host"), total_memory_bytes()
+        budget, available = parse_bytes(self.host, name="host"), total_memory_bytes()
         available = min(available, cgroup_memory_limit() or available)
-        if given > available:
+        if budget > available:
             raise BudgetError(
-                f"host is {format_bytes(given)}, this machine has {format_bytes(available)} of "
+                f"host is {format_bytes(budget)}, this machine has {format_bytes(available)} of "
                 "memory; "
                 "lower --host, or leave it out for four fifths of what is free"
             )
-        return given // ranks
+        return budget // ranks
 
     def device_bytes(self) -> int | None:
         return None if self.device is None else parse_bytes(self.device, name="device")
@@ -131,12 +131,12 @@ def with_keywords(
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
     """Return the policies with the fields that were given as keywords of `attach`."""
     policies: list[Any] = []
-    left = dict(keywords)
+    remaining = dict(keywords)
     for policy in (offload, model, store):
-        values = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
+        values = {f.name: remaining.pop(f.name) for f in fields(policy) if f.name in remaining}
         policies.append(replace(policy, **values))
-    if left:
-        name = next(iter(left))
+    if remaining:
+        name = next(iter(remaining))
         names = [f.name for policy in (offload, model, store) for f in fields(policy)]
         near = get_close_matches(name, names, n=1) or [", ".join(names)]
         raise ConfigError(f"attach has no keyword {name!r}; it takes {near[0]}")

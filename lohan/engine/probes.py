@@ -120,12 +120,12 @@ class Figure:
         The very first run includes one-time set-up. It counts only if it is long enough for
         that not to matter.
         """
-        taken: list[float] = []
+        durations: list[float] = []
         if not self._taken and (first := self.run()) > seconds:
-            taken.append(first)
-        while len(taken) < 2 or sum(taken) < seconds:
-            taken.append(self.run())
-        self._taken += taken
+            durations.append(first)
+        while len(durations) < 2 or sum(durations) < seconds:
+            durations.append(self.run())
+        self._taken += durations
 
     @property
     def median_s(self) -> float:
@@ -238,8 +238,8 @@ class BlockProbe:
             half = self._sizes.hidden // self._sizes.heads // 2
             rates = ROTARY_BASE ** (-torch.arange(half) / half)
             angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
-            where = self._device.torch_device, self._dtype
-            self._tables[length] = angles.cos().to(*where), angles.sin().to(*where)
+            options = self._device.torch_device, self._dtype
+            self._tables[length] = angles.cos().to(*options), angles.sin().to(*options)
         return self._tables[length]
 
 
@@ -398,12 +398,12 @@ class DriveProbe:
         return (self._moved() - before) / (time.perf_counter() - start - committing)
 
     def action_s(self, *, count: int = 50) -> float:
-        taken = []
+        durations = []
         for _ in range(count):
             start = time.perf_counter()
             self._store.wait(self._store.read(SMALL_KEY, 0, self._small))
-            taken.append(time.perf_counter() - start)
-        return median(taken)
+            durations.append(time.perf_counter() - start)
+        return median(durations)
 
     @contextmanager
     def busy(self, kind: str) -> Iterator[list[float]]:

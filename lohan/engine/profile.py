@@ -42,7 +42,7 @@ CPU = ComputePlace()
 def run_profile(
     ssd: Sequence[Path],
     *,
-    where: ComputePlace = CPU,
+    place: ComputePlace = CPU,
     out: Path | None = None,
     as_json: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
@@ -57,8 +57,8 @@ def run_profile(
     if out is not None:
         target = OutputFile(out, "choose another -o", "a profile", WRITTEN_BY.encode())
         target.check()
-    measure = measure or _measure(progress, where, model)
-    profile = cached_profile(ssd, where=where, fresh=True, measure=measure)
+    measure = measure or _measure(progress, place, model)
+    profile = cached_profile(ssd, place=place, fresh=True, measure=measure)
     if target is not None:
         target.write(f"{WRITTEN_BY}\n{profile.to_toml()}".encode())
     if as_json:
@@ -69,7 +69,7 @@ def run_profile(
 def cached_profile(
     ssd: Sequence[Path],
     *,
-    where: ComputePlace = CPU,
+    place: ComputePlace = CPU,
     progress: Callable[[str, int, int], None] | None = None,
     fresh: bool = False,
     measure: Measure | None = None,
@@ -82,19 +82,19 @@ def cached_profile(
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--ssd {folder}: no such folder; create it or choose another")
-    file = cache_file(folders, where)
+    file = cache_file(folders, place)
     if not fresh and file.is_file():
         with suppress(LohanError):  # It is not a profile, or has another version, so measure again.
             return _refreshed(Profile.read(file), folders)
-    profile = (measure or _measure(progress, where))(folders)
+    profile = (measure or _measure(progress, place))(folders)
     _keep(file, profile)
     return profile
 
 
-def cache_file(ssd: Sequence[Path], where: ComputePlace = CPU) -> Path:
+def cache_file(ssd: Sequence[Path], place: ComputePlace = CPU) -> Path:
     """Return the cache file for this machine, these drives and this device."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    text = json.dumps(_identity(ssd, where), sort_keys=True)
+    text = json.dumps(_identity(ssd, place), sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Path(root).expanduser() / "lohan" / f"{PREFIX}{name}.toml"
 
@@ -150,14 +150,14 @@ def describe(profile: Profile) -> list[str]:
 
 def _measure(
     progress: Callable[[str, int, int], None] | None,
-    where: ComputePlace,
+    place: ComputePlace,
     model: ModelShape | None = None,
 ) -> Measure:
     from lohan.device.choose import open_device
     from lohan.engine.probes import profile, silent
 
     def measure(folders: Sequence[Path]) -> Profile:
-        device = open_device(where.device, memory=where.memory, link=where.link)
+        device = open_device(place.device, memory=place.memory, link=place.link)
         try:
             return profile(folders, progress=progress or silent, device=device, model=model)
         finally:
@@ -184,10 +184,10 @@ def _keep(file: Path, profile: Profile) -> None:
         write_atomic(file, profile.to_toml().encode())
 
 
-def _identity(ssd: Sequence[Path], where: ComputePlace) -> dict[str, Any]:
+def _identity(ssd: Sequence[Path], place: ComputePlace) -> dict[str, Any]:
     """Return the values that identify the measured hardware."""
     return {
-        **({} if where == CPU else {"device": where.device, "link": where.link}),
+        **({} if place == CPU else {"device": place.device, "link": place.link}),
         "host": platform.node(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

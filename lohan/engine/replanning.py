@@ -128,11 +128,11 @@ class Replanner:
         other = self._better(measured_profile)
         if other is None:
             return stays
-        now, then = (context.forecast(measured_profile, each) for each in (plan, other))
-        if now.step_s < REPLAN_SPEEDUP * then.step_s or other == plan:
+        current, new = (context.forecast(measured_profile, each) for each in (plan, other))
+        if current.step_s < REPLAN_SPEEDUP * new.step_s or other == plan:
             return stays
-        self._promised = then
-        return Decision(why, other, _faster(now, then))
+        self._promised = new
+        return Decision(why, other, _faster(current, new))
 
     def _decided(self, decide: Callable[[], Decision]) -> Decision:
         """Return the decision of the first rank."""
@@ -163,8 +163,8 @@ class Replanner:
             return None
 
 
-def _faster(now: Forecast, then: Forecast) -> str:
-    return f"{now.step_s / then.step_s:.2f}x as fast"
+def _faster(current: Forecast, new: Forecast) -> str:
+    return f"{current.step_s / new.step_s:.2f}x as fast"
 
 
 def surprises(

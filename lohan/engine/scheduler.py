@@ -215,9 +215,9 @@ class ActionScheduler:
 
     def _cancel_rest(self) -> None:
         cancelled = set(map(id, self._lanes.cancel_queued()))
-        left = [action for action in self._behind if id(action) in cancelled]
+        remaining = [action for action in self._behind if id(action) in cancelled]
         # The lanes are idle, and the contents of the slots are unknown.
-        behind = (*left, *self._buffers.behind)
+        behind = (*remaining, *self._buffers.behind)
         self._buffers = replace(empty_buffers(self._spec), behind=behind)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)

@@ -220,14 +220,14 @@ def taking_over(
     """Wrap `attach` so that a model keeps its weights from an earlier session, which ends."""
 
     @wraps(attach)
-    def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
+    def attached(model: nn.Module, *args: P.args, **named: P.kwargs) -> Session:
         every, originals = all_stored_weights_of(model), list(model.parameters())
         dtype = next((stored.dtype for stored in every), _given_dtype(model))
         resume = named.get("resume", getattr(named.get("store_policy"), "resume", False))
         with ExitStack() as earlier:
             for stored in every:
                 earlier.enter_context(stored.handing_over(resume=bool(resume)))
-            session = attach(model, *given, **named)
+            session = attach(model, *args, **named)
         stored = redirect_to_store(session, dtype)
         for parameter in originals:  # A torch optimizer may still refer to the original parameters.
             parameter.moved_to = stored  # type: ignore[attr-defined]
@@ -345,7 +345,7 @@ def save_into(target: Path, stored: StoredWeights, *, merged: bool = False, **ho
 
 
 class _MergeAndUnload(_Method):
-    def __call__(self, *given: Any, **named: Any) -> nn.Module:
+    def __call__(self, *args: Any, **named: Any) -> nn.Module:
         """Return the base model, whose `save_pretrained` streams the merged weights.
 
         Its calls still add the adapter.
@@ -362,10 +362,10 @@ class _MergeAndUnload(_Method):
 
 
 class _StateDict(_Method):
-    def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
+    def __call__(self, *args: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
         stored = self._stored
         state_dict: dict[str, Any] = type(stored.model).state_dict(
-            stored.model, *given, keep_vars=True, **named
+            stored.model, *args, keep_vars=True, **named
         )
         if keep_vars:
             return state_dict
@@ -391,7 +391,7 @@ class _LoadStateDict(_Method):
 
 
 class _ResizeTokenEmbeddings(_Method):
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         model = type(self._stored.model).__name__
         raise ModelError(
             f"resize_token_embeddings: the embeddings of {model} are in the store, with optimizer "
@@ -423,11 +423,11 @@ class _Copy(_Method):
 
 
 class _MergedStateDict(_Method):
-    def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
+    def __call__(self, *args: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
         if keep_vars:
             base = base_of(self._stored.model)
-            return type(base).state_dict(base, *given, keep_vars=True, **named)
-        return _MergedCopy(self._stored)({}).state_dict(*given, **named)
+            return type(base).state_dict(base, *args, keep_vars=True, **named)
+        return _MergedCopy(self._stored)({}).state_dict(*args, **named)
 
 
 class _MergedCopy(_Method):

@@ -167,10 +167,10 @@ def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tenso
             f"over {executor.process_group.world} ranks; read what save_pretrained has written"
         )
     if executor.in_backward or executor.sites_with_weights:
-        where = "during backward" if executor.in_backward else "inside another block"
+        situation = "during backward" if executor.in_backward else "inside another block"
         raise ModelError(
-            f"parameter {name} is read {where}, when its values cannot be streamed; read it before "
-            "or after, or keep its module in memory with "
+            f"parameter {name} is read {situation}, when its values cannot be streamed; read it "
+            "before or after, or keep its module in memory with "
             f"attach(resident=[{name.rpartition('.')[0]!r}])"
         )
     size = parameter.numel() * parameter.itemsize

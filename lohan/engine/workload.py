@@ -68,10 +68,10 @@ def workload_of(
         seq, shapes = whole.seq, dict(tiled.shapes)
         for name, shape in shapes.items():
             untiled = whole.shapes[name]
-            again = untiled.recompute_flops_at(seq) - shape.recompute_flops_at(seq)
+            repeated_flops = untiled.recompute_flops_at(seq) - shape.recompute_flops_at(seq)
             inside = untiled.elements - shape.elements
             shapes[name] = replace(
-                shape, tile_flops=max(0.0, again), tile_elements=max(0.0, inside)
+                shape, tile_flops=max(0.0, repeated_flops), tile_elements=max(0.0, inside)
             )
         return replace(tiled, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
 

@@ -137,7 +137,7 @@ class LohanMixin(OutputStore):
     label_smoother: Any
     model_accepts_loss_kwargs: bool
 
-    def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
+    def __init__(self, *positional: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
         self.lohan = lohan or LohanArguments()
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the current step
@@ -149,12 +149,12 @@ class LohanMixin(OutputStore):
         self._ranks: ProcessGroup | None = None  # the processes of torchrun
         self._groups: TorchGroups | None = None  # created on first use
         self._user_steps = UserSteps(self)
-        args = given[1] if len(given) > 1 else named.get("args")
+        args = positional[1] if len(positional) > 1 else named.get("args")
         if args is not None:
             check_arguments(args)
             if args.push_to_hub:
                 check_push(args, self.lohan.budget(args.output_dir).ssd)
-        super().__init__(*given, **named)
+        super().__init__(*positional, **named)
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -201,9 +201,9 @@ class LohanMixin(OutputStore):
         accelerator.prepare_model = prepare_model
         accelerator.backward = self._user_steps.wrapped(accelerator.backward)
 
-    def push_to_hub(self, *given: Any, **named: Any) -> Any:
+    def push_to_hub(self, *args: Any, **named: Any) -> Any:
         check_push(self.args, self.lohan.budget(self.args.output_dir).ssd)
-        return super().push_to_hub(*given, **named)  # type: ignore[misc]
+        return super().push_to_hub(*args, **named)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Do nothing: weights are streamed from the store to the device, block by block."""
@@ -322,8 +322,8 @@ class LohanMixin(OutputStore):
     def _plain_loss(self) -> bool:
         return type(self).compute_loss.__module__.partition(".")[0] in LIBRARIES
 
-    def compute_loss(self, *given: Any, **named: Any) -> Any:
-        return self._of_all_ranks(super().compute_loss(*given, **named), named)  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        return self._of_all_ranks(super().compute_loss(*args, **named), named)  # type: ignore[misc]
 
     def _of_all_ranks(self, result: Any, named: Mapping[str, Any]) -> Any:
         """Undo Trainer's multiplication of the loss by the number of processes where it is wrong.
@@ -346,7 +346,7 @@ class LohanMixin(OutputStore):
             self._ranks = join()
         return {} if self._ranks is None else {"process_group": self._ranks}
 
-    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """Evaluate, with a temporary store if weights are not in memory before training.
 
         The store is removed after the evaluation.
@@ -354,7 +354,7 @@ class LohanMixin(OutputStore):
         before = self.session
         held = _parameters(self.model) if before is None else []
         try:
-            return super().evaluation_loop(*given, **named)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **named)  # type: ignore[misc]
         finally:
             if before is None and self.session is not None and not self._keeps_session:
                 session, self.session, self._keeps_session = self.session, None, True
@@ -366,7 +366,7 @@ class LohanMixin(OutputStore):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def train(self, *given: Any, **named: Any) -> Any:
+    def train(self, *args: Any, **named: Any) -> Any:
         """Train as transformers does.
 
         A second call continues with the same weights and optimizer state and starts a new
@@ -382,15 +382,15 @@ class LohanMixin(OutputStore):
         self._resumes, self._rewind = False, None
         if self.session is None:
             self._replacing = None
-        asked = named.pop("resume_from_checkpoint", None) if not given else given[0]
+        checkpoint = named.pop("resume_from_checkpoint", None) if not args else args[0]
         with TemporaryDirectory(prefix="lohan-") as work:
-            if asked is True:
-                asked = self._last_checkpoint(Path(work))
+            if checkpoint is True:
+                checkpoint = self._last_checkpoint(Path(work))
             if self.session is not None and not self.session.closed:
                 self.session.updates_in_backward = True
                 self._user_steps.attached(self.session)
             try:
-                output = super().train(asked, *given[1:], **named)  # type: ignore[misc]
+                output = super().train(checkpoint, *args[1:], **named)  # type: ignore[misc]
             except RuntimeError:
                 if self._too_large is None:
                     raise
@@ -403,13 +403,13 @@ class LohanMixin(OutputStore):
             self.session.commit()
         return output
 
-    def get_batch_samples(self, *given: Any, **named: Any) -> Any:
+    def get_batch_samples(self, *args: Any, **named: Any) -> Any:
         """Return the batches of one optimizer step.
 
         If a subclass overrides training_step, the model is attached here, because that
         method does not attach it.
         """
-        batches, count = super().get_batch_samples(*given, **named)  # type: ignore[misc]
+        batches, count = super().get_batch_samples(*args, **named)  # type: ignore[misc]
         self._user_steps.prepare(batches)
         return batches, count
 
@@ -530,10 +530,10 @@ class LohanMixin(OutputStore):
         return self.session.executor.grad_norm if self.session is not None else None
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
-        asked = self.args.max_grad_norm or 0.0
-        if self.session is not None and asked != self.session.plan.clip:
+        limit = self.args.max_grad_norm or 0.0
+        if self.session is not None and limit != self.session.plan.clip:
             raise ConfigError(
-                f"max_grad_norm is {asked}, and was {self.session.plan.clip} when the training "
+                f"max_grad_norm is {limit}, and was {self.session.plan.clip} when the training "
                 "began: gradients are clipped inside backward, by the plan that was made then; set "
                 "it before the Trainer is made"
             )
@@ -680,9 +680,9 @@ class LohanMixin(OutputStore):
         if self._has_state(checkpoint):
             self._rewind = find_snapshot(self._state_folder(checkpoint))
             return
-        has = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
+        state = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
         raise StoreError(
-            f"{checkpoint} is of step {saved}, {has}, and it has no {STATE_FOLDER} (it was "
+            f"{checkpoint} is of step {saved}, {state}, and it has no {STATE_FOLDER} (it was "
             "saved with save_only_model, or there was no room); resume from the latest "
             "checkpoint, or start a new training from the weights of this one"
         )

@@ -223,20 +223,20 @@ class TorchGroups:
         The optimizer's parameters are replaced by empty stand-ins; otherwise it would keep
         the weights of the whole model in memory.
         """
-        given = unwrapped(optimizer)
-        if given is self._torch:
+        torch_optimizer = unwrapped(optimizer)
+        if torch_optimizer is self._torch:
             # Accelerate has wrapped the optimizer a second time.
-            if not isinstance(given.state, NoState):
-                given.state = NoState(dict)
+            if not isinstance(torch_optimizer.state, NoState):
+                torch_optimizer.state = NoState(dict)
             return
-        check_class(type(given))
+        check_class(type(torch_optimizer))
         names: dict[int, list[str]] = {}
         trained: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             if parameter.requires_grad:
                 trained.setdefault(id(parameter), name)
-        for number, group in enumerate(given.param_groups):
+        for number, group in enumerate(torch_optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise ConfigError(
@@ -247,7 +247,7 @@ class TorchGroups:
                 trained.pop(id(parameter), None)
         self._index = {
             name: number
-            for number, group in enumerate(given.param_groups)
+            for number, group in enumerate(torch_optimizer.param_groups)
             for parameter in group["params"]
             for name in names[id(parameter)]
         }
@@ -255,7 +255,7 @@ class TorchGroups:
             # torch would leave these parameters unchanged; a learning rate of 0 has the same
             # effect.
             for key in trained:
-                self._index |= dict.fromkeys(names[key], len(given.param_groups))
+                self._index |= dict.fromkeys(names[key], len(torch_optimizer.param_groups))
             logger.warning(
                 f"{counted(len(trained), 'parameter')} of {type(model).__name__} are in no group "
                 f"of the optimizer and do not learn, first {next(iter(trained.values()))}; set "
@@ -266,13 +266,13 @@ class TorchGroups:
             for aliases in names.values()
             if aliases[0] in self._index
         }
-        self._members = members_by_group(len(given.param_groups) + 1, first_names)
-        self._keys = [frozenset(group) for group in given.param_groups]
-        for group in given.param_groups:
+        self._members = members_by_group(len(torch_optimizer.param_groups) + 1, first_names)
+        self._keys = [frozenset(group) for group in torch_optimizer.param_groups]
+        for group in torch_optimizer.param_groups:
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
-        given.state = NoState(dict)
-        given.register_load_state_dict_pre_hook(_refuse_state)
-        self._torch = given
+        torch_optimizer.state = NoState(dict)
+        torch_optimizer.register_load_state_dict_pre_hook(_refuse_state)
+        self._torch = torch_optimizer
         self.optimizer = self.at(0).optimizers[0]
 
     def at(self, step: int) -> GroupValues:

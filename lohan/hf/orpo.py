@@ -24,8 +24,8 @@ class Concatenated(OverTokens):
     and `logits/rejected` in the log are means over the tokens that have a loss.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         if self.is_encoder_decoder:  # type: ignore[attr-defined]
             raise ModelError(
                 f"{type(self.model).__name__} is an encoder-decoder model, and lohan.hf's "

@@ -163,9 +163,9 @@ class OutputStore:
         mark = read_mark(self._out)
         if mark is None or not mark.spare:
             return
-        left = tuple(name for name in mark.spare if not remove_unused(self._dirs_of(name)))
-        if left != mark.spare and (self._ranks or ALONE).ranks.first:
-            replace(mark, spare=left).write(self._out)
+        still_used = tuple(name for name in mark.spare if not remove_unused(self._dirs_of(name)))
+        if still_used != mark.spare and (self._ranks or ALONE).ranks.first:
+            replace(mark, spare=still_used).write(self._out)
 
     def _keep_open(self, session: Session) -> None:
         """Keep the session open until its Trainer is deleted, and close it then.
@@ -217,7 +217,7 @@ class OutputStore:
         self._new_store()
         dirs, group = self._store_dirs(), self._ranks or ALONE
         named = self.model.named_parameters(remove_duplicate=False)
-        given = {name: given_dtype(p) for name, p in named if not p.requires_grad}
+        given_dtypes = {name: given_dtype(p) for name, p in named if not p.requires_grad}
         logger.info(f"{dirs[0]}: the store is made from the state in {checkpoint}")
         with ExitStack() as reading, group.all_or_none():
             for stored in all_stored_weights_of(self.model):
@@ -226,7 +226,7 @@ class OutputStore:
                 find_snapshot(self._state_folder(checkpoint)),
                 dirs,
                 weights_source(self.model),
-                given,
+                given_dtypes,
                 process_group=group,
                 meta={OUTPUT_DIR: str(self._out.resolve())},
             )

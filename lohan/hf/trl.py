@@ -225,9 +225,9 @@ class WithReference(OverTokens):
     _signature_columns: Any
     ref_model: Any
 
-    def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
+    def __init__(self, *positional: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
         signature = inspect.signature(super(LohanMixin, self).__init__)
-        named = signature.bind_partial(*given, **named).arguments
+        named = signature.bind_partial(*positional, **named).arguments
         ref_model, args = named.get("ref_model"), named.get("args")
         if args is not None:
             if getattr(args, "sync_ref_model", False):
@@ -261,8 +261,8 @@ class WithReference(OverTokens):
             )
         self.data_collator = _with_rows(self.data_collator)
 
-    def _prepare_dataset(self, dataset: Any, *given: Any, **named: Any) -> Any:
-        prepared = super()._prepare_dataset(dataset, *given, **named)  # type: ignore[misc]
+    def _prepare_dataset(self, dataset: Any, *args: Any, **named: Any) -> Any:
+        prepared = super()._prepare_dataset(dataset, *args, **named)  # type: ignore[misc]
         if not hasattr(prepared, "add_column") or not hasattr(prepared, "__len__"):
             return prepared
         if ROW in prepared.column_names:
@@ -407,8 +407,8 @@ class WithReference(OverTokens):
 
 def _has_no_rows(named: Mapping[str, Any]) -> bool:
     """Return whether one of a trainer's datasets cannot be numbered row by row."""
-    given = [named.get("train_dataset"), named.get("eval_dataset")]
-    every = [d for one in given for d in (one.values() if isinstance(one, dict) else [one])]
+    datasets = [named.get("train_dataset"), named.get("eval_dataset")]
+    every = [d for one in datasets for d in (one.values() if isinstance(one, dict) else [one])]
     return any(isinstance(dataset, IterableDataset) for dataset in every)
 
 
@@ -517,8 +517,8 @@ class SFTTrainer(LohanMixin, Theirs):
     weights of the head outside a model call, when they are not in memory.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         vars(base_of(self.model)).pop("forward", None)  # TRL's head
         self._token_metrics = Sums()
 

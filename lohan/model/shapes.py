@@ -118,8 +118,8 @@ class BlockShape:
 
         Recomputation ends with the last tensor that backward needs.
         """
-        again = sum(part.flops_at(seq) for part in self.activations if part.name not in kept)
-        return again + self.tile_flops
+        repeated = sum(part.flops_at(seq) for part in self.activations if part.name not in kept)
+        return repeated + self.tile_flops
 
     def in_tiles(self) -> BlockShape:
         """Return the block with its position-wise parts run in tiles.
@@ -760,8 +760,8 @@ def _dit_shape(keys: _Keys) -> ModelShape:
     heads = keys.number("num_attention_heads", default=16)
     h = heads * keys.number("attention_head_dim", default=72)
     patch = keys.number("patch_size", default=2)
-    given = keys.number("in_channels", default=4)
-    out_channels = keys.number("out_channels", default=given)
+    channels = keys.number("in_channels", default=4)
+    out_channels = keys.number("out_channels", default=channels)
     tokens = (keys.number("sample_size", default=32) // patch) ** 2
     time = 256 * h + h + h * h + h
     classes = (keys.number("num_embeds_ada_norm", default=1000) + 1) * h
@@ -775,7 +775,7 @@ def _dit_shape(keys: _Keys) -> ModelShape:
             replace(block, parameters=block.parameters + time + classes),
             keys.number("num_layers", default=28),
         ),
-        embedding_parameters=patch * patch * given * h + h,
+        embedding_parameters=patch * patch * channels * h + h,
         head_parameters=2 * h * h + 2 * h + pixels * h + pixels,
         sample_tokens=tokens,
     )

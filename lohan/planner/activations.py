@@ -277,8 +277,8 @@ def _block_work(
     """
     shape, tiles = workload.shapes[name], workload.tiles
     tokens = float((memory.micro_batch or workload.batch) * workload.seq)
-    again = sum(part.elements for part in shape.activations if part.name not in classes)
-    again, all_elements = again + shape.tile_elements, shape.elements + shape.tile_elements
+    repeated = sum(part.elements for part in shape.activations if part.name not in classes)
+    repeated, all_elements = repeated + shape.tile_elements, shape.elements + shape.tile_elements
     sums = memory.slices if memory.slices > 1 else 0.0
     if tiles and shape.tile_flops:
         share = shape.tile_flops / shape.flops  # The share of the weights equals that of FLOPs.
@@ -293,7 +293,7 @@ def _block_work(
         forward_flops=shape.flops_at(workload.seq) * workload.tokens,
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
         forward_bytes=TOUCHED * workload.tokens * all_elements,
-        recompute_bytes=TOUCHED * workload.tokens * again,
+        recompute_bytes=TOUCHED * workload.tokens * repeated,
         dequantised_bytes=DEQUANTISING * unpacked,
     )
 
@@ -498,9 +498,9 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
     equal_classes = groupby(classes, key=lambda c: (c.name, c.bytes, c.recompute_s))
     kinds = [list(kind) for _, kind in equal_classes]
     counts = _least_recompute(kinds, step.room / step.profile.gpus - start.bytes)
-    taken = [one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count]]
-    *_, end = start, *_walk(step, start, taken)
-    return _kept(model, taken, end)
+    chosen = [one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count]]
+    *_, end = start, *_walk(step, start, chosen)
+    return _kept(model, chosen, end)
 
 
 def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[int]:
@@ -560,17 +560,17 @@ def _choose(
     classes = candidates(step, model, tokens=tokens, seq=seq)
     if order is not None:
         classes.sort(key=order)
-    before, taken = _start(step, model, classes, tokens), 0
+    before, count = _start(step, model, classes, tokens), 0
     for now in _walk(step, before, classes):
         if not go_on(before, now):
             break
-        before, taken = now, taken + 1
-    return _kept(model, classes[:taken], before)
+        before, count = now, count + 1
+    return _kept(model, classes[:count], before)
 
 
-def _kept(model: ModelShape, taken: Sequence[Candidate], totals: _Totals) -> PolicyChoice:
+def _kept(model: ModelShape, chosen: Sequence[Candidate], totals: _Totals) -> PolicyChoice:
     classes: list[set[str]] = [set() for _ in model.blocks]
-    for one in taken:
+    for one in chosen:
         classes[one.block].add(one.name)
     return PolicyChoice(tuple(map(frozenset, classes)), totals.bytes, totals.iteration_s)
 
@@ -614,7 +614,7 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def resolve_activation_policy(
-    asked: str | Kept,
+    requested: str | Kept,
     memory: MemoryModel,
     workload: BatchWorkload | None,
     plan: Plan,
@@ -626,20 +626,20 @@ def resolve_activation_policy(
 
     `plan` is a plan without activations; `limit` is the budget of host memory in bytes.
     """
-    if isinstance(asked, tuple):
+    if isinstance(requested, tuple):
         shapes = workload.shapes.values() if workload is not None else ()
         existing = {part.name for shape in shapes for part in shape.activations}
-        if unknown := [name for name, _ in asked if name not in existing]:
+        if unknown := [name for name, _ in requested if name not in existing]:
             raise ConfigError(
                 f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
                 "--classes` lists the classes of a model folder"
             )
-        return asked
-    if asked not in ACTIVATIONS:
-        raise ConfigError(f"activations: {asked!r}; choose {', '.join(ACTIVATIONS)}")
-    if asked == "holistic" or workload is None or not memory.block_sites:
+        return requested
+    if requested not in ACTIVATIONS:
+        raise ConfigError(f"activations: {requested!r}; choose {', '.join(ACTIVATIONS)}")
+    if requested == "holistic" or workload is None or not memory.block_sites:
         return None
-    policy = ALIASES.get(asked, asked)
+    policy = ALIASES.get(requested, requested)
     blocks = tuple(workload.shapes[name] for name in memory.block_sites)
     model = ModelShape(
         name="traced",

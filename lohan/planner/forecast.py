@@ -386,7 +386,7 @@ def profile_of_step(
     blocks = [site for site in work.sites if not site.head]
     forward = sum(site.forward_flops for site in blocks)
     trained = [site for site in blocks if not site.no_backward]
-    again = sum(site.recompute_flops for site in trained)
+    repeated_flops = sum(site.recompute_flops for site in trained)
     gradients = sum(site.gradient_flops for site in trained)
     needed = [Op.FORWARD, Op.BACKWARD, Op.UPDATE]
     needed += [Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS] if device_bytes else []
@@ -394,7 +394,7 @@ def profile_of_step(
         return None
     rate = forward / seconds[Op.FORWARD]
     computed_s = seconds[Op.BACKWARD]
-    back_s = max(computed_s - again / rate, LEAST_BACKWARD * computed_s)
+    back_s = max(computed_s - repeated_flops / rate, LEAST_BACKWARD * computed_s)
     heads = [site for site in work.sites if site.head]
     head_flops = sum(site.forward_flops + site.gradient_flops for site in heads)
     ssd_s = busy_s(spans, float("-inf"), float("inf"))["ssd"]

@@ -26,13 +26,13 @@ GivenPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
 AGAIN = "make the plan again with `lohan plan --json` or from `session.plan` of such a run"
 
 
-def read_plan(given: GivenPlan) -> Plan:
+def read_plan(plan: GivenPlan) -> Plan:
     """Return a plan from an object, its JSON, the output of `lohan plan --json`, or such a file."""
-    if isinstance(given, Plan):
-        return given
-    name = "plan" if isinstance(given, Mapping) else str(given)
+    if isinstance(plan, Plan):
+        return plan
+    name = "plan" if isinstance(plan, Mapping) else str(plan)
     try:
-        data = given if isinstance(given, Mapping) else load_json(Path(given))
+        data = plan if isinstance(plan, Mapping) else load_json(Path(plan))
         whole = isinstance(data, Mapping) and "plan" in data
         return Plan.from_json(data["plan"] if whole else data)
     except (OSError, ValueError) as error:
@@ -104,10 +104,10 @@ def _check_options(plan: Plan, options: PlanOptions) -> None:
     }
     left_open = (None, "auto")
     fixed |= {name: both for name, both in decided.items() if both[1] not in left_open}
-    for name, (planned, asked) in fixed.items():
-        if planned != asked:
+    for name, (planned, wanted) in fixed.items():
+        if planned != wanted:
             raise ConfigError(
-                f"plan: {name} is {_text(planned)}, this run has {_text(asked)}; change one of "
+                f"plan: {name} is {_text(planned)}, this run has {_text(wanted)}; change one of "
                 f"them, or {AGAIN}"
             )
     if plan.can_rerun and not options.can_rerun:
@@ -175,8 +175,8 @@ def _check_names(plan: Plan, problem: PlanProblem) -> None:
         _check_existing("kept", dict(plan.kept), "class of activations", classes)
 
 
-def _check_existing(field: str, given: Iterable[str], kind: str, existing: Collection[str]) -> None:
-    for name in given:
+def _check_existing(field: str, names: Iterable[str], kind: str, existing: Collection[str]) -> None:
+    for name in names:
         if name not in existing:
             some = ", ".join(sorted(existing)[:3])
             raise ConfigError(

@@ -496,9 +496,9 @@ def without_lane(machine: Profile, lane: str) -> Profile:
     """Return the same machine with one lane that takes almost no time."""
     if lane == "compute":
         faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
-        back = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)
+        backward = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)
         return replace(
-            machine, compute=faster, backward=back, head_flops=machine.head_flops * FASTER
+            machine, compute=faster, backward=backward, head_flops=machine.head_flops * FASTER
         )
     if lane == "ssd":
         return replace(faster_drives(machine, FASTER), ssd_limit=0.0)

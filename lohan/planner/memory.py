@@ -620,8 +620,8 @@ class MemoryModel:
         """
         if not self.has_own_memory or self.device_bytes(plan) <= device_bytes:
             return plan
-        left = replace(plan, staying=())
-        return left if plan.staying and self.device_bytes(left) <= device_bytes else None
+        smaller = replace(plan, staying=())
+        return smaller if plan.staying and self.device_bytes(smaller) <= device_bytes else None
 
     def rest_bytes(self, plan: Plan) -> int:
         """Return the bytes of host memory at the peak without activations."""

@@ -377,13 +377,13 @@ class _PlanSearch:
             candidates.append(replace(whole, tiles=TILES[0]))
         commit = options.commit or EVERY_STEP
 
-        def plan_of(asked: PlanOptions) -> Plan:
+        def plan_of(changed: PlanOptions) -> Plan:
             spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
-            return self._closed_form(replace(asked, commit=commit), FillOrder(spill_all=spills))
+            return self._closed_form(replace(changed, commit=commit), FillOrder(spill_all=spills))
 
-        def with_inputs_alone(asked: PlanOptions) -> Plan:
+        def with_inputs_alone(changed: PlanOptions) -> Plan:
             kept = "recompute" if options.activations == "holistic" else options.activations
-            return plan_of(replace(asked, activations=kept))
+            return plan_of(replace(changed, activations=kept))
 
         best = plan_of(options)
         every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
@@ -398,13 +398,13 @@ class _PlanSearch:
         options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
         minimised = partial(_to_minimise, simulator, options.minimise)
 
-        def least_of(plan: Plan, asked: PlanOptions, least: float = math.inf) -> float:
+        def least_of(plan: Plan, options: PlanOptions, least: float = math.inf) -> float:
             """Return the smaller cost of two plans.
 
             One is `plan`, which keeps only block inputs, the other the plan whose activations the
             closed form chooses. The activations are chosen more carefully later.
             """
-            chosen = plan_of(asked)
+            chosen = plan_of(options)
             plans = [plan] if chosen.kept == plan.kept else [plan, chosen]
             return min(minimised(plan, least) for plan in plans)
 

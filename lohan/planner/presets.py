@@ -103,10 +103,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _unknown(kind: str, name: str | Path, presets: Mapping[str, Any], other: str) -> ConfigError:
     names = list(presets)
-    asked = str(name).lower()
-    number = re.search(r"\d{3,}", asked)  # the number of a GPU model, or a parameter count
+    lowered = str(name).lower()
+    number = re.search(r"\d{3,}", lowered)  # the number of a GPU model, or a parameter count
     near = [one for one in names if number is not None and number[0] in one]
-    near += difflib.get_close_matches(asked, names, n=SHOWN, cutoff=0.5)
+    near += difflib.get_close_matches(lowered, names, n=SHOWN, cutoff=0.5)
     near = list(dict.fromkeys(near))[:SHOWN]
     hint = f"did you mean {', '.join(near)}?" if near else f"presets are {', '.join(names)};"
     return ConfigError(

@@ -171,14 +171,14 @@ class GreedyFill:
             if not plan.log_gradients or group.key in in_memory
             for chunk in chunks(group, plan.chunk_params)
         }
-        left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
-        room, cached = left, set(plan.host_cached_state)
+        free_bytes, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
+        room, cached = free_bytes, set(plan.host_cached_state)
         for even in (True, False) if _spreads(plan) else (False,):
             for key, size in sizes.items():
                 seen += size
-                due = not even or (room - left + size) * total <= room * seen
-                if key not in cached and size <= left and due:
-                    left -= size
+                due = not even or (room - free_bytes + size) * total <= room * seen
+                if key not in cached and size <= free_bytes and due:
+                    free_bytes -= size
                     cached.add(key)
         in_order = tuple(key for key in sizes if key in cached)
         return self._memory.with_ledger(replace(plan, host_cached_state=in_order))

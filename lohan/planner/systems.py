@@ -510,9 +510,9 @@ def block_work(
 
     With `whole`, recomputation runs to the end of the block unless all activations are kept.
     """
-    again = [part for part in block.activations if part.name not in kept]
-    flops = sum(part.flops_at(seq) for part in again)
-    if whole and again:
+    recomputed = [part for part in block.activations if part.name not in kept]
+    flops = sum(part.flops_at(seq) for part in recomputed)
+    if whole and recomputed:
         flops = block.flops_at(seq) - sum(
             part.flops_at(seq) for part in block.activations if part.name in kept
         )
@@ -521,7 +521,7 @@ def block_work(
         recompute_flops=tokens * flops,
         tokens=tokens,
         forward_bytes=touched * TOUCHED * tokens * block.elements,
-        recompute_bytes=touched * TOUCHED * tokens * sum(part.elements for part in again),
+        recompute_bytes=touched * TOUCHED * tokens * sum(part.elements for part in recomputed),
     )
 
 
@@ -761,9 +761,13 @@ def run(
     step = step_of(policy, model, profile, tokens=tokens, seq=seq)
     kept = _kept(policy, step, model, tokens, model.sample_tokens or seq, swapped)
     spilled = _spilled(policy, profile.gpus * kept.bytes, step.spilled(kept.bytes))
-    asked = needs(policy, model, profile, batch=batch, seq=seq, kept=kept.bytes, spilled=spilled)
-    if asked.reason:
-        return PolicyResult(feasible=False, reason=asked.reason, peak_bytes=asked.peaks)
+    requirements = needs(
+        policy, model, profile, batch=batch, seq=seq, kept=kept.bytes, spilled=spilled
+    )
+    if requirements.reason:
+        return PolicyResult(
+            feasible=False, reason=requirements.reason, peak_bytes=requirements.peaks
+        )
     share = Batch(
         tokens=tokens,
         seq=model.sample_tokens or seq,
@@ -771,7 +775,7 @@ def run(
         spilled=spilled / (profile.gpus * kept.bytes),
     )
     timeline = _simulated(policy, model, profile, share)
-    return _outcome(policy, model, profile, batch, seq, kept, asked, timeline)
+    return _outcome(policy, model, profile, batch, seq, kept, requirements, timeline)
 
 
 def fits(policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int) -> Needs:
@@ -784,8 +788,8 @@ def fits(policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq
 
 
 def _room(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    taken = (twins(policy, model, profile, tokens), waiting(policy, model, profile, tokens))
-    return max(0.0, room_for_kept(policy, model, profile) - sum(taken))
+    used = (twins(policy, model, profile, tokens), waiting(policy, model, profile, tokens))
+    return max(0.0, room_for_kept(policy, model, profile) - sum(used))
 
 
 def step_of(
@@ -878,7 +882,7 @@ def _outcome(
     batch: int,
     seq: int,
     kept: PolicyChoice,
-    asked: Needs,
+    requirements: Needs,
     timeline: Timeline,
 ) -> PolicyResult:
     tokens = batch * (model.sample_tokens or seq)
@@ -887,7 +891,7 @@ def _outcome(
         step_s=timeline.step_s,
         tokens_per_s=tokens / timeline.step_s,
         lane_busy_s=timeline.busy_s(),
-        peak_bytes=asked.peaks,
+        peak_bytes=requirements.peaks,
         timeline=timeline,
         kept_bytes=0.0 if policy.inputs == "device" else kept.bytes,
     )

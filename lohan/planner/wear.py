@@ -278,9 +278,9 @@ def wear_lines(
     lines = [text, f"{counted(count, 'step')}: {describe_wear(step.times(count))}"]
     width = max((len(other.option) for other in instead), default=0)
     for other in instead:
-        then = wear_of(drives, other.written_bytes).times(count)
+        less_wear = wear_of(drives, other.written_bytes).times(count)
         lines.append(
-            f"with {other.option:{width}}  {describe_wear(then)}; "
+            f"with {other.option:{width}}  {describe_wear(less_wear)}; "
             f"{format_seconds(other.step_s)} per step; {other.note}"
         )
     return lines

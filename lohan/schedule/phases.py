@@ -256,30 +256,32 @@ class Builder:
         """Take a device buffer for the site's activations if they are offloaded."""
         return (self.device_acts.take(),) if site in self.spec.offloaded else ()
 
-    def offload_activations(self, site: int, into: tuple[int, ...], by: tuple[int, ...]) -> None:
+    def offload_activations(
+        self, site: int, host_buffers: tuple[int, ...], device_buffers: tuple[int, ...]
+    ) -> None:
         """Copy a site's activations to the host, and from there to SSD if they are spilled.
 
-        `into` is the host buffer and `by` the device buffer; either may be empty.
+        Each of the two arguments has at most one buffer.
         """
-        if by:
-            self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, *by))
-        if into:
-            self.emit(Op.SPILL_ACTIVATIONS, site, at=into)
+        if device_buffers:
+            self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*host_buffers, *device_buffers))
+        if host_buffers:
+            self.emit(Op.SPILL_ACTIVATIONS, site, at=host_buffers)
 
     def fetch_kept(self, site: int) -> None:
         """Read a site's spilled activations into a host buffer, for a later `restore`."""
-        into = self.act_buffer(site)
-        if into:
-            self.emit(Op.FETCH_ACTIVATIONS, site, at=into)
-            self.fetched_to[site] = into
+        host_buffers = self.act_buffer(site)
+        if host_buffers:
+            self.emit(Op.FETCH_ACTIVATIONS, site, at=host_buffers)
+            self.fetched_to[site] = host_buffers
 
     def restore(self, site: int) -> tuple[int, ...]:
         """Copy a site's activations to the device and return the buffers that backward reads."""
-        where = self.fetched_to.pop(site, ())
+        host_buffers = self.fetched_to.pop(site, ())
         by = self.device_act_buffer(site)
         if by:
-            self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, *by))
-        return (*where, *by)
+            self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*host_buffers, *by))
+        return (*host_buffers, *by)
 
     # -- updates ----------------------------------------------------------------------------------
 
@@ -379,8 +381,10 @@ def forward(
     held = b.due = dict.fromkeys(() if left is None else left.held)
     ends = left is not None and not left.ends_in_backward
     used = [group for site in order for group in spec.sites[site]]
-    back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
-    upcoming = Upcoming(used, back)
+    backward_groups = (
+        [group for site in reversed(order) for group in spec.sites[site]] if training else []
+    )
+    upcoming = Upcoming(used, backward_groups)
     first_use = dict.fromkeys(g for g in used if g in held)
     # Groups that this forward does not use, which include resident groups, are updated first.
     unused = [g for g in held if g not in first_use]
@@ -403,11 +407,11 @@ def forward(
         reached.bring(position, then=update_first)
         reached.load(position)
         groups = spec.sites[site]
-        into = b.act_buffer(site) if training else ()
+        host_buffers = b.act_buffer(site) if training else ()
         by = b.device_act_buffer(site) if training else ()
-        b.emit(Op.FORWARD, site, at=(*b.weights_of(groups), *into, *by))
+        b.emit(Op.FORWARD, site, at=(*b.weights_of(groups), *host_buffers, *by))
         reached.passed(groups)
-        b.offload_activations(site, into, by)
+        b.offload_activations(site, host_buffers, by)
     b.behind.extend(b.unwritten)
     if b.unwritten:
         b.behind.append(Action(Op.END_STEP))
@@ -450,8 +454,10 @@ def backward(
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
-        where = restoring.restore(position)
-        b.emit(Op.BACKWARD, site, -1, b.weights_of(groups) + where, *rooms.taken_by_backward())
+        buffers_read = restoring.restore(position)
+        b.emit(
+            Op.BACKWARD, site, -1, b.weights_of(groups) + buffers_read, *rooms.taken_by_backward()
+        )
         reached.passed(groups)
         for group in last_use_groups[position]:
             b.offload_gradients(group, *rooms.taken_by_offload())
@@ -624,8 +630,8 @@ def one_backward(
     reached.bring(0)
     restoring.fetch(0)
     reached.load(0)
-    where = restoring.restore(0)
-    b.emit(Op.BACKWARD, site, at=b.weights_of(groups) + where)
+    buffers_read = restoring.restore(0)
+    b.emit(Op.BACKWARD, site, at=b.weights_of(groups) + buffers_read)
     return b.result()
 
 

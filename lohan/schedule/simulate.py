@@ -141,7 +141,7 @@ class _Shared:
         self._ends: list[float] = []
 
     def run(self, phases: Iterable[Schedule]) -> Timeline:
-        left, before = 0, list[_Task]()
+        remaining, before = 0, list[_Task]()
         for phase in phases:
             tasks = [self._add(action) for action in phase]
             first = {task.action.lane: task for task in reversed(tasks)}
@@ -150,8 +150,8 @@ class _Shared:
                 other.waiting.append(task)
             compute = [task for task in tasks if task.action.lane == "compute"]
             before = compute[-1:] or tasks or before
-            left += len(tasks)
-        for _ in range(left):
+            remaining += len(tasks)
+        for _ in range(remaining):
             self._step()
         return Timeline(tuple(self._spans), tuple(self._ends))
 
@@ -487,9 +487,9 @@ def lane_seconds(profile: Profile, t: Traffic) -> tuple[LaneSeconds, LaneSeconds
     if link and profile.host_rate:
         updates = t.state_read + t.state_written + t.update_bytes
         ahead = t.weights + t.weights_read + t.kept + t.out + d * updates
-        back = t.weights + t.weights_read + t.kept + t.out + t.gradients + 4 * t.held
+        backward_bytes = t.weights + t.weights_read + t.kept + t.out + t.gradients + 4 * t.held
         forward["bus"] = ahead / profile.host_rate
-        backward["bus"] = (back + (1 - d) * updates) / profile.host_rate
+        backward["bus"] = (backward_bytes + (1 - d) * updates) / profile.host_rate
     return forward, backward
 
 

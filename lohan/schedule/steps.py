@@ -169,8 +169,8 @@ def _overlapped(
     before: StepPlacement | None,
 ) -> tuple[Phases, BufferState]:
     """Return the phases of a step, including what the step `before` it left to forward."""
-    left = before if before is not None and before.in_next_forward else None
-    forward, buffers = sched.forward(spec, buffers, order.forward, left)
+    pending = before if before is not None and before.in_next_forward else None
+    forward, buffers = sched.forward(spec, buffers, order.forward, pending)
     unreached = _unreached(spec, order)
     backward, buffers = sched.backward(spec, buffers, order.backward, placed, unreached=unreached)
     if spec.log:

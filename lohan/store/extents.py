@@ -196,15 +196,15 @@ def allot(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     and resolves ties in favour of the lowest number, so the result is the same on every machine.
     """
     total_share, total = sum(shares), 0
-    given = [0] * len(shares)
+    assigned = [0] * len(shares)
     chosen: list[int] = []
     for size in sizes:
         total += size
         deficits = [
-            share * total - total_share * got for share, got in zip(shares, given, strict=True)
+            share * total - total_share * got for share, got in zip(shares, assigned, strict=True)
         ]
         best = deficits.index(max(deficits))
-        given[best] += size
+        assigned[best] += size
         chosen.append(best)
     return chosen
 

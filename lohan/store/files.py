@@ -49,8 +49,8 @@ class NoRoomError(StoreError):
 
 def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
     """Return the absolute paths of one or several directories, which must all be different."""
-    given = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
-    paths = tuple(Path(d).absolute() for d in given)
+    listed = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
+    paths = tuple(Path(d).absolute() for d in listed)
     if not paths:
         raise StoreError("a store needs at least one directory; none was given")
     if len({path.resolve() for path in paths}) != len(paths):
@@ -64,9 +64,9 @@ def storage_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        prefix = f"{error.filename}: " if error.filename else ""
         raise StorageIOError(
-            f"{where}{what} failed: {error.strerror or error}; check the drive, its space and your"
+            f"{prefix}{what} failed: {error.strerror or error}; check the drive, its space and your"
             " permissions, then repeat the command"
         ) from error
 

@@ -83,11 +83,11 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_python() -> Iterator[Finding]:
-    here = f"{platform.python_version()} in {sys.prefix}"
+    version = f"{platform.python_version()} in {sys.prefix}"
     if sys.maxsize < 2**32:
-        yield Finding("python", PROBLEM, f"{here}, 32 bits", "install a 64-bit Python")
+        yield Finding("python", PROBLEM, f"{version}, 32 bits", "install a 64-bit Python")
     else:
-        yield Finding("python", OK, here)
+        yield Finding("python", OK, version)
 
 
 def check_packages() -> Iterator[Finding]:
@@ -385,13 +385,13 @@ def _why() -> str:
 
 def _write_and_read(engine: IOEngine, file: Path) -> None:
     number = engine.open(str(file), size=PROBE_BYTES, create=True)
-    sent, back = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
+    sent, received = aligned_buffer(PROBE_BYTES), aligned_buffer(PROBE_BYTES)
     sent[:] = memoryview(os.urandom(PROBE_BYTES))
     engine.wait(engine.write(number, 0, sent), WAIT_S)
     engine.sync(number)
-    back[:] = 0
-    engine.wait(engine.read(number, 0, back), WAIT_S)
-    if not (sent == back).all():
+    received[:] = 0
+    engine.wait(engine.read(number, 0, received), WAIT_S)
+    if not (sent == received).all():
         raise StorageIOError(f"{file}: other bytes came back than were written")
 
 

@@ -126,9 +126,9 @@ def links(bench: Bench) -> CheckResult:
     rounds = 8 if bench.real else 2
     start = time.perf_counter()
     for _ in range(rounds):
-        into = opened.copy("h2d", [(buffers[0], host[0])])
+        copied = opened.copy("h2d", [(buffers[0], host[0])])
         out = opened.copy("d2h", [(host[1], buffers[1])])
-    into.synchronize()
+    copied.synchronize()
     out.synchronize()
     both = 2 * rounds * size / (time.perf_counter() - start)
     opened.copy("d2h", [(host[1], buffers[0])]).synchronize()
@@ -164,16 +164,16 @@ def direct_io(bench: Bench) -> CheckResult:
         engine.wait(engine.write(number, 0, sent), 60.0)
         engine.sync(number)
 
-        def rate(into: Any) -> float:
-            into[:] = 0
-            taken = []
+        def rate(buffer: Any) -> float:
+            buffer[:] = 0
+            durations = []
             for _ in range(5 if bench.real else 1):
                 start = time.perf_counter()
-                engine.wait(engine.read(number, 0, into), 60.0)
-                taken.append(time.perf_counter() - start)
-            if not (into == sent).all():
+                engine.wait(engine.read(number, 0, buffer), 60.0)
+                durations.append(time.perf_counter() - start)
+            if not (buffer == sent).all():
                 raise WrongResult("a drive's read into registered memory brought other bytes")
-            return size / median(taken)
+            return size / median(durations)
 
         plain, registered = rate(pages(size)), rate(opened.host_memory(size))
     finally:
@@ -188,15 +188,15 @@ def matmul(bench: Bench) -> CheckResult:
     """Measure a matrix product in bf16 and check its result."""
     opened, width = bench.open(), 8192 if bench.real else 64
     torch_device, kind = opened.torch_device, torch.bfloat16
-    left, right = (torch.randn(width, width).to(torch_device, kind) for _ in range(2))
-    product = left @ right
-    wanted = left[:4].cpu().double() @ right.cpu().double()
+    a, b = (torch.randn(width, width).to(torch_device, kind) for _ in range(2))
+    product = a @ b
+    wanted = a[:4].cpu().double() @ b.cpu().double()
     error = float((product[:4].cpu().double() - wanted).norm() / wanted.norm())
     if not error < 1e-2:
         raise WrongResult(f"a matrix product in bf16 is {error:.1e} from the CPU's in fp64")
     rounds = 10 if bench.real else 2
-    taken = [computed_s(opened, lambda: left @ right) for _ in range(rounds)]
-    return CheckResult({"matmul": 2.0 * width**3 / median(taken)}, {"error": error})
+    durations = [computed_s(opened, lambda: a @ b) for _ in range(rounds)]
+    return CheckResult({"matmul": 2.0 * width**3 / median(durations)}, {"error": error})
 
 
 def block(bench: Bench) -> CheckResult:
@@ -241,9 +241,9 @@ def busy_links(device: Device, size: int) -> Iterator[None]:
     def work() -> None:
         device.enter("h2d")
         while not stop.is_set():
-            into = device.copy("h2d", [(on_device[:size], host[:size])])
+            copied = device.copy("h2d", [(on_device[:size], host[:size])])
             device.copy("d2h", [(host[size:], on_device[size:])]).synchronize()
-            into.synchronize()
+            copied.synchronize()
 
     thread = Thread(target=work, name="busy links")
     thread.start()
@@ -622,21 +622,21 @@ def effort_for(bench: Bench, width: int) -> Effort:
 def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[float]:
     """Return the losses of plain torch, with AdamW on fp32 master weights on the device."""
     torch_device = opened.torch_device
-    here = copy.deepcopy(model).to(torch_device)
-    masters = [p.detach().float().clone().requires_grad_() for p in here.parameters()]
+    on_device = copy.deepcopy(model).to(torch_device)
+    masters = [p.detach().float().clone().requires_grad_() for p in on_device.parameters()]
     plain = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0)
     losses = []
     for batch in batches:
-        loss = here(**{name: tensor.to(torch_device) for name, tensor in batch.items()}).loss
+        loss = on_device(**{name: tensor.to(torch_device) for name, tensor in batch.items()}).loss
         loss.backward()
         losses.append(float(loss.item()))
         with torch.no_grad():
-            for master, parameter in zip(masters, here.parameters(), strict=True):
+            for master, parameter in zip(masters, on_device.parameters(), strict=True):
                 master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
             plain.step()
-            for master, parameter in zip(masters, here.parameters(), strict=True):
+            for master, parameter in zip(masters, on_device.parameters(), strict=True):
                 parameter.copy_(master)
-    del here, masters, plain
+    del on_device, masters, plain
     gc.collect()
     opened.release_cached_memory()
     return losses

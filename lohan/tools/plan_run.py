@@ -236,17 +236,17 @@ def changes(case: Case) -> list[Change]:
     memory are relative to the better of the current plan and the new one, so that they do not
     include the gain of replanning.
     """
-    now = case.step_s(case.plan, case.machine)
-    again = now
+    current_s = case.step_s(case.plan, case.machine)
+    replanned_s = current_s
     with suppress(BudgetError):
-        again = case.step_s(case.planned(case.machine, case.host_bytes), case.machine)
-    options = [Change("a new plan for the measured rates", now / again)]
-    best = min(now, again)
-    options += [*_drives(case, best), *_host(case, best), *_lanes(case, now)]
+        replanned_s = case.step_s(case.planned(case.machine, case.host_bytes), case.machine)
+    options = [Change("a new plan for the measured rates", current_s / replanned_s)]
+    best = min(current_s, replanned_s)
+    options += [*_drives(case, best), *_host(case, best), *_lanes(case, current_s)]
     return sorted((c for c in options if c.gain >= LEAST_SPEEDUP), key=lambda c: -c.gain)
 
 
-def _drives(case: Case, now: float) -> Iterator[Change]:
+def _drives(case: Case, current_s: float) -> Iterator[Change]:
     """Yield the gain of one more drive and of twice as many drives.
 
     The measured rate is that of all drives together, and it is scaled with the number of drives.
@@ -255,29 +255,29 @@ def _drives(case: Case, now: float) -> Iterator[Change]:
         count = case.drives + more
         machine = faster_drives(case.machine, count / case.drives)
         with suppress(BudgetError):
-            then = case.step_s(case.planned(machine, case.host_bytes), machine)
+            changed_s = case.step_s(case.planned(machine, case.host_bytes), machine)
             name = {1: "a second drive", 2: "a third drive"}.get(count - 1, f"{count} drives")
-            yield Change(name, now / then)
+            yield Change(name, current_s / changed_s)
         if more == case.drives:
             return
 
 
-def _host(case: Case, now: float) -> Iterator[Change]:
+def _host(case: Case, current_s: float) -> Iterator[Change]:
     """Yield the gain of 1.5, 2 and 4 times the host budget."""
     for factor in (1.5, 2, 4):
         suffix = next(name for least, name in UNITS if case.host_bytes >= least)
         unit = parse_bytes(f"1{suffix}")
         count = int(case.host_bytes * factor) // unit
         with suppress(BudgetError):
-            then = case.step_s(case.planned(case.machine, count * unit), case.machine)
-            yield Change(f"--host {count}{suffix}", now / then)
+            changed_s = case.step_s(case.planned(case.machine, count * unit), case.machine)
+            yield Change(f"--host {count}{suffix}", current_s / changed_s)
 
 
-def _lanes(case: Case, now: float) -> Iterator[Change]:
+def _lanes(case: Case, current_s: float) -> Iterator[Change]:
     """Yield upper bounds: the same plan with one lane so fast that it never binds."""
     forecast = case.forecast(case.plan, case.machine)
     links = ("h2d", "d2h") if case.machine.has_link else ()
     for lane in ("compute", "ssd", "optimizer", *links):
         with suppress(LohanError):
             free = on_machine(forecast, without_lane(case.machine, lane))
-            yield Change(LANE_NAMES[lane], now / free.step_s, bound=True)
+            yield Change(LANE_NAMES[lane], current_s / free.step_s, bound=True)

@@ -243,17 +243,17 @@ def checked(name: str, device: str, folder: Path, *, run: Run = run_check) -> Ch
     """
     outcome = run(name, device, folder)
     state, card = outcome["state"], outcome.get("card", "")
-    again = None
+    repetition = None
     if state == "crashed" or (state == "failed" and not outcome["foreseen"]):
         more = run(name, device, folder, CUDA_LAUNCH_BLOCKING="1")
-        again = {**more, "said": (more.get("error") or "ok").splitlines()[0]}
+        repetition = {**more, "said": (more.get("error") or "ok").splitlines()[0]}
     figures = compared(outcome.get("figures", {}), card, outcome.get("facts", {}))
     if state == OK and any(figure.ok is False for figure in figures):
         state = SLOW
     if state == OK and "skipped" in outcome.get("facts", {}):
         state = SKIPPED
     error = outcome.get("error", "") or outcome.get("facts", {}).get("skipped", "")
-    return Checked(name, state, figures, error, outcome, outcome.get("printed", ""), again)
+    return Checked(name, state, figures, error, outcome, outcome.get("printed", ""), repetition)
 
 
 def compared(

@@ -213,17 +213,17 @@ def layer_count(model: Path) -> int:
     return int(getattr(text, "num_hidden_layers", 0) or 0)
 
 
-def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCopy:
+def copy_model(model: Path, folder: Path, *, layers: int | None = None) -> ModelCopy:
     """Create a folder with links to the files of `model` and a modified config.
 
     The copy has the first `layers` layers, or all of them by default.
     """
     whole = layer_count(model)
     open_folder(model)  # Raises an error that names missing files.
-    into.mkdir()
+    folder.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":
-            (into / file.name).symlink_to(file.absolute())
+            (folder / file.name).symlink_to(file.absolute())
     raw = read_object(model / "config.json", kind=ModelError, remedy="get the model's files again")
     dropout: list[str] = []
     reduced = _without_dropout(raw, dropout)
@@ -233,8 +233,8 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
                 f"{model}: has {counted(whole, 'layer')}, {layers} were requested; give fewer"
             )
         reduced = _cut(reduced, whole, layers)
-    (into / "config.json").write_text(json.dumps(reduced, indent=1), encoding="utf-8")
-    copy = ModelCopy(into, layer_count(into), whole, tuple(dropout))
+    (folder / "config.json").write_text(json.dumps(reduced, indent=1), encoding="utf-8")
+    copy = ModelCopy(folder, layer_count(folder), whole, tuple(dropout))
     if copy.layers != (layers or whole):
         raise ModelError(
             f"{model}: cannot be cut to {layers} of {whole} layers (config.json names their number "
@@ -353,9 +353,9 @@ def open_smallest(
     if from_host is not None and most is not None and not group.several:
         host = min(from_host, most)
     while True:
-        asked = replace(config, budget=replace(config.budget, host=host))
+        changed = replace(config, budget=replace(config.budget, host=host))
         try:
-            return open_session(folder, asked, inputs, display, resume=False, group=group)
+            return open_session(folder, changed, inputs, display, resume=False, group=group)
         except BudgetError:
             if host is None or most is None or host >= most:
                 raise
@@ -589,10 +589,10 @@ def _check_comparable(config: Config) -> None:
         )
 
 
-def _copied(config: Config, into: Path, layers: int | None, notes: list[str]) -> list[Any]:
+def _copied(config: Config, folder: Path, layers: int | None, notes: list[str]) -> list[Any]:
     """Create a copy that fits, and return its facts as JSON values for the other ranks."""
     count = layers or _layers(config, notes)
-    copy = copy_model(config.model, into, layers=count)
+    copy = copy_model(config.model, folder, layers=count)
     if copy.dropout:
         notes.append(f"dropout is off in both runs ({', '.join(sorted(set(copy.dropout)))})")
     return [copy.layers, copy.all_layers, list(copy.dropout)]
@@ -726,16 +726,16 @@ def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
     model = load(config.model, dtype=dtype, lora=train.adapter)
     blocks = cut(model)
     shape = torch.empty((train.batch, train.seq), dtype=torch.long, device="meta")
-    asked = workload_of(model, blocks, {"input_ids": shape})
+    workload = workload_of(model, blocks, {"input_ids": shape})
     width = 8 if bytes_per_parameter == NOISE_BYTES["fp32"] else 4 if dtype == "fp32" else 2
     bytes_of = {
         group.key: group.numel * (width if group.frozen else bytes_per_parameter)
         for group in blocks.groups
     }
-    inside = {key for site in blocks.sites if site.name in asked.shapes for key in site.groups}
+    inside = {key for site in blocks.sites if site.name in workload.shapes for key in site.groups}
     repeated = sum(bytes_of[key] for key in inside)
-    repeated += int(sum(s.elements for s in asked.shapes.values()) * asked.tokens * width)
+    repeated += int(sum(s.elements for s in workload.shapes.values()) * workload.tokens * width)
     besides = sum(size for key, size in bytes_of.items() if key not in inside)
-    besides += asked.tokens * asked.vocabulary * LOGIT_BYTES
+    besides += workload.tokens * workload.vocabulary * LOGIT_BYTES
     whole = max(1, layer_count(config.model))
     return lambda layers: besides + repeated * layers // whole

@@ -216,9 +216,9 @@ TARGETS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], tor
 }
 
 
-def _class_labels(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
+def _class_labels(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tensors:
     """Make inputs for DiT: DDPM noise at a random time step, and the class of the image."""
-    latents, scheduler = given[LATENT], noising.scheduler
+    latents, scheduler = arrays[LATENT], noising.scheduler
     count = scheduler.config.num_train_timesteps
     times = torch.randint(0, count, (len(latents),), generator=generator)
     noise = torch.randn(latents.shape, generator=generator)
@@ -226,7 +226,7 @@ def _class_labels(noising: Noising, given: Tensors, generator: torch.Generator) 
     return {
         "hidden_states": scheduler.add_noise(latents, noise, times),
         "timestep": times,
-        CLASS: given[CLASS].long(),
+        CLASS: arrays[CLASS].long(),
         TARGET: target,
     }
 
@@ -248,31 +248,31 @@ def flow(
     return (1 - each) * latents + each * noise, noise - latents, levels
 
 
-def _text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
+def _text(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tensors:
     """Make inputs for SD3."""
-    noisy, target, levels = flow(given[LATENT], noising.shift, generator)
+    noisy, target, levels = flow(arrays[LATENT], noising.shift, generator)
     return {
         "hidden_states": noisy,
-        TEXT: given[TEXT],
-        POOLED: given[POOLED],
+        TEXT: arrays[TEXT],
+        POOLED: arrays[POOLED],
         "timestep": levels * TIME_STEPS,
         TARGET: target,
     }
 
 
-def _packed_text(noising: Noising, given: Tensors, generator: torch.Generator) -> Tensors:
+def _packed_text(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tensors:
     """Make inputs for Flux, which takes tokens of 2 x 2 latent pixels and their positions."""
-    noisy, target, levels = flow(given[LATENT], noising.shift, generator)
+    noisy, target, levels = flow(arrays[LATENT], noising.shift, generator)
     height, width = noisy.shape[-2] // 2, noisy.shape[-1] // 2
     grid = torch.zeros(height, width, 3)
     grid[..., 1], grid[..., 2] = torch.arange(height)[:, None], torch.arange(width)
     inputs = {
         "hidden_states": packed(noisy),
-        TEXT: given[TEXT],
-        POOLED: given[POOLED],
+        TEXT: arrays[TEXT],
+        POOLED: arrays[POOLED],
         "timestep": levels,
         "img_ids": grid.view(-1, 3),
-        "txt_ids": torch.zeros(given[TEXT].shape[1], 3),
+        "txt_ids": torch.zeros(arrays[TEXT].shape[1], 3),
         TARGET: packed(target),
     }
     if noising.config.get("guidance_embeds"):
@@ -348,11 +348,11 @@ class Diffusion(Task[Noised]):
             "--sample-prompts": bool(config.sample.prompts),
             "--lora": bool(config.train.lora),
         }
-        asked = [name for name, wanted in texts.items() if wanted]
-        if asked:
+        requested = [name for name, wanted in texts.items() if wanted]
+        if requested:
             raise ConfigError(
-                f"{asked[0]}: is for language models, {config.model} is a diffusion transformer; "
-                "leave it out"
+                f"{requested[0]}: is for language models, {config.model} is a diffusion "
+                "transformer; leave it out"
             )
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
@@ -439,11 +439,11 @@ class Diffusion(Task[Noised]):
 
         Inputs with three dimensions are tokens already; others are divided into patches.
         """
-        given: torch.Tensor = batch["hidden_states"]
-        if given.ndim == 3:
-            return given.shape[0] * given.shape[1]
+        hidden: torch.Tensor = batch["hidden_states"]
+        if hidden.ndim == 3:
+            return hidden.shape[0] * hidden.shape[1]
         config: Any = model.config
-        return given.shape[0] * (given[0, 0].numel() // int(config.patch_size) ** 2)
+        return hidden.shape[0] * (hidden[0, 0].numel() // int(config.patch_size) ** 2)
 
 
 def diffusers_folder_of(config: Config) -> DiffusersFolder:

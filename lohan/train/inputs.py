@@ -238,14 +238,14 @@ def training_dtype(config: Config) -> str:
 
 def check_state_format(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if the settings need another state format than the store has."""
-    asked = state_format_of(training_dtype(config), config.train.kind)
+    wanted = state_format_of(training_dtype(config), config.train.kind)
     for stores in sets_of(folder, config):
         manifest = read_latest(stores.primaries[0])
-        if manifest is None or (stored := stored_state_format(manifest.meta)) == asked:
+        if manifest is None or (stored := stored_state_format(manifest.meta)) == wanted:
             continue
         raise ConfigError(
             f"the store in {stores.primaries[0]} was made for {stored.kind} in {stored.name}, "
-            f"{folder.config_file} asks for {asked.kind} in {asked.name}; put back "
+            f"{folder.config_file} asks for {wanted.kind} in {wanted.name}; put back "
             f'{stored.kind.settings}, dtype = "{stored.name}" under [train] there, or train again '
             "with another --out"
         )
@@ -276,10 +276,10 @@ def cached_profile_of(folders: Sequence[Path], budget: BudgetConfig) -> Profile 
     """
     if not all(folder.is_dir() for folder in folders):
         return None
-    asked = ComputePlace(canonical_name(budget.device), budget.device_memory, budget.link)
-    for where in (asked, CPU):
-        if cache_file(folders, where).is_file():
-            return cached_profile(folders, where=where)
+    configured = ComputePlace(canonical_name(budget.device), budget.device_memory, budget.link)
+    for place in (configured, CPU):
+        if cache_file(folders, place).is_file():
+            return cached_profile(folders, place=place)
     return None
 
 
@@ -291,10 +291,10 @@ CONFIG = "config.json"
 def make_base(config: Config, target: Path) -> None:
     """Create the folder that `--model` would name: config, tokenizer, and the seed of weights."""
     assert config.init is not None
-    given = config.init / CONFIG if config.init.is_dir() else config.init
-    if not given.is_file():
-        raise ModelError(f"--init {given}: no such file; give a config.json")
-    raw = read_object(given, kind=ModelError, remedy="give a model's config.json")
+    config_file = config.init / CONFIG if config.init.is_dir() else config.init
+    if not config_file.is_file():
+        raise ModelError(f"--init {config_file}: no such file; give a config.json")
+    raw = read_object(config_file, kind=ModelError, remedy="give a model's config.json")
     without_quantization(raw)
     target.mkdir(exist_ok=True)
     remove_base(target, last=False)

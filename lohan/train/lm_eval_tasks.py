@@ -125,7 +125,8 @@ class Streamed:
         """
         scores: list[Scored] = [(0.0, True)] * len(pairs)
         rows = [
-            ((context + then)[-self.seq :], min(len(then), self.seq - 1)) for context, then in pairs
+            ((context + continuation)[-self.seq :], min(len(continuation), self.seq - 1))
+            for context, continuation in pairs
         ]
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
         longest = max(len(ids) for ids, _ in rows)
@@ -159,11 +160,11 @@ class Streamed:
             )
         ]
 
-    def answers(self, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    def answers(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         """Return the text that follows each prompt, up to its first stop string."""
-        answers = [""] * len(asked)
+        answers = [""] * len(requests)
         groups: dict[tuple[int, float, float], list[int]] = {}
-        for index, (_, how) in enumerate(asked):
+        for index, (_, how) in enumerate(requests):
             sampled = bool(how.get("do_sample", float(how.get("temperature", 0)) > 0))
             warmth = float(how.get("temperature", 1.0)) if sampled else 0.0
             count = int(how.get("max_gen_toks", how.get("max_new_tokens", ANSWER)))
@@ -172,7 +173,7 @@ class Streamed:
             room = self.seq - 1 - count
             if room < 1:
                 raise ConfigError(f"--seq {self.seq}: a task wants answers of {count}; raise it")
-            ids = {p: self.encode(asked[p][0])[-room:] for p in indices}
+            ids = {p: self.encode(requests[p][0])[-room:] for p in indices}
             order = sorted(indices, key=lambda index: -len(ids[index]))
             longest = len(ids[order[0]])
             shape = Shape(min(self.batch, len(order)), longest, longest + count)
@@ -182,7 +183,7 @@ class Streamed:
                     some = order[start : start + self.batch]
                     texts = generate(session.model, self.encoder, [ids[p] for p in some], sampling)
                     for index, text in zip(some, texts, strict=True):
-                        answers[index] = _cut_at_stops(text, asked[index][1].get("until"))
+                        answers[index] = _cut_at_stops(text, requests[index][1].get("until"))
                     self._shown.advance("answering", start + len(some), len(order))
         return answers
 
@@ -252,7 +253,9 @@ def _as_lm(streamed: Streamed) -> Any:
             return streamed.encode(string, add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[Scored]:
-            return streamed.scores([(context, then) for _, context, then in requests])
+            return streamed.scores(
+                [(context, continuation) for _, context, continuation in requests]
+            )
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             """Return log-likelihoods of whole texts, in windows that do not overlap."""

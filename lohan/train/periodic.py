@@ -144,12 +144,12 @@ class PeriodicTasks:
 
     def _sample(self, step: int, prompts: Prompts) -> None:
         sampling = Sampling(max_new_tokens=self._config.sample.tokens)
-        together = max(1, bytes_between_steps(self._session.plan) // prompts.each_bytes)
+        batch_size = max(1, bytes_between_steps(self._session.plan) // prompts.each_bytes)
         answers: list[str] = []
         self._catch_up()
         with self._meter.aside():
-            for start in range(0, len(prompts.ids), together):
-                some = prompts.ids[start : start + together]
+            for start in range(0, len(prompts.ids), batch_size):
+                some = prompts.ids[start : start + batch_size]
                 answers += generate(self._session.model, prompts.encoder, some, sampling)
         pairs = [
             {"prompt": prompt, "text": text}
@@ -198,9 +198,9 @@ def check_norm(norm: float | None, before: TrainState, after: TrainState) -> Non
 
 
 def _stopped(what: str, value: float | None, done: int) -> TrainingError:
-    left = f"step {done}, the last committed one, is whole" if done else "nothing was trained"
+    state = f"step {done}, the last committed one, is whole" if done else "nothing was trained"
     return TrainingError(
         f"step {done + 1}: the {what} is {value}, which no training has; the run stops before it "
-        f"is committed or exported ({left}). Lower --lr, look at the data, or compare the first "
+        f"is committed or exported ({state}). Lower --lr, look at the data, or compare the first "
         "steps with plain PyTorch: `lohan verify`"
     )

@@ -230,8 +230,8 @@ class RunFolder:
         if not config.budget.ssd:
             return [self.path]
         host = platform.node()
-        given = [str(one) for one in config.budget.ssd]
-        return [Path(text.replace(RANK, str(rank)).replace(HOST, host)) for text in given]
+        paths = [str(one) for one in config.budget.ssd]
+        return [Path(text.replace(RANK, str(rank)).replace(HOST, host)) for text in paths]
 
     def all_ssd_folders(self, config: Config, ranks: int) -> list[Path]:
         """Return the --ssd directories of all ranks that exist on this machine."""
@@ -287,10 +287,10 @@ def write_file(file: Path, text: str) -> None:
 
 
 def _unwritable(file: Path, error: OSError) -> StorageIOError:
-    again = shlex.quote(str(file.parent))
+    quoted = shlex.quote(str(file.parent))
     return StorageIOError(
         f"{file}: cannot be written to: {error.strerror}; free some space, then "
-        f"`lohan resume {again}`"
+        f"`lohan resume {quoted}`"
     )
 
 
@@ -399,9 +399,9 @@ def stores_of(folder: RunFolder, config: Config) -> StoreSet:
         return stores
     check_resumable(folder, config)
     part = sets[0]
-    where = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
+    places = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
     raise StoreError(
-        f"the run in {folder.path} has {part.describe()}; not on this machine: {where}; mount "
+        f"the run in {folder.path} has {part.describe()}; not on this machine: {places}; mount "
         "the drives, or bring the stores here"
     )
 
@@ -460,21 +460,21 @@ def check_names(folder: RunFolder, config: Config) -> None:
     names = {
         n: re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(n)[0]) for n in present
     }
-    taken = sorted(name for name in present if names[name] in wanted - created)
-    if taken:
-        left = "" if mark is not None else ", or remove it if an earlier start has left it"
+    conflicts = sorted(name for name in present if names[name] in wanted - created)
+    if conflicts:
+        remedy = "" if mark is not None else ", or remove it if an earlier start has left it"
         raise ConfigError(
-            f"{folder.path} holds {taken[0]!r}, which is not this run's, and a run has something "
-            f"of its own by that name; give another --out, or move it away{left}"
+            f"{folder.path} holds {conflicts[0]!r}, which is not this run's, and a run has "
+            f"something of its own by that name; give another --out, or move it away{remedy}"
         )
 
 
 def inputs_of(config: Config) -> list[tuple[str, Path]]:
     """Return the files and folders that the run reads, each with the option that named it."""
-    given = [("--model", config.model), ("--init", config.init), ("--tokenizer", config.tokenizer)]
-    given += [("--data", source.path) for source in config.data]
-    given += [("--eval-data", config.eval.data)]
-    return [(option, path) for option, path in given if path is not None]
+    inputs = [("--model", config.model), ("--init", config.init), ("--tokenizer", config.tokenizer)]
+    inputs += [("--data", source.path) for source in config.data]
+    inputs += [("--eval-data", config.eval.data)]
+    return [(option, path) for option, path in inputs if path is not None]
 
 
 def check_exports(folder: RunFolder, config: Config) -> None:
@@ -487,8 +487,8 @@ def check_exports(folder: RunFolder, config: Config) -> None:
     for target in folder.exports(config):
         real = target.resolve()
         for option, path in needed:
-            given = path.resolve()
-            if real == given or real in given.parents:
+            resolved = path.resolve()
+            if real == resolved or real in resolved.parents:
                 raise ConfigError(
                     f"{option} {path} lies in {target}, where the run would export its model; "
                     "give another --out, or set export = false under [output]"
@@ -503,8 +503,8 @@ def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
     needed += [("its snapshot", folder.snapshots(config))]
     real = out.resolve()
     for what, path in needed:
-        given = path.resolve()
-        if real == given or real in given.parents:
+        resolved = path.resolve()
+        if real == resolved or real in resolved.parents:
             raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
 
 
@@ -662,10 +662,11 @@ def _without_store(folder: RunFolder, config: Config) -> str:
         "the best one": folder.best,
         "the averaged one": folder.ema,
     }
-    left = ", ".join(["its log", *(what for what, path in parts.items() if path.exists())])
+    remaining = ", ".join(["its log", *(what for what, path in parts.items() if path.exists())])
     return (
-        f"{message}, so it can neither go on nor be exported; what is left: {left}; {mount}train "
-        f"again with `lohan train --config {shlex.quote(str(folder.config_file))} --out DIR`"
+        f"{message}, so it can neither go on nor be exported; what is left: {remaining}; "
+        f"{mount}train again with `lohan train --config {shlex.quote(str(folder.config_file))} "
+        "--out DIR`"
     )
 
 

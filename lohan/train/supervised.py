@@ -206,8 +206,8 @@ def _examples(
 
 def _encoded(encode: Encode, texts: Texts, row: tuple[str, dict[str, Any]]) -> list[Row]:
     place, values = row
-    given = {key: value for key, value in values.items() if value is not None}
-    return list(encode(given, texts, place))
+    present_values = {key: value for key, value in values.items() if value is not None}
+    return list(encode(present_values, texts, place))
 
 
 def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
@@ -324,9 +324,9 @@ class Pictures:
     classes: Classes
     images: ImageFiles = field(default_factory=ImageFiles)
 
-    def row(self, path: Path, given: dict[str, Any], place: str) -> Row:
+    def row(self, path: Path, values: dict[str, Any], place: str) -> Row:
         number = self.images.number_of(path, place)
-        labels = label_of(given, self.classes, place)
+        labels = label_of(values, self.classes, place)
         return {"image": np.asarray([number], np.int64), "labels": labels}
 
     def shown(self, row: Row) -> dict[str, str]:
@@ -380,5 +380,5 @@ def _table_rows(source: Path, pictures: Pictures, data: DataRequest) -> Iterator
             raise DataError(
                 f"{place}: image is {kind_of(name)}; give the name of its file, and its label"
             )
-        given = {key: value for key, value in row.items() if value is not None}
-        yield pictures.row(source.parent / name, given, place)
+        values = {key: value for key, value in row.items() if value is not None}
+        yield pictures.row(source.parent / name, values, place)

@@ -193,14 +193,14 @@ def load_trained(
     `freeze` returns the parts that stay frozen, unless the settings name others, and that get no
     adapters.
     """
-    model, given = load(config.model, dtype=dtype), config.train.freeze
-    if given and config.train.lora:
+    model, frozen = load(config.model, dtype=dtype), config.train.freeze
+    if frozen and config.train.lora:
         raise ConfigError("--freeze with --lora: an adapter leaves all of the model; leave one out")
     frozen_parts = freeze(model) if freeze is not None else ()
     if config.train.adapter is not None:
         with offline():
             return add_lora(model, config.train.adapter, leave=frozen_parts)
-    for name in () if given == NOTHING else given or frozen_parts:
+    for name in () if frozen == NOTHING else frozen or frozen_parts:
         freeze_part(model, name)
     return model
 
@@ -260,8 +260,8 @@ def few_warning(count: int, what: str, config: Config) -> list[str]:
 
 def refuse_text_settings(config: Config, task: str) -> None:
     """Raise ConfigError for settings that only apply to causal language models."""
-    asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
-    for name, wanted in asked.items():
+    requested = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
+    for name, wanted in requested.items():
         if wanted:
             raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")
 

@@ -120,16 +120,16 @@ def begin(
     still be using it.
     """
     mark = Mark(**group.broadcast_made(lambda: asdict(new_mark(folder.path))))
-    taken = False
+    claimed = False
 
     def make_ready(is_local_first: bool) -> Inputs:
-        nonlocal taken
+        nonlocal claimed
         if group.ranks.first:
             check_vacant(folder, config)  # another process may have claimed the folder
         if is_local_first:
             folder.path.mkdir(parents=True, exist_ok=True)  # this machine may not share the folder
             claim_names(folder, config, mark, rank=group.ranks.rank)
-            taken = True
+            claimed = True
             if config.init is not None:
                 make_base(config, folder.base)
         inputs = open_inputs(folder, config, display, resume=not group.ranks.first)
@@ -147,7 +147,7 @@ def begin(
             torch.manual_seed(config.seed + group.ranks.rank)
             session = open_session(folder, config, inputs, display, resume=False, group=group)
         except BaseException:
-            if taken and not group.ranks.several:
+            if claimed and not group.ranks.several:
                 try:
                     undo_start(folder, config)
                 # The original error is the one to raise.
@@ -229,8 +229,8 @@ def resume_session(
             check_before_resume(folder, config, group, display)
         if is_local_first:
             if moved:
-                here = replace(folder.config(), out=folder.path)
-                write_file(folder.config_file, here.to_toml())
+                current = replace(folder.config(), out=folder.path)
+                write_file(folder.config_file, current.to_toml())
             claim_new_names(folder, config)
             if not (folder.data / CACHE_FILES[-1]).is_file():
                 display.note(
@@ -282,10 +282,10 @@ def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Di
     """Make the logs end with the last committed step."""
     meta = session.store.meta
     last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
-    again = repair_logs(folder, step=session.step, last=last)
-    if again and session.step < total:
+    repeated = repair_logs(folder, step=session.step, last=last)
+    if repeated and session.step < total:
         display.note(
-            f"{counted(again, 'step')} after step {session.step} were not committed and are "
+            f"{counted(repeated, 'step')} after step {session.step} were not committed and are "
             "repeated"
         )
 
@@ -424,11 +424,11 @@ def one_step(
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
     share, device, state = Share(session, task), executor.device, executor.train_state
     before = device.random_state()
-    late = share.reads_late
+    reads_late = share.reads_late
     loss, read = share.loss(batch)
-    row["loss"] = math.nan if late else read()
+    row["loss"] = math.nan if reads_late else read()
     row |= {name: mean for name, (mean, _) in batch.get("stats", {}).items()}
-    if not late:
+    if not reads_late:
         check_loss(row["loss"], state)
 
     def metrics() -> dict[str, Any]:
@@ -659,8 +659,8 @@ class _Stop:
         """Return the message that acknowledges a first Ctrl-C."""
         if not self.step:
             return "stopping before the first step; again to give up"
-        left = "" if self.step_s is None else self.step_s - (time.monotonic() - self.began_s)
-        about = f", about {max(left, 1.0):.0f} s" if isinstance(left, float) else ""
+        remaining = "" if self.step_s is None else self.step_s - (time.monotonic() - self.began_s)
+        about = f", about {max(remaining, 1.0):.0f} s" if isinstance(remaining, float) else ""
         return f"finishing step {self.step}{about}; again to give it up"
 
 

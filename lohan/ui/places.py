@@ -40,8 +40,8 @@ class Places:
         Links are resolved first, so that a link in the folder cannot lead out of it.
         """
         try:
-            given = self.root / Path(text).expanduser()
-            path = given.resolve()
+            joined = self.root / Path(text).expanduser()
+            path = joined.resolve()
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{what}: {str(text)!r} is not a path ({error})") from None
         for place in (self.root, *self.others):

@@ -97,8 +97,8 @@ class Guard:
             return 403, "another origin; open the address that `lohan ui` has printed"
         if headers.get(b"sec-fetch-site", "none") not in ("same-origin", "none"):
             return 403, "another site; open the address that `lohan ui` has printed"
-        given = scope["path"].split("/")[1] if "/" in scope["path"] else ""
-        if not secrets.compare_digest(given.encode(), self._token.encode()):
+        token = scope["path"].split("/")[1] if "/" in scope["path"] else ""
+        if not secrets.compare_digest(token.encode(), self._token.encode()):
             return 404, "not found; open the address that `lohan ui` has printed"
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", "").partition(";")[0].strip()
@@ -120,8 +120,8 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         except LohanError as error:
             return _refused(str(error), 400)
         except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            return _refused(f"{where}{error.strerror or error}", 400)
+            prefix = f"{error.filename}: " if error.filename else ""
+            return _refused(f"{prefix}{error.strerror or error}", 400)
         # A defect of the pages is also reported as JSON, so that the page can show it.
         except Exception:
             traceback.print_exc()

@@ -394,8 +394,8 @@ def wear(run: RunRecord) -> dict[str, Any]:
     rate = _written_per_step(run)
     expected = total + rate * (planned - steps)
     if planned > steps:
-        left = f"at {format_bytes(rate)} per step from here"
-        rows.append(["written by the whole run", format_bytes(expected), left])
+        forecast = f"at {format_bytes(rate)} per step from here"
+        rows.append(["written by the whole run", format_bytes(expected), forecast])
     folders = run.folder.all_ssd_folders(run.config, run.last("start").get("ranks") or 1)
     drives = drives_at(folders or run.folder.ssd_folders(run.config))
     for what, written in {f"taken by {counted(steps, 'step')}": total, "by all": expected}.items():

@@ -176,7 +176,7 @@ class BarDisplay(LineDisplay):
             self._live = None
 
 
-def bar_line(left: str, done: int, total: int, right: str) -> Table:
+def bar_line(text: str, done: int, total: int, right: str) -> Table:
     """Return a line with text on both sides and a bar that fills the space between them."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -187,7 +187,7 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
     line.add_column(ratio=1)
     line.add_column(no_wrap=True, justify="right")
     bar = ProgressBar(total=max(total, 1), completed=done)
-    line.add_row(Text(printable(left)), bar, Text(right))
+    line.add_row(Text(printable(text)), bar, Text(right))
     return line
 
 

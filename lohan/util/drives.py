@@ -81,8 +81,8 @@ def mount_of(path: Path) -> Mount | None:
 def nearest_mount(path: Path, lines: list[str]) -> Mount | None:
     best: Mount | None = None
     for line in lines:
-        left, _, right = line.partition(" - ")
-        fields, rest = left.split(), right.split()
+        mount_part, _, source_part = line.partition(" - ")
+        fields, rest = mount_part.split(), source_part.split()
         if len(fields) < 5 or len(rest) < 2:
             continue
         point = _unescaped(fields[4])

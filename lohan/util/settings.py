@@ -401,18 +401,18 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
         first = next(iter(sections[key]))
         return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")
     written = f"[{section}] {key}" if section else key
-    here = [*sections.get(section, {}), *(() if section else filter(None, sections))]
+    candidates = [*sections.get(section, {}), *(() if section else filter(None, sections))]
     for other, keys in sections.items():
         if key in keys:
-            where = f"under [{other}]" if other else "at the top, above the first [section]"
-            return ConfigError(f"{written}: unknown key; {key} goes {where}")
+            section_name = f"under [{other}]" if other else "at the top, above the first [section]"
+            return ConfigError(f"{written}: unknown key; {key} goes {section_name}")
     plain = key.lower().replace("-", "_")
     for other_section, keys in sections.items():
         own_name = OTHER_NAMES.get(plain, "")
         if own_name in keys:
             named = own_name if other_section in ("", section) else f"[{other_section}] {own_name}"
             return ConfigError(f"{written}: unknown key; did you mean {named}?")
-    near = difflib.get_close_matches(plain, here, n=1)
+    near = difflib.get_close_matches(plain, candidates, n=1)
     if near:
         return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")
     close = {
@@ -424,7 +424,7 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
     far = difflib.get_close_matches(plain, close, n=1)
     if far:
         return ConfigError(f"{written}: unknown key; did you mean {close[far[0]]}?")
-    return ConfigError(f"{written}: unknown key; the keys here are {', '.join(here)}")
+    return ConfigError(f"{written}: unknown key; the keys here are {', '.join(candidates)}")
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -113,16 +113,16 @@ EVERY_STEP = Interval()
 LEAST_LOGGED, MOST_LOGGED = 2, 64
 
 
-def log_steps(asked: str | int) -> int:
+def log_steps(setting: str | int) -> int:
     """Parse "off", which means 0, or the number of steps between two writes of the full state."""
-    text = str(asked).strip().lower()
-    if text == "off" and not isinstance(asked, bool):
+    text = str(setting).strip().lower()
+    if text == "off" and not isinstance(setting, bool):
         return 0
     steps = int(text) if text.isdigit() else -1
     if not LEAST_LOGGED <= steps <= MOST_LOGGED:
         raise ConfigError(
-            f"log_gradients is {asked!r}; it must be off, or the number of steps from one write of "
-            f"the full state to the next, {LEAST_LOGGED} to {MOST_LOGGED}"
+            f"log_gradients is {setting!r}; it must be off, or the number of steps from one write "
+            f"of the full state to the next, {LEAST_LOGGED} to {MOST_LOGGED}"
         )
     return steps
 

@@ -89,10 +89,10 @@ def test_every_device_has_a_profile_of_its_own(ssd):
         ComputePlace("accelerator"),
     ]
     for where in (CPU, *links):
-        cached_profile([ssd], where=where, measure=measure)
+        cached_profile([ssd], place=where, measure=measure)
     assert measure.count == 4
     # memory is free
-    cached_profile([ssd], where=ComputePlace("emulated", 2**29, 1e9), measure=measure)
+    cached_profile([ssd], place=ComputePlace("emulated", 2**29, 1e9), measure=measure)
     assert measure.count == 4
 
 
