@@ -77,8 +77,8 @@ class RunRecord:
 class LogFile:
     """The rows of a growing log. Each read parses only what was appended since the last one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, check: Callable[[Row], None] = lambda row: None) -> None:
+        self.path, self._check = path, check
         self._lock = threading.Lock()
         self._identity: tuple[int, int] | None = None  # device and inode of the file that was read
         self._read, self._lines = 0, 0  # bytes and lines that were read
@@ -100,11 +100,16 @@ class LogFile:
                 self._identity, self._rows, self._read, self._lines = None, [], 0, 0
                 return []
             whole = data[: data.rfind(b"\n") + 1]
-            self._rows += parse_rows(whole, self.path, first=self._lines + 1)
+            self._rows += self._parsed(whole)
             self._read += len(whole)
             self._lines += whole.count(b"\n")
-            rest = parse_rows(data[len(whole) :], self.path, first=self._lines + 1)
-            return [*self._rows, *rest]
+            return [*self._rows, *self._parsed(data[len(whole) :])]
+
+    def _parsed(self, data: bytes) -> list[dict[str, Any]]:
+        rows = list(parse_rows(data, self.path, first=self._lines + 1))
+        for row in rows:
+            self._check(row)
+        return rows
 
 
 @dataclass
@@ -113,28 +118,23 @@ class Logs:
 
     files: dict[Path, LogFile] = field(default_factory=dict)
 
-    def rows(self, path: Path) -> list[dict[str, Any]]:
-        return self.files.setdefault(path, LogFile(path)).rows()
+    def rows(self, path: Path, check: Callable[[Row, Path], None]) -> list[dict[str, Any]]:
+        """Return the rows of a log; `check` raises ConfigError for a row with wrong fields."""
+        file = self.files.get(path)
+        if file is None:
+            file = self.files[path] = LogFile(path, lambda row: check(row, path))
+        return file.rows()
 
 
 def read_record(folder: RunFolder, logs: Logs | None = None) -> RunRecord:
     """Return the record of a run, possibly without a step, and check its rows."""
     logs = logs or Logs()
     config = folder.config()
-    metrics = logs.rows(folder.metrics_file)
+    metrics = logs.rows(folder.metrics_file, _check_metrics)
     steps = [row for row in metrics if "eval_loss" not in row]
     evaluations = [row for row in metrics if "eval_loss" in row]
-    journal = [row for row in logs.rows(folder.journal) if "event" in row]
-    samples = logs.rows(folder.samples_file)[-MOST_SAMPLES:]
-    for file, rows, kinds in (
-        (folder.metrics_file, steps, _STEP),
-        (folder.metrics_file, evaluations, _EVALUATION),
-        (folder.samples_file, samples, _SAMPLES),
-    ):
-        for row in rows:
-            _check_row(row, kinds, file)
-    for row in journal:
-        _check_row(row, {"event": str, **_EVENTS.get(str(row["event"]), {})}, folder.journal)
+    journal = [row for row in logs.rows(folder.journal, _check_journal) if "event" in row]
+    samples = logs.rows(folder.samples_file, _check_samples)[-MOST_SAMPLES:]
     return RunRecord(folder, config, steps, evaluations, samples, journal)
 
 
@@ -194,6 +194,19 @@ _FIGURES: dict[str, Any] = {
     "tokens": Number,
     "written_bytes": Number,
 }
+
+
+def _check_metrics(row: Row, file: Path) -> None:
+    _check_row(row, _EVALUATION if "eval_loss" in row else _STEP, file)
+
+
+def _check_samples(row: Row, file: Path) -> None:
+    _check_row(row, _SAMPLES, file)
+
+
+def _check_journal(row: Row, file: Path) -> None:
+    if "event" in row:
+        _check_row(row, {"event": str, **_EVENTS.get(str(row["event"]), {})}, file)
 
 
 def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:

@@ -154,17 +154,21 @@ def tiles(run: RunRecord) -> list[list[str]]:
 
 
 def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
-    """Return the steps and values of a key.
+    """Return the steps and values of a key."""
+    return averaged([(row["step"], row.get(key)) for row in rows])
+
+
+def averaged(pairs: Sequence[tuple[int, Any]]) -> dict[str, list[float]]:
+    """Return steps and values as a curve, without values that are not numbers.
 
     Neighbouring points are averaged if there are more than MOST_POINTS.
     """
-    pairs = [(row["step"], row.get(key)) for row in rows]
     points = [(x, y) for x, y in pairs if isinstance(y, (int, float)) and y == y]
     size = -(-len(points) // MOST_POINTS) or 1
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return {
         "x": [group[-1][0] for group in groups],
-        "y": [statistics.fmean(value for _, value in group) for group in groups],
+        "y": [sum(value for _, value in group) / len(group) for group in groups],
     }
 
 
@@ -174,10 +178,11 @@ def charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
     if run.evaluations:
         loss_curve = curve(run.evaluations, "eval_loss")
         loss.append({"name": "evaluation", "dots": True, **loss_curve})
-    busy = [
-        {"step": row["step"], **{lane: 100 * share for lane, share in row.get("busy", {}).items()}}
-        for row in run.steps
-    ]
+    shares = [(row["step"], row.get("busy", {})) for row in run.steps]
+    busy = {
+        lane: averaged([(step, 100 * share[lane]) for step, share in shares if lane in share])
+        for lane in LANES
+    }
     lines: dict[str, list[dict[str, Any]]] = {
         "loss": loss,
         "speed": [{"name": "tokens/s", **curve(run.steps, "tokens_per_s")}],
@@ -185,9 +190,9 @@ def charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
         "norm": [{"name": "gradient norm", **curve(run.steps, "grad_norm")}],
         "resident": [{"name": "resident memory", **curve(run.steps, "rss_bytes")}],
         "busy": [
-            {"name": LANE_NAMES[lane], "ink": f"--c{number}", **loss_curve}
+            {"name": LANE_NAMES[lane], "ink": f"--c{number}", **busy[lane]}
             for number, lane in enumerate(LANES)
-            if (loss_curve := curve(busy, lane))["x"]
+            if busy[lane]["x"]
         ],
         **reward_charts(run),
     }

@@ -194,7 +194,31 @@ def test_reads_only_what_was_appended(root: Path) -> None:
     replaced.replace(run.metrics_file)
     assert [row["step"] for row in log.rows()] == [1]
     run.metrics_file.unlink()
-    assert log.rows() == [] and Logs().rows(run.metrics_file) == []
+    assert log.rows() == [] and Logs().rows(run.metrics_file, lambda row, path: None) == []
+
+
+def test_checks_each_row_once(root: Path) -> None:
+    """A page asks every two seconds, also for runs of a hundred thousand steps."""
+    run, checks = write_run(root / "run", 1, 2), list[int]()
+    log = LogFile(run.metrics_file, lambda row: checks.append(row["step"]))
+    log.rows()
+    with open(run.metrics_file, "a") as file:
+        file.write(json.dumps({**STEP, "step": 3}) + "\n")
+    for _ in range(3):
+        assert [row["step"] for row in log.rows()] == [1, 2, 3]
+    assert checks == [1, 2, 3]
+
+
+def test_a_wrong_row_is_an_error_until_it_is_removed(client: TestClient, root: Path) -> None:
+    run = write_run(root / "run", 1, 2)
+    assert ask(client, "run", name="run")[0] == 200
+    good = run.metrics_file.read_text()
+    run.metrics_file.write_text(good + json.dumps({**STEP, "step": 3, "busy": "all"}) + "\n")
+    for _ in range(2):
+        code, answer = ask(client, "run", name="run")
+        assert code == 400 and "step 3: busy is 'all'" in answer["error"]
+    run.metrics_file.write_text(good)
+    assert ask(client, "run", name="run")[1]["runs"][0]["step"] == 2
 
 
 def test_stop_needs_a_process(client: TestClient, root: Path) -> None:

@@ -34,10 +34,13 @@ export async function startFacts() {
   return facts;
 }
 
-/* Call `work` now and every `ms`, until the page is left. Its failures are shown in `place`. */
+/* Call `work` now and every `ms`, until the page is left. Its failures are shown in `place`.
+   Work that takes long is called less often, so that it takes at most a tenth of the time that the
+   training could use. */
 export function repeat(page, place, ms, work) {
   let timer = 0;
   async function turn() {
+    const began = performance.now();
     try {
       if (!document.hidden) await work();
       if (!page.signal.aborted) place.replaceChildren();
@@ -45,7 +48,7 @@ export function repeat(page, place, ms, work) {
       if (page.signal.aborted) return;
       place.replaceChildren(problem(error));
     }
-    if (!page.signal.aborted) timer = setTimeout(turn, ms);
+    if (!page.signal.aborted) timer = setTimeout(turn, Math.max(ms, 9 * (performance.now() - began)));
   }
   page.signal.addEventListener("abort", () => clearTimeout(timer));
   return turn();
