@@ -1,7 +1,7 @@
 """What the default settings cost: clipping on, below and above the limit, against no clipping.
 
-    python benchmarks/defaults.py [--models-there qwen3-8b ...] [--sides clipping | commits]
-        [--dtype bf16]
+    python benchmarks/defaults.py [--models-there qwen3-8b ...] [--sides clipping | commits | log]
+        [--dtype bf16] [--batch-there 16]
 
 A small and deep model on an emulated device in the proportions of a desktop (emulated.py says how),
 main memory and the drives' life included: as large a share of state and gradients fits into it as
@@ -12,7 +12,8 @@ them without options; blocks are recomputed, as there, since what they could kee
 here.
 The forecast is the simulator's, from a profile made through the same device; "there" is what
 `lohan plan` says of the large model on the desktop. With `--sides commits`: every step committed,
-and only some of them.
+and only some of them. With `--sides log`: with and without a log of gradients, below and above the
+limit; the measured steps are whole intervals between two writes of the full state.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ SIDES = {
         "--commit-every 4": {"clip": NEVER, "commit_every": 4},
         "--commit-every step": {"clip": NEVER, "commit_every": "step"},
     },
+    "log": {
+        "log, no step clipped": {"clip": NEVER, "log_gradients": "auto"},
+        "log, every step clipped": {"clip": ALWAYS, "log_gradients": "auto"},
+        "no log, every step clipped": {"clip": ALWAYS, "clipped": True, "log_gradients": "off"},
+        "no log, no step clipped": {"clip": NEVER, "log_gradients": "off"},
+    },
 }  # of each table the last is what the others are compared with
 Child = dict[str, Any]
 
@@ -67,7 +74,7 @@ def main() -> int:
             }
             found = alternate(sides, options.rounds)
             title = f"{SERVER}, {large}, batch {options.batch_there}"
-            report.table(title, rows_of(found, ratios_there(default, plain)))
+            report.table(title, rows_of(found, ratios_there(options, large, default, plain)))
         report.close()
     return 0
 
@@ -98,14 +105,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
+def planned_there(
+    large: str, clip: float, options: argparse.Namespace, log: str | None = None
+) -> Any:
     """Return the plan of the large model on the desktop, as `lohan plan` computes it."""
-    from lohan.model.options import PlanOptions
+    from lohan.model.options import PlanOptions, with_log
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest, plan_for_machine
 
     machine = presets.machine(SERVER)
     wished = PlanOptions(dtype="bf16", clip=clip, can_rerun=True, commit=None)
+    if log is None:  # The memory is that of the plan without a log, on all sides of `--sides log`.
+        log = "off" if options.sides == "log" else "auto"
+    wished = with_log(wished, log, commit_every="auto", world=1)
     return plan_for_machine(
         PlanRequest(
             model=presets.model(large),
@@ -118,8 +130,16 @@ def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
     )
 
 
-def ratios_there(default: Any, plain: Any) -> dict[str, float]:
-    """Return the forecast speed of each side relative to no clipping."""
+def ratios_there(
+    options: argparse.Namespace, large: str, default: Any, plain: Any
+) -> dict[str, float]:
+    """Return the forecast speed of each side relative to the last one."""
+    if options.sides == "log":
+        logged, clipped = planned_there(large, 1.0, options, "auto"), default.clipped or default
+        of_log = (logged.step_s, logged.step_s, clipped.step_s, default.step_s)
+        return {
+            name: default.step_s / step_s for name, step_s in zip(SIDES["log"], of_log, strict=True)
+        }
     of_all = (default.forecast, default.clipped or default.forecast, plain.forecast)
     named = zip(SIDES["clipping"], of_all, strict=True)
     return {name: plain.step_s / one.step_s for name, one in named}
@@ -188,6 +208,7 @@ def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict
                 "forecast / last": promised,
                 "there / last": there.get(name),
                 "written MiB": children[0]["ssd_written_bytes"] / 2**20,
+                "log K": children[0]["plans"][-1]["log_gradients"],
                 "speculated": children[0]["speculated"],
                 "rolled_back": children[0]["rolled_back"],
                 **reference.first_steps(children[0]),

@@ -97,15 +97,21 @@ def slow_updates(rate: float) -> None:
     """Limit updates to `rate` parameters per second."""
     from lohan.engine import actions
 
-    update, pace = actions.update_chunk, Pace()
+    pace = Pace()
 
-    def paced(group: Any, chunk: Any, **options: Any) -> Any:
-        done_s = pace.take((chunk.stop - chunk.start) / rate)
-        checksums = update(group, chunk, **options)
-        sleep_until(done_s)
-        return checksums
+    def paced(update: Any) -> Any:
+        def updated(group: Any, chunk: Any, **options: Any) -> Any:
+            done_s = pace.take((chunk.stop - chunk.start) / rate)
+            checksums = update(group, chunk, **options)
+            sleep_until(done_s)
+            return checksums
 
-    actions.update_chunk = paced
+        return updated
+
+    # Several logged updates of a chunk are one pass over memory.
+    actions.update_chunk, actions.replay_chunk = map(
+        paced, (actions.update_chunk, actions.replay_chunk)
+    )
 
 
 def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:

@@ -143,6 +143,7 @@ def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
         host=spec["host"],
         ssd=[spec["ssd"]],
         commit_every=spec.get("commit_every", AUTO),
+        log_gradients=spec.get("log_gradients", AUTO),
     )
     return lohan.attach(
         model,
@@ -184,6 +185,7 @@ def described(plan: Any) -> dict[str, Any]:
         "host_cached_state": len(plan.host_cached_state),
         "kept": plan.kept_counts,
         "commit": [plan.commit.steps, plan.commit.seconds],
+        "log_gradients": plan.log_gradients,
     }
 
 

@@ -374,9 +374,10 @@ class BudgetConfig:
         "Affects speed and wear only.",
     )
     log_gradients: str = setting(
-        "off",
+        AUTO,
         logged_steps,
-        "Commit every step by its gradients, and write the full state every N steps (2 to 64).",
+        "Commit every step by its gradients, and write the full state every N steps (2 to 64). "
+        "auto does so where steps are faster.",
     )
     snapshot_every: int = setting(
         0, whole(0), "Steps between full copies of the state. 0 makes none."

@@ -263,15 +263,27 @@ def _commits(planned: MachinePlan) -> str:
 
 
 def _log(planned: MachinePlan) -> dict[str, str]:
-    """Describe the log of gradients, if there is one: its interval and its room."""
+    """Describe the log of gradients, if there is one: its interval, its room, and what it saves."""
     plan = planned.plan
     if not plan.log_gradients:
         return {}
     room = sum(entry.bytes for entry in plan.ledger if entry.owner == LOG)
-    return {
-        "log": f"{format_bytes(room)} for gradients of {plan.log_gradients + 1} steps; the full "
-        f"state is written every {counted(plan.log_gradients, 'step')}"
+    rows = {
+        "log": f"{format_bytes(room)} on the drives for gradients of {plan.log_gradients + 1} "
+        f"steps; the full state is written every {counted(plan.log_gradients, 'step')}"
     }
+    logged, unlogged = planned.forecast, planned.unlogged
+    if logged is None or unlogged is None:
+        return rows
+    saved_s, saved = unlogged.step_s - logged.step_s, unlogged.written_bytes - logged.written_bytes
+    verb = "saves" if saved_s >= 0 else "costs"
+    text = f"{verb} {format_seconds(abs(saved_s))} of {format_seconds(unlogged.step_s)} per step"
+    if saved > 0:
+        longer = unlogged.written_bytes / logged.written_bytes
+        text += (
+            f"; {format_bytes(saved)} less is written, so drives last {longer:.1f} times as long"
+        )
+    return {**rows, "the log": text}
 
 
 def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
@@ -367,6 +379,12 @@ def to_json(planned: MachinePlan, *, steps: int | None, schedule: bool) -> dict[
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,
             "commit": None if foreseen.commit is None else asdict(foreseen.commit),
+            "without_log": None
+            if planned.unlogged is None
+            else {
+                "step_s": planned.unlogged.step_s,
+                "written_bytes_per_step": planned.unlogged.written_bytes,
+            },
             "written_bytes_per_drive": [written / len(drives)] * len(drives) if drives else [],
             "machine_usd": usd or None,
             "drive_lives_per_step": wear.lives or None,

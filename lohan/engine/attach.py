@@ -68,7 +68,7 @@ from lohan.optim import Lora, Optimizer
 from lohan.param_groups import HyperParameters, assign, choose, parse_groups
 from lohan.planner.given import GivenPlan, accept_plan, read_plan
 from lohan.planner.planner import PlanProblem, make_plan
-from lohan.store.files import StoreLock
+from lohan.store.files import StoreLock, free_bytes
 from lohan.store.io_engine import IOEngine
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
@@ -113,6 +113,7 @@ def agreed_plan(context: PlanContext, given_plan: Plan | None) -> tuple[Plan, Pl
         profile=None if in_one_memory else context.profile,
         device_bytes=device_bytes,
         in_one_memory=in_one_memory,
+        log_room=context.log_room,
     )
 
     def make() -> list[Any]:
@@ -383,6 +384,8 @@ def _created(
     For frozen parameters that were given in a `wider` type, the store also keeps what rounding
     removes.
     """
+    dirs = _store_dirs(context, budget, store_policy)
+    context = replace(context, log_room=free_bytes(dirs))
     plan, context = agreed_plan(context, given_plan)
     groups = context.blocks.groups
     exact = context.process_group.broadcast_made(
@@ -392,7 +395,7 @@ def _created(
         source,
         context.blocks,
         plan,
-        dirs=_store_dirs(context, budget, store_policy),
+        dirs=dirs,
         engine=store_policy.engine,
         meta=store_policy.meta or {},
         progress=store_policy.progress,
@@ -430,7 +433,8 @@ def _reopened(
         chunk_params=held.chunk_params,
         gradients_on_ssd=any(region.scratch for region in store.regions),
     )
-    plan, context = agreed_plan(replace(context, options=options), given_plan)
+    room = free_bytes(dirs) + sum(file.stat().st_size for path in dirs for file in path.iterdir())
+    plan, context = agreed_plan(replace(context, options=options, log_room=room), given_plan)
     restore_rng(store.meta, context.device)
     restore_buffers(model, store.meta)
     return store, plan, context

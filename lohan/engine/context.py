@@ -39,6 +39,7 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # compiles the blocks; None if they are not compiled
     check: bool = False  # whether first calls are compared with plain ones
+    log_room: int | None = None  # as in PlanProblem
     plan_is_given: bool = False  # whether the caller gave the plan, so that `replan` keeps it
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's settings at the end
 
@@ -56,6 +57,7 @@ class PlanContext:
             workload=self.workload,
             profile=profile,
             device_bytes=self.device_bytes,
+            log_room=self.log_room,
         )
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:

@@ -82,7 +82,8 @@ def _shrunk(session: Session) -> str:
     if (used := session.plan.tier_bytes("device")) <= room:
         room = int(used * OOM_SHRINK_FACTOR)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
-    options = replace(context.options, chunk_params=session.plan.chunk_params)
+    options = context.options.logging(session.plan.log_gradients)
+    options = replace(options, chunk_params=session.plan.chunk_params)
     problem = replace(context.problem(options, profile=profile), device_bytes=room)
     session.follow(lambda: closed_form_plan(problem))
     session.context = replace(context, device_bytes=room, profile=profile)

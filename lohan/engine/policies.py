@@ -31,14 +31,14 @@ class Budget:
     accelerator in the same way. `ssd` names the directories over which the state is spread.
     `commit_every` is "step", a number of steps, a time such as "10min", or "auto". `log_gradients`
     is "off", or the number of steps from one write of the full state to the next; the steps in
-    between are committed by logging their gradients.
+    between are committed by logging their gradients. "auto" logs them where steps are faster.
     """
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
     device: str | int | None = None
     commit_every: str | int = AUTO
-    log_gradients: str | int = "off"
+    log_gradients: str | int = AUTO
 
     def host_bytes(self, ranks: int = 1) -> int:
         """Return the host memory of each of `ranks` ranks on this machine, in bytes."""

@@ -32,6 +32,8 @@ class PlanOptions(RunOptions):
     # created with the space that the plan needs.
     gradients_on_ssd: bool | None = None
     commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.
+    # Values of `log_gradients` that the planner may choose where steps are faster with a log.
+    log_choices: tuple[int, ...] = ()
     minimise: str = "time"  # One of MINIMISE.
     activations: str | Kept = "holistic"  # One of ACTIVATIONS, or an explicit choice.
     # Device memory, by owner, that is used besides the blocks and the schedule.
@@ -40,26 +42,38 @@ class PlanOptions(RunOptions):
     def fixed_by(self, plan: Plan) -> PlanOptions:
         """Return the options for another plan of the same run.
 
-        Micro-batch, tiles, head slices and chunks are fixed to those of `plan`.
+        Micro-batch, tiles, head slices, chunks and the log are fixed to those of `plan`. Whether a
+        log pays is not decided again, because a run does not measure writes apart from reads.
         """
         return replace(
-            self,
+            self.logging(plan.log_gradients),
             micro_batch=plan.micro_batch,
             tiles=plan.tiles or "off",
             head_tokens=plan.head_tokens,
             chunk_params=plan.chunk_params,
         )
 
+    def logging(self, steps: int) -> PlanOptions:
+        """Return the options with the log decided: 0 for none, or as `Plan.log_gradients`."""
+        commit = Interval(steps, 0.0) if steps else self.commit
+        return replace(self, log_gradients=steps, log_choices=(), commit=commit)
+
 
 LOGGED_MODES = ("optimized", "balanced")  # modes of updates that a log can be combined with
+# Values of `log_gradients` that the planner tries. More steps write less, read more, and need more
+# room on the drives.
+LOG_CHOICES = (8, 4)
 
 
 def with_log(
     options: PlanOptions, setting: str | int, *, commit_every: str | int, world: int
 ) -> PlanOptions:
-    """Return the options with a log of gradients, or raise ConfigError if it is not possible."""
+    """Return the options with a log of gradients, or with the choice of one.
+
+    Raises ConfigError if the user asks for a log and it is not possible.
+    """
     steps = log_steps(setting)
-    if not steps:
+    if steps == 0:
         return options
     problem = ""
     if world > 1:
@@ -70,9 +84,11 @@ def with_log(
         problem = f"update_mode is {options.update_mode!r}; choose {' or '.join(LOGGED_MODES)}"
     elif options.commit not in (None, EVERY_STEP):
         problem = f"it commits every step, but commit_every is {commit_every!r}; leave that out"
+    if steps is None:
+        return options if problem else replace(options, log_choices=LOG_CHOICES)
     if problem:
         raise ConfigError(f"log_gradients = {setting}: {problem}, or set log_gradients = off")
-    return replace(options, log_gradients=steps, commit=Interval(steps, 0.0))
+    return options.logging(steps)
 
 
 def options_of(

@@ -93,15 +93,17 @@ def _check_options(plan: Plan, options: PlanOptions) -> None:
         "clip": (plan.clip, options.clip),
         "optimizer": (plan.kind, options.kind),
         "number of ranks": (plan.world, options.world),
-        "log_gradients": (plan.log_gradients, options.log_gradients),
     }
+    if not options.log_choices:
+        fixed["log_gradients"] = (plan.log_gradients, options.log_gradients)
     decided: dict[str, tuple[object, object]] = {
         "micro_batch": (plan.micro_batch, options.micro_batch),
         "tiles": (plan.tiles, 0 if options.tiles == "off" else options.tiles),
         "chunk_params": (plan.chunk_params, options.chunk_params),
         "head_tokens": (plan.head_tokens, options.head_tokens),
-        "commit_every": (plan.commit, options.commit),
     }
+    if not plan.log_gradients:
+        decided["commit_every"] = (plan.commit, options.commit)
     left_open = (None, "auto")
     fixed |= {name: both for name, both in decided.items() if both[1] not in left_open}
     for name, (planned, wanted) in fixed.items():

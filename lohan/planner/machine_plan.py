@@ -250,6 +250,7 @@ class MachinePlan(MachineProblem):
     scarce: bool = False  # whether the drives have no room for activations of the best plan
     # The plan with AdamW and fp32 moments, if the run uses another optimizer and this plan fits.
     usual: MachinePlan | None = None
+    unlogged: Forecast | None = None  # the forecast of the plan without a log, if there is a log
     instead: tuple[Alternative, ...] = ()  # options with which less is written
 
     @property
@@ -332,6 +333,7 @@ def solve(problem: MachineProblem) -> MachinePlan:
         clipped=clipped,
         without_binding_s=faster_s,
         scarce=planned.scarce,
+        unlogged=planned.unlogged,
     )
 
 

@@ -94,6 +94,8 @@ class Planned:
     # The forecast of clipped steps, if updates may be speculative, so that it is different.
     clipped: Forecast | None = None
     scarce: bool = False  # whether the drives have no room for the activations of the best plan
+    # The forecast of the best plan without a log, if the planner chose one.
+    unlogged: Forecast | None = None
     # as in the problem, or the part of its one memory that compute uses
     device_bytes: int | None = None
 
@@ -271,6 +273,9 @@ BETTER_SHARE = 0.999  # another plan is preferred if its step takes less than th
 # If more than this share of the groups spills its gradients, spilling all of them saves little.
 FEW_HELD = 0.9
 REPLAN_SPEEDUP = 1.05  # speedup from which a running run changes its plan
+LOG_SPEEDUP = 1.05  # speedup from which a log of gradients is used
+# Ratio of step times from which no other number of logged steps is tried.
+LOG_HOPELESS = 1.1
 ASSUMED_CLIPPED_SHARE = 0.1  # assumed share of clipped steps if it is not known
 # The whole batch in tiles is preferred to slices only below this share of their cost, because tiles
 # have costs that are not modelled.
@@ -290,13 +295,50 @@ def make_plan(problem: PlanProblem) -> Planned:
     simulator = problem.simulator
     if simulator is None:
         return Planned(plan, None, scarce=scarce, device_bytes=problem.device_bytes)
+    unlogged, logged = None, _logged_plan(problem, simulator, plan, forecast)
+    if logged is not None:
+        unlogged = forecast or simulator.forecast(plan, rough=True)
+        plan, forecast = logged
     if forecast is None or forecast.work.joined:
         forecast = simulator.forecast(plan)
     speculates = UpdateOptions.of(plan).can_speculate
     clipped = simulator.forecast(plan, clipped=True) if speculates else None
     if clipped is not None:
         plan = replace(plan, most_clipped=most_clipped(simulator.profile, forecast, clipped))
-    return Planned(plan, forecast, clipped, scarce, problem.device_bytes)
+    return Planned(plan, forecast, clipped, scarce, unlogged, problem.device_bytes)
+
+
+def _logged_plan(
+    problem: PlanProblem, simulator: Simulator, plan: Plan, forecast: Forecast | None
+) -> tuple[Plan, Forecast] | None:
+    """Return a plan with a log of gradients if it is clearly faster than `plan`, or None.
+
+    Only steps that wait for the drives become faster, so nothing is tried if another lane binds.
+    The candidates keep micro-batch, tiles and activations of `plan`.
+    """
+    if not problem.options.log_choices:
+        return None
+    forecast = forecast or simulator.forecast(plan, rough=True)
+    least_s = forecast.step_s / LOG_SPEEDUP
+    others = (seconds for lane, seconds in forecast.busy_s.items() if lane != "ssd")
+    if max(*others, forecast.shared_s) > least_s:
+        return None
+    options = replace(
+        _keeping(problem.options, plan.kept),
+        micro_batch=plan.micro_batch,
+        tiles=plan.tiles or "off",
+    )
+    best: tuple[Plan, Forecast] | None = None
+    for steps in problem.options.log_choices:
+        with suppress(BudgetError):
+            candidate = closed_form_plan(replace(problem, options=options.logging(steps)))
+            problem.check_drives(candidate)
+            logged = simulator.forecast(candidate, rough=True)
+            if logged.step_s <= least_s:
+                best, least_s = (candidate, logged), BETTER * logged.step_s
+            elif best is not None or logged.step_s > LOG_HOPELESS * least_s:
+                break
+    return best
 
 
 def best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:

@@ -179,6 +179,18 @@ def check_free_space(needed: Mapping[Path, int]) -> None:
             )
 
 
+def free_bytes(dirs: Sequence[Path]) -> int:
+    """Return the size of the largest files, of equal size in each directory, that have room."""
+    rooms: list[float] = []
+    existing = [next(p for p in (path, *path.parents) if p.exists()) for path in dirs]
+    devices = [path.stat().st_dev for path in existing]
+    for path, device in zip(existing, devices, strict=True):
+        status = os.statvfs(path)
+        if status.f_blocks:
+            rooms.append(status.f_bavail * status.f_frsize / devices.count(device))
+    return int(len(dirs) * min(rooms, default=0.0))
+
+
 def delete_files(directory: Path) -> None:
     """Delete the files of a store in a directory, and no others."""
     for name in _OWNED:

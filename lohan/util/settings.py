@@ -269,7 +269,7 @@ def interval(value: Any, name: str, base: Path) -> str:
     return str(value)
 
 
-@kind("off|N", str, type=["string", "integer"])
+@kind("auto|off|N", str, type=["string", "integer"])
 def logged_steps(value: Any, name: str, base: Path) -> str:
     log_steps(value)
     return str(value)

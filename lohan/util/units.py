@@ -113,16 +113,19 @@ EVERY_STEP = Interval()
 LEAST_LOGGED, MOST_LOGGED = 2, 64
 
 
-def log_steps(setting: str | int) -> int:
-    """Parse "off", which means 0, or the number of steps between two writes of the full state."""
+def log_steps(setting: str | int) -> int | None:
+    """Parse the number of steps between two writes of the full state.
+
+    "off" means 0, and "auto" means None.
+    """
     text = str(setting).strip().lower()
-    if text == "off" and not isinstance(setting, bool):
-        return 0
+    if text in ("off", AUTO) and not isinstance(setting, bool):
+        return 0 if text == "off" else None
     steps = int(text) if text.isdigit() else -1
     if not LEAST_LOGGED <= steps <= MOST_LOGGED:
         raise ConfigError(
-            f"log_gradients is {setting!r}; it must be off, or the number of steps from one write "
-            f"of the full state to the next, {LEAST_LOGGED} to {MOST_LOGGED}"
+            f"log_gradients is {setting!r}; it must be auto, off, or the number of steps from one "
+            f"write of the full state to the next, {LEAST_LOGGED} to {MOST_LOGGED}"
         )
     return steps
 
