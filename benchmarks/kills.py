@@ -7,7 +7,8 @@ drawn first (loading, resuming, a step, a commit, a snapshot, an export), there 
 two operations on files or after a random time; one in five whenever a signal finds it. Kinds of
 runs: `plain`, `balanced` (updates in the next forward), `replanned` (another plan after the third
 step), `snapshots` (two steps between snapshots), `logged` (every step is committed by its
-gradients), `ranks` (two processes; one is killed and the other must end by itself, or both at
+gradients), `streamed` (the same, with weights that do not fit in memory), `ranks` (two processes;
+one is killed and the other must end by itself, or both at
 once). A run that has ended is exported again, and those exports are killed
 too. Counted as
 
@@ -73,6 +74,7 @@ KINDS = (
     Kind("snapshots", snapshots=True),
     Kind("interval", ("--commit-every", 3), commit_every=3),
     Kind("logged", ("--log-gradients", 3)),
+    Kind("streamed", ("--log-gradients", 3, "--host", "340KiB")),
     Kind("ranks", ("--host", "3MiB"), ranks=2),
 )
 

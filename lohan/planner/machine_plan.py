@@ -297,6 +297,8 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
             f"log_gradients: {ranks} ranks share the state, and a log is for one rank; leave out "
             "--gpus, or set --log-gradients off"
         )
+    if ranks > 1:
+        request = replace(request, options=replace(request.options, log_choices=()))
     if request.batch < ranks:
         raise ConfigError(
             f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
@@ -343,11 +345,13 @@ def with_alternatives(plan: MachinePlan) -> MachinePlan:
     The alternatives are the plan with the default optimizer, if the run uses another one, and the
     options with which less is written.
     """
-    default_plan, world = None, plan.options.world
+    default_plan, unlogged, world = None, plan.unlogged, plan.options.world
     problem = MachineProblem(
         **{field.name: getattr(plan, field.name) for field in fields(MachineProblem)}
     )
     instead: tuple[Alternative, ...] = ()
+    # The alternatives keep the decision for or against a log.
+    options = plan.options.logging(plan.plan.log_gradients)
     if plan.options.kind != DEFAULT_KIND:
         with suppress(BudgetError):
             default_plan = solve(replace(problem, options=replace(plan.options, kind=DEFAULT_KIND)))
@@ -359,9 +363,14 @@ def with_alternatives(plan: MachinePlan) -> MachinePlan:
             assert other.simulator is not None
             return forecast or other.simulator.forecast(plan)
 
-        cheaper = alternatives(plan.forecast, plan.options, world * plan.host_bytes, planned)
+        cheaper = alternatives(plan.forecast, options, world * plan.host_bytes, planned)
         instead = tuple(cheaper)
-    return replace(plan, usual=default_plan, instead=instead)
+        if plan.plan.log_gradients and unlogged is None:
+            with suppress(BudgetError):
+                unlogged = planned(
+                    replace(options.logging(0), commit=None), world * plan.host_bytes
+                )
+    return replace(plan, usual=default_plan, instead=instead, unlogged=unlogged)
 
 
 # -- From shapes ----------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ class PlanProblem:
     in_one_memory: bool = False
     drive_bytes: int = 0  # the room on the drives for all ranks; 0 if it is not known
     drives: int = 0
+    # The room on the drives for the store of a run, if that limits only a log; None: not known.
+    log_room: int | None = None
 
     @cached_property
     def simulator(self) -> Simulator | None:
@@ -321,7 +323,7 @@ def _logged_plan(
     forecast = forecast or simulator.forecast(plan, rough=True)
     least_s = forecast.step_s / LOG_SPEEDUP
     others = (seconds for lane, seconds in forecast.busy_s.items() if lane != "ssd")
-    if max(*others, forecast.shared_s) > least_s:
+    if max(*others, forecast.shared_s, forecast.bus_s) > least_s:
         return None
     options = replace(
         _keeping(problem.options, plan.kept),
@@ -333,9 +335,12 @@ def _logged_plan(
         with suppress(BudgetError):
             candidate = closed_form_plan(replace(problem, options=options.logging(steps)))
             problem.check_drives(candidate)
+            needed = candidate.world * candidate.tier_bytes("ssd")
+            if problem.log_room is not None and needed > problem.log_room:
+                continue
             logged = simulator.forecast(candidate, rough=True)
             if logged.step_s <= least_s:
-                best, least_s = (candidate, logged), BETTER * logged.step_s
+                best, least_s = (candidate, logged), BETTER_SHARE * logged.step_s
             elif best is not None or logged.step_s > LOG_HOPELESS * least_s:
                 break
     return best
