@@ -66,12 +66,12 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "own", "more"),
     [
-        pytest.param(2, FREE, ("--update-mode", "optimized"), marks=pytest.mark.slow),
+        (2, FREE, ("--update-mode", "optimized")),
         pytest.param(2, FREE, ("--update-mode", "naive"), marks=pytest.mark.slow),
         pytest.param(2, FREE, ("--update-mode", "serial"), marks=pytest.mark.slow),
         pytest.param(2, CLIPPED, ("--no-overlap",), marks=pytest.mark.slow),
         (2, CLIPPED, ("--update-mode", "optimized", "--host", "1200KiB")),
-        (2, FREE, ("--update-mode", "balanced")),
+        pytest.param(2, FREE, ("--update-mode", "balanced"), marks=pytest.mark.slow),
         (3, CLIPPED, ("--update-mode", "balanced", "--activations", "all")),
     ],
 )
@@ -275,6 +275,7 @@ def instants(names: list[list[str]], count: int, *, seed: int) -> list[tuple[int
     return chosen
 
 
+@pytest.mark.slow
 def test_killed_rank_stops_the_others_and_both_resume(forge, inputs, whole, tmp_path):
     ((rank, boundary),) = instants(whole[1], 1, seed=3)
     kill_and_go_on(forge, inputs, whole, tmp_path / "run", rank=rank, boundary=boundary)
@@ -333,54 +334,74 @@ def test_a_rank_that_hangs_is_given_up(forge, inputs, tmp_path):
 
 
 def replanning(inputs: Path, out: Path, *more: object) -> list[object]:
-    return arguments(inputs, out, "--activations", "holistic", *more, model="dropping", steps=8)
+    how = ("--activations", "holistic", *CLIPPED, *more)
+    return arguments(inputs, out, *how, model="dropping", steps=6)
 
 
-def test_all_ranks_follow_a_new_plan(forge, inputs, tmp_path):
-    """All ranks adopt the plan that the first rank measures and decides.
+@pytest.fixture(scope="module")
+def never_replanned(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run two ranks without overlap and without a new plan."""
+    out = tmp_path_factory.mktemp("never-replanned") / "run"
+    ended = forked_ranks.run(forge, 2, *replanning(inputs, out, "--no-overlap"))
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    return out
 
-    The bits are those of a run without overlap and without a new plan, also if a rank dies
-    around the change.
+
+@pytest.fixture(scope="module")
+def replanned(forge, inputs, never_replanned, tmp_path_factory) -> int:
+    """Run two ranks that adopt a new plan; return the number of file boundaries of the second.
+
+    The first rank measures and decides. The bits are those of a run without a new plan.
     """
-    said = "after step 3: measured the first steps; a new plan should make steps"
-    before = {"before": dict.fromkeys(range(2), "replan_at_once:always")}
-    plain, out, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    ended = forked_ranks.run(forge, 2, *replanning(inputs, plain, *CLIPPED, "--no-overlap"))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    traces = {rank: tmp_path / f"trace-{rank}" for rank in range(2)}
-    ended = forked_ranks.run(forge, 2, *replanning(inputs, out, *CLIPPED), trace=traces, **before)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    assert said in ended[0].out and ended[1].out == ""
-    same_bits(out, plain)
-    boundary = int(0.6 * len(json.loads(traces[1].read_text())))
+    folder = tmp_path_factory.mktemp("replanned")
+    traces = {rank: folder / f"trace-{rank}" for rank in range(2)}
     ended = forked_ranks.run(
-        forge, 2, *replanning(inputs, killed, *CLIPPED), kill_at={1: boundary}, **before
+        forge, 2, *replanning(inputs, folder / "run"), trace=traces, before=AT_ONCE
+    )
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert "after step 3: measured the first steps; a new plan should make" in ended[0].out
+    assert ended[1].out == ""
+    same_bits(folder / "run", never_replanned)
+    return len(json.loads(traces[1].read_text()))
+
+
+AT_ONCE = dict.fromkeys(range(2), "replan_at_once:always")
+
+
+def test_all_ranks_follow_a_new_plan(replanned):
+    assert replanned > 0
+
+
+@pytest.mark.slow
+def test_kill_of_a_rank_around_a_new_plan(forge, inputs, never_replanned, replanned, tmp_path):
+    out, boundary = tmp_path / "run", int(0.6 * replanned)
+    ended = forked_ranks.run(
+        forge, 2, *replanning(inputs, out), kill_at={1: boundary}, before=AT_ONCE
     )
     assert [e.code for e in ended] == [2, -signal.SIGKILL], forked_ranks.said(ended)
-    ended = forked_ranks.run(forge, 2, "resume", killed, **before)
+    ended = forked_ranks.run(forge, 2, "resume", out, before=AT_ONCE)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    same_bits(killed, plain)
+    same_bits(out, never_replanned)
 
 
-def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, tmp_path):
+def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, never_replanned, tmp_path):
     """None goes on without the others; the steps before are committed, and the run resumes."""
-    plain, out = tmp_path / "plain", tmp_path / "run"
-    ended = forked_ranks.run(forge, 2, *replanning(inputs, plain, *CLIPPED, "--no-overlap"))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    out = tmp_path / "run"
     before = {0: "replan_at_once:always", 1: "replan_at_once:fails"}
-    ended = forked_ranks.run(forge, 2, *replanning(inputs, out, *CLIPPED), before=before)
+    ended = forked_ranks.run(forge, 2, *replanning(inputs, out), before=before)
     assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
     assert "no space left for kept activations" in ended[1].err
     assert "rank 1 (process" in ended[0].err and "resume the run with all" in ended[0].err
     assert "Traceback" not in ended[0].err + ended[1].err
     ended = forked_ranks.run(forge, 2, "resume", out)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    assert [row["step"] for row in forked_ranks.rows(out)] == list(range(1, 9))
-    same_bits(out, plain)
+    assert [row["step"] for row in forked_ranks.rows(out)] == list(range(1, 7))
+    same_bits(out, never_replanned)
 
 
 def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
     """Its process ends with what went wrong, and the other at once with it."""
+    forge.load("transformers.trainer", "lohan.hf.mixin")
     ended = forked_ranks.case(forge, 2, "trainers_that_cannot_follow", tmp_path)
     assert all(e.code for e in ended), forked_ranks.said(ended)
     assert "no space left for kept activations" in ended[1].err
@@ -391,6 +412,7 @@ def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
 
 def test_a_trainer_that_evaluates_first(forge, tmp_path):
     """Its store of the evaluation goes, and the processes stay."""
+    forge.load("transformers.trainer", "lohan.hf.mixin")
     ended = forked_ranks.case(forge, 2, "trainers_that_evaluate_first", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     found = forked_ranks.found(tmp_path, 2)

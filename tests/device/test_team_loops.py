@@ -9,8 +9,15 @@ import torch
 
 from lohan.train.run_folder import read_mark
 from tests.support import HANG_S, forked_ranks, team_cases
+from tests.support.forked_commands import Forge
 from tests.support.setting_grids import thinned
 from tests.support.small_models import decay_groups, lr
+
+
+def load_trainers(forge: Forge) -> None:
+    """Import Trainer once, instead of once in each rank of each test."""
+    pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+    forge.load("transformers.trainer", "lohan.hf.mixin")
 
 
 @pytest.mark.parametrize("name", ["plain_module", "emulated"])
@@ -74,7 +81,7 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
 )
 def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     """As transformers' own with DDP."""
-    pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+    load_trainers(forge)
     from tests.support.trainer_scripts import weights
 
     ended = forked_ranks.case(forge, 2, case, tmp_path)
@@ -91,6 +98,7 @@ def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
 
 def test_a_chat_script_under_torchrun(forge, tmp_path):
     """Losses and metrics are those of all processes, also after the best model has come back."""
+    load_trainers(forge)
     pytest.importorskip("trl", reason="SFTTrainer needs the extra: pip install 'lohan[trl]'")
     ended = forked_ranks.case(forge, 2, "chat_trainers", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
@@ -102,7 +110,7 @@ def test_a_chat_script_under_torchrun(forge, tmp_path):
 
 def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
     """One store name for all ranks, which the output folder has in writing."""
-    pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+    load_trainers(forge)
     ended = forked_ranks.case(forge, 2, "trainers_with_a_drive", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     for found in forked_ranks.found(tmp_path, 2):

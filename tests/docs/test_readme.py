@@ -7,8 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from lohan.model.machine import Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.simulate import SiteWork, Traffic
 from lohan.util.trace import Span, write_chrome_trace
-from tests.support import HANG_S
 from tests.support.model_families import CONFIGS, GROUPED, save_model
 from tests.support.tokenizer_folders import save_tokenizer
 
@@ -61,12 +58,19 @@ def answered(text: str) -> list[tuple[str, str]]:
     ]
 
 
-FORECASTS = [ROOT / name for name in ("README.md", "docs/planning.md", "docs/how-it-works.md")]
+HOW_IT_WORKS, PLANNING = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("how-it-works.md", "planning.md")
+)
 
 
 @pytest.mark.parametrize(
     ("command", "answer"),
-    [found for page in FORECASTS for found in answered(page.read_text(encoding="utf-8"))],
+    [
+        *answered(README),
+        *answered(HOW_IT_WORKS),
+        *(pytest.param(*found, marks=pytest.mark.slow) for found in answered(PLANNING)),
+    ],
 )
 def test_forecasts_are_those_that_are_printed(command, answer, lohan):
     run = lohan(*shlex.split(command)[1:])
@@ -76,19 +80,13 @@ def test_forecasts_are_those_that_are_printed(command, answer, lohan):
 
 
 @pytest.mark.parametrize("number", range(len(blocks(README, "python"))))
-def test_python_blocks_run(number: int, tmp_path: Path) -> None:
+def test_python_blocks_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "my-model", CONFIGS["llama"])
     drive = tmp_path / "nvme0"
     drive.mkdir()
     code = blocks(README, "python")[number].replace('"/nvme0"', repr(str(drive)))
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"__name__": "__main__"})
     assert (tmp_path / "my-model-tuned" / "config.json").is_file()
 
 

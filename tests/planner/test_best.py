@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -87,13 +88,22 @@ def asked_of(model: str, **options) -> PlanRequest:
     )
 
 
+@functools.cache
+def planned(model: str, **options) -> MachinePlan:
+    return plan_for_machine(asked_of(model, **options))
+
+
 def test_the_whole_batch_in_one_slice_where_that_is_faster():
     """In tiles, with 16-bit gradients; only a simulation sees it."""
-    made = plan_for_machine(asked_of("qwen3-14b", clip=1.0))
+    made = planned("qwen3-14b", clip=1.0)
     assert made.plan.micro_batch == 64 and made.plan.tiles
-    halves = plan_for_machine(asked_of("qwen3-14b", clip=1.0, micro_batch=32))
+    halves = planned("qwen3-14b", clip=1.0, micro_batch=32)
     assert made.step_s < halves.step_s and clipped_s(made) < clipped_s(halves)
-    without = plan_for_machine(asked_of("qwen3-14b", clip=1.0, tiles="off"))
+
+
+@pytest.mark.slow
+def test_slices_are_smaller_where_there_are_no_tiles():
+    without = planned("qwen3-14b", clip=1.0, tiles="off")
     # Half of the batch would leave the head slices of 16 tokens, each with sums of its gradients.
     assert without.plan.micro_batch == 16 and without.plan.head_tokens == 1024
 
@@ -120,7 +130,7 @@ def test_tiles_save_no_compute():
 )
 def test_defaults_next_to_no_clipping(model, clipped):
     """While no step is clipped, and if every step is."""
-    default, free = (plan_for_machine(asked_of(model, clip=clip)) for clip in (1.0, 0.0))
+    default, free = (planned(model, clip=clip) for clip in (1.0, 0.0))
     assert default.step_s <= free.step_s / 0.92
     assert clipped_s(default) <= free.step_s / clipped
     if model == "qwen3-8b":

@@ -13,6 +13,7 @@ from lohan.planner import presets
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
 from lohan.planner.wear import LONGEST_S
 from lohan.util.units import EVERY_STEP, GiB, Interval
+from tests.support.setting_grids import thinned
 
 
 def planned(model: str = "qwen3-8b", machine: object = None, **options) -> MachinePlan:
@@ -62,7 +63,7 @@ def test_describes_interval_and_cost_of_a_crash(made):
     assert told["commit"]["steps"] == steps and told["plan"]["commit"]["steps"] == steps
 
 
-@pytest.mark.parametrize("model", ["qwen3-32b", "llama-3-70b"])
+@pytest.mark.parametrize("model", thinned(["qwen3-32b", "llama-3-70b"], 0))
 def test_commits_every_step_if_intervals_save_nothing(model):
     assert planned(model).plan.commit == EVERY_STEP
 

@@ -190,6 +190,7 @@ def test_presets_show_memory_drives_and_prices():
     )
 
 
+@pytest.mark.slow
 def test_more_memory_where_it_writes_less():
     request = asked("qwen3-14b", batch=64, commit=None)
     made = with_alternatives(plan_for_machine(request))

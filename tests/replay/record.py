@@ -321,13 +321,15 @@ def rounded(value: Any) -> Any:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
+def bench(forge: Forge | None = None) -> Iterator[Bench]:
+    """Yield a bench in a temporary folder, with a forge of its own if none is given."""
     with tempfile.TemporaryDirectory(prefix="lohan-replay-") as place:
-        forge = Forge(Path(place))
+        started = forge or Forge(Path(place))
         try:
-            yield Bench(Path(place), forge)
+            yield Bench(Path(place), started)
         finally:
-            forge.close()
+            if started is not forge:
+                started.close()
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lohan.engine.profile import cache_file
 from lohan.model.machine import Drive, Profile
 
@@ -17,6 +19,11 @@ SENSITIVE = (
     "test_schedule_in_text_and_json_is_the_same or test_the_latest_is_one_of_this_format "
     "or test_suite_has_its_own_home"
 )
+FILES = (
+    "tests/cli/test_plan.py",
+    "tests/engine/test_profile.py",
+    "tests/repository/test_isolation.py",
+)
 
 
 def test_suite_has_its_own_home() -> None:
@@ -26,8 +33,12 @@ def test_suite_has_its_own_home() -> None:
     assert not [name for name in os.environ if name.startswith("LOHAN_")]
 
 
-def test_suite_passes_with_hostile_home(tmp_path: Path) -> None:
-    """Collect every test and run the sensitive ones as a user whose home folder is full."""
+@pytest.mark.parametrize("collected", [FILES, pytest.param(("tests",), marks=pytest.mark.slow)])
+def test_suite_passes_with_hostile_home(collected: tuple[str, ...], tmp_path: Path) -> None:
+    """Run the sensitive tests as a user whose home folder is full.
+
+    The slow form collects every test of the suite.
+    """
     home = tmp_path / "home"
     hostile = {
         "HOME": str(home),
@@ -72,7 +83,7 @@ def test_suite_passes_with_hostile_home(tmp_path: Path) -> None:
             str(tmp_path / "base"),
             "-k",
             SENSITIVE,
-            "tests",
+            *collected,
         ],
         cwd=ROOT,
         env={**os.environ, **hostile},
