@@ -87,7 +87,8 @@ def help_of(item: Any) -> str:
 def is_setting(item: Any) -> bool:
     """Return whether an option is a setting of a run, whose help text it then shares."""
     return any(
-        info.option in item.opts and str(item.help).startswith(info.help) for info in fields_of()
+        info.option in item.opts and str(item.help).startswith(info.help_without_default)
+        for info in fields_of()
     )
 
 
@@ -114,8 +115,7 @@ def default(info: FieldInfo) -> str:
 
 def meaning(info: FieldInfo) -> str:
     """Return the form of a setting's values and its help text, without the default."""
-    text = info.help.partition(ABSENT)[0].strip()
-    return f"`{info.kind.metavar.replace('|', '`, `')}`. {text}"
+    return f"`{info.kind.metavar.replace('|', '`, `')}`. {info.help_without_default}"
 
 
 if __name__ == "__main__":

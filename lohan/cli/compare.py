@@ -480,7 +480,7 @@ def simulate(
 ) -> None:
     """Simulate one step of a system on a machine that need not be present.
 
-    auto is LoHan with the defaults of training, while no step is clipped; other systems never clip.
+    auto is LoHan with default settings, for steps that are not clipped; other systems never clip.
     """
     from lohan.cli.compare import describe_simulation, simulate_command
     from lohan.planner import presets
@@ -558,7 +558,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def presets(as_json: Json = False) -> None:
-    """List the machines, models and policies that have a name."""
+    """List the named machines, models and policies."""
     from lohan.planner import presets as catalogue
     from lohan.planner.systems import policy_names
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 ModelOrRun = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="Run folder or model folder.", show_default=False)
 ]
-Host = Annotated[str | None, option("budget.host")]
-Device = Annotated[str, option("budget.device")]
-DeviceMemory = Annotated[str | None, option("budget.device_memory")]
+Host = Annotated[str | None, option("budget.host", default=True)]
+Device = Annotated[str, option("budget.device", default=True)]
+DeviceMemory = Annotated[str | None, option("budget.device_memory", default=True)]
 Ssd = Annotated[
     list[Path] | None,
     typer.Option(
@@ -90,7 +90,7 @@ def evaluate(
     fewshot: Fewshot = None,
     host: Host = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per pass.")] = 8,
-    seq: Annotated[int, option("train.seq")] = 1024,
+    seq: Annotated[int, option("train.seq", default=True)] = 1024,
     pack: Annotated[
         bool, typer.Option("--pack", help="Fill each row with several short examples.")
     ] = False,

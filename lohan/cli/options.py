@@ -88,7 +88,8 @@ WIDEST_METAVAR = 16  # Longer lists of choices would leave no room for the help 
 def option(dotted: str, *, panel: str | None = None, default: bool = False) -> Any:
     """Return the command-line option of a setting; `default` adds its default to the help text.
 
-    Paths are not checked here, but when they are opened.
+    Without `default` the text names none, because commands other than `lohan train` may have
+    another one. Paths are not checked here, but when they are opened.
     """
     info = field_of(dotted)
     is_flag = info.kind.typed is bool
@@ -96,7 +97,7 @@ def option(dotted: str, *, panel: str | None = None, default: bool = False) -> A
     metavar = info.kind.metavar if len(info.kind.metavar) <= WIDEST_METAVAR else "NAME"
     return typer.Option(
         names,
-        help=info.help_with_default if default else info.help,
+        help=info.help_with_default if default else info.help_without_default,
         show_default=False,
         readable=False,
         metavar="" if is_flag else metavar,

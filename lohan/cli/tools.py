@@ -28,10 +28,18 @@ if TYPE_CHECKING:
 
 
 def profile(
-    ssd: Annotated[list[Path] | None, option("budget.ssd")] = None,
-    device: Annotated[str, option("budget.device")] = "auto",
-    device_memory: Annotated[str | None, option("budget.device_memory")] = None,
-    link: Annotated[str | None, option("budget.link")] = None,
+    ssd: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--ssd",
+            metavar="DIR",
+            help="Folder on a drive to measure; may be repeated. Default: the current folder.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, option("budget.device", default=True)] = "auto",
+    device_memory: Annotated[str | None, option("budget.device_memory", default=True)] = None,
+    link: Annotated[str | None, option("budget.link", default=True)] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Model whose width the measured blocks have.")
     ] = None,
@@ -284,8 +292,9 @@ def verify(
 ) -> None:
     """Compare the first steps of a run with plain PyTorch in memory.
 
-    A model that does not fit in memory is compared as a copy with fewer layers. Nothing is kept;
-    the exit code is 1 if the runs differ by more than rounding.
+    A model that does not fit in memory is compared as a copy with fewer layers. The state is
+    under --ssd or in the current folder, and is removed at the end. The exit code is 1 if the runs
+    differ by more than rounding.
     """
     overrides["out"] = "."  # Nothing is written there.
     settings = load_config(config, overrides=overrides, assignments=assignments or ())

@@ -34,11 +34,13 @@ def ui(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=1, max=65535, help="Port on loopback. Not given: a free one."),
+        typer.Option("--port", min=1, max=65535, help="Port on loopback. Default: a free one."),
     ] = None,
-    browser: Annotated[bool, typer.Option("--browser", help="Open the address too.")] = False,
+    browser: Annotated[
+        bool, typer.Option("--browser", help="Also open the address in a browser.")
+    ] = False,
 ) -> None:
-    """Plan, start, watch and try runs in a browser. Ctrl-C ends it; runs continue."""
+    """Plan, start, watch and try runs in a browser. Ctrl-C stops the pages, not the runs."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -343,6 +343,11 @@ class FieldInfo:
         return f"{self.section}.{self.key}" if self.section else self.key
 
     @property
+    def help_without_default(self) -> str:
+        """The help text without the default that it may name at its end."""
+        return self.help.partition(" Default: ")[0]
+
+    @property
     def help_with_default(self) -> str:
         """The help text for the command line, which ends with the default if there is one."""
         if self.default is None or self.default is False or self.default == ():
