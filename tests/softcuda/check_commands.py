@@ -243,6 +243,7 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
 
 
 LATE_AND_POISONED = {
+    "SOFTCUDA_ORDER": "1",
     "SOFTCUDA_POISON": "1",
     "SOFTCUDA_COPY_US": "2000",
     "SOFTCUDA_WORK_US": "200",

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
+from lohan.device.launch import launch
 from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ProcessGroup, all_gather_into, distributed, reduce_scatter_rows
 from lohan.engine.collectives import StepCollectives
 from lohan.model.layout import FlatGroup, TensorSpec
-from tests.softcuda import extension, waits
+from lohan.util.units import MiB
+from tests.softcuda import extension, two_ranks, waits
 from tests.softcuda.check_training import there
 from tests.support.missing_waits import CopiesAtOnce, NeverWaits, kept_slices
 
 pytestmark = pytest.mark.gpu
 COUNT = 1000
+TWO_RANKS, CONFLICTS = two_ranks.__name__, two_ranks.CONFLICTS
 cuda: Any = extension()
 
 
@@ -138,6 +142,23 @@ def test_the_net_lane_sleeps_when_it_waits():
     assert {wait.what for wait in found} == {"event"}, list(map(str, found))
     assert len(found) <= 2  # the sum, its flags
     assert device._streams["net"].priority < device._streams["h2d"].priority
+
+
+def test_finds_mistakes_of_two_ranks(monkeypatch, tmp_path):
+    """A missing wait, a missing record_stream, and an allocation on the stream of the net lane.
+
+    The ranks also connect before they measure free memory, and divide the cores.
+    """
+    mib = 64
+    monkeypatch.setenv("SOFTCUDA_NCCL_MIB", str(mib))
+    messages: list[str] = []
+    assert launch(2, ["-m", TWO_RANKS, str(tmp_path)], note=messages.append) == 0, messages
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["conflicts"] == CONFLICTS
+        before, connected, later = found["free"]
+        assert before - connected == mib * MiB and later == connected
+        assert found["threads"] <= max(1, found["cores"] // 2)
 
 
 def test_a_communicator_without_memory_is_out_of_memory(monkeypatch):

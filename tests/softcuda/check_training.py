@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import UPDATE_MODES
+from lohan.device import determinism
 from lohan.device.accelerator import AcceleratorDevice, read_back
 from lohan.device.base import HostMemory
 from lohan.engine.gradient_transport import GradientOffload
@@ -233,6 +234,23 @@ def test_lora(tmp_path):
         place = tmp_path / str(len(results))
         results.append(train(model, made, place, batch=made[0], micro_batch=2, device=device))
     same(results[1], results[0])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_run_uses_kernels_with_a_fixed_order(deterministic, tmp_path, monkeypatch):
+    """From its first launch to its end, and no other code of the process does."""
+    inner, enabled, made = AcceleratorDevice.mark, set(), rows_of("")
+
+    def mark(device: AcceleratorDevice) -> Any:
+        enabled.add(torch.are_deterministic_algorithms_enabled())
+        return inner(device)
+
+    monkeypatch.setenv(determinism.WORKSPACE, determinism.FIXED[0])
+    monkeypatch.setattr(AcceleratorDevice, "mark", mark)
+    options = {"device": there(), "deterministic": deterministic}
+    found = train(small_model("llama"), made, tmp_path, batch=made[0], micro_batch=2, **options)
+    same(found, on_cpu("llama"))
+    assert enabled == {deterministic} and not torch.are_deterministic_algorithms_enabled()
 
 
 class Large(nn.Module):
