@@ -105,7 +105,8 @@ def _speed(planned: MachinePlan, steps: int | None) -> list[str]:
         lines.append(
             f"for the money {rate:,.1f} tokens/s per 1000 USD (machine: {machine.usd:,.0f} USD)"
         )
-        lines.append(f"price         {_price(machine)}")
+        if machine.gpu_usd or any(drive.usd for drive in machine.drives):
+            lines.append(f"price         {_price(machine)}")
     lines += ["", *lane_lines(foreseen)]
     lines.append(
         f"{foreseen.binding} binds: without it a step would take "

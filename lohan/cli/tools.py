@@ -143,6 +143,9 @@ def doctor(
         raise typer.Exit(EXIT_PROBLEM)
 
 
+_NOT_A_GPU = ("cpu", "emulated", "emulated-unified")
+
+
 def _self_test(
     ssd: Path, device: str, check: list[str] | None, out: Path | None, as_json: bool
 ) -> None:
@@ -151,6 +154,11 @@ def _self_test(
 
     if not ssd.is_dir():
         raise ConfigError(f"--ssd {ssd}: no such folder; create it or choose another")
+    if device in _NOT_A_GPU:
+        raise ConfigError(
+            f"--device {device}: `lohan doctor --gpu` checks a GPU; leave --device out, or give "
+            "cuda or cuda:1"
+        )
     names = kit.chosen(check or ())
     target = (
         None

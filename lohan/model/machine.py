@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lohan.errors import ConfigError
+from lohan.errors import BudgetError, ConfigError
 from lohan.util.settings import toml_value, wrong
-from lohan.util.units import parse_bytes
+from lohan.util.units import format_bytes, parse_bytes
 
 Curve = tuple[tuple[float, float], ...]
 WRITTEN_OFF_S = 3 * 365 * 86400.0  # The price of a machine is spread over three years.
@@ -181,12 +181,25 @@ class Profile:
         )
         return replace(divided, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
 
+    def check_host(self, host_bytes: int) -> None:
+        """Raise BudgetError for more memory than the machine can have.
+
+        Unified memory is part of the board and cannot be extended.
+        """
+        if self.unified and host_bytes > self.host_bytes:
+            raise BudgetError(
+                f"--host allows {format_bytes(host_bytes)}, but {self.name} has "
+                f"{format_bytes(self.host_bytes)} for host and GPU together, which cannot be "
+                "extended; lower --host"
+            )
+
     def with_host(self, host_bytes: int) -> Profile:
         """Return the same machine with `host_bytes` of main memory.
 
         Memory beyond the machine's own adds to the price. Memory that a plan leaves unused does not
         lower it.
         """
+        self.check_host(host_bytes)
         more = max(0, host_bytes - self.host_bytes) * self.memory_usd / 1e9
         return replace(self, host_bytes=host_bytes, server_usd=self.server_usd + more)
 

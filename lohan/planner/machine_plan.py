@@ -216,6 +216,8 @@ class MachineProblem:
     @cached_property
     def rank_problem(self) -> PlanProblem:
         """The problem that the planner solves for each rank."""
+        if self.machine is not None:
+            self.machine.check_host(self.host_bytes)
         return PlanProblem(
             self.blocks,
             replace(self.options, device_overhead=self.overhead(self.host_bytes)),

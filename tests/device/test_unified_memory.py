@@ -14,14 +14,19 @@ from lohan.device.choose import open_device
 from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
 from lohan.engine.attach import machine_with
 from lohan.engine.lanes import Lanes
-from lohan.errors import ConfigError
+from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.options import PlanOptions
 from lohan.planner import presets
 from lohan.planner.forecast import on_machine
-from lohan.planner.machine_plan import PlanRequest, faster_drives, plan_for_machine
+from lohan.planner.machine_plan import (
+    PlanRequest,
+    faster_drives,
+    plan_for_machine,
+    with_alternatives,
+)
 from lohan.planner.memory import CARD_OWNERS
-from lohan.util.units import MiB
+from lohan.util.units import Interval, MiB
 from tests.support.delayed_runs import Tuning, data, memory_engine, net
 from tests.support.overlap_cases import CLIP, KINDS, Case, check
 from tests.support.setting_grids import pairwise
@@ -79,6 +84,17 @@ def test_rejects_device_memory_of_a_machine_that_has_none(tmp_path):
     file.write_text(SPARK.to_toml().replace("unified = true", "unified = 1"))
     with pytest.raises(ConfigError, match="true or false"):
         presets.machine(file)
+
+
+def test_proposes_no_more_memory_than_the_machine_has():
+    """Memory that is soldered to the board cannot be doubled."""
+    small = replace(SPARK, host_bytes=32 * GB)
+    options = PlanOptions(dtype="bf16", commit=Interval(0, 900.0))
+    for machine, proposed in ((SPARK, True), (small, False)):
+        made = with_alternatives(plan_for_machine(replace(request(machine), options=options)))
+        assert any(each.option.startswith("--host") for each in made.instead) == proposed
+    with pytest.raises(BudgetError, match=r"spark has .*cannot be extended; lower --host"):
+        plan_for_machine(request(small, host=33 * GB))
 
 
 def test_rejects_several_gpus():

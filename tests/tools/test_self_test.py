@@ -119,6 +119,7 @@ def test_options_that_do_not_fit(lohan, tmp_path):
     refused(lohan("doctor", "--check", "links"), r"--check: belongs to `lohan doctor --gpu`")
     refused(lohan("doctor", "--gpu", "--check", "x"), r"--check x: there is no such check.*links")
     refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")
+    refused(lohan("doctor", "--gpu", "--device", "emulated"), r"checks a GPU; leave --device out")
     foreign = tmp_path / "mine.json"
     foreign.write_text("{}")
     refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left unchanged")
