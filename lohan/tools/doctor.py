@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -148,6 +149,15 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
         kind = accelerator.current_accelerator().type
         count = accelerator.device_count()
         name = torch.cuda.get_device_name(0) if kind == "cuda" else kind
+        if kind == "cuda" and (architectures := _foreign_architectures(torch)):
+            major, minor = torch.cuda.get_device_capability(0)
+            return Finding(
+                "device",
+                PROBLEM,
+                f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
+                f"{major}.{minor}, but for {', '.join(architectures)}",
+                "install a build of torch for this GPU: https://pytorch.org/get-started",
+            )
         return Finding("device", OK, f"{count} x {name} ({kind}), {cpu}")
     if nvidia:
         return Finding(
@@ -164,6 +174,24 @@ def device_finding(torch: Any, *, nvidia: bool) -> Finding:
         "correct but slow: suitable for small models and tests; `lohan plan --machine` forecasts "
         "a GPU",
     )
+
+
+def _foreign_architectures(torch: Any) -> list[str]:
+    """Return the architectures that torch was built for, if the first GPU runs none of them.
+
+    A GPU runs kernels of its own major version and of a minor version up to its own. The driver
+    compiles `compute_` entries for every later GPU.
+    """
+    capability = torch.cuda.get_device_capability(0)
+    architectures = [str(name) for name in torch.cuda.get_arch_list()]
+    for name in architectures:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+        if match is None:  # an architecture of AMD
+            return []
+        version = int(match[2]), int(match[3])
+        if version <= capability and (match[1] == "compute" or version[0] == capability[0]):
+            return []
+    return architectures
 
 
 # -- Memory and system -----------------------------------------------------------------------------

@@ -189,7 +189,9 @@ def test_hard_disks():
 # -- machine --------------------------------------------------------------------------------------
 
 
-def accelerated(available: bool) -> SimpleNamespace:
+def accelerated(
+    available: bool, capability: tuple[int, int] = (8, 9), architectures: str = "sm_75 sm_80 sm_90"
+) -> SimpleNamespace:
     return SimpleNamespace(
         __version__="2.13.0",
         accelerator=SimpleNamespace(
@@ -197,7 +199,11 @@ def accelerated(available: bool) -> SimpleNamespace:
             device_count=lambda: 2,
             current_accelerator=lambda: SimpleNamespace(type="cuda"),
         ),
-        cuda=SimpleNamespace(get_device_name=lambda number: "RTX 4090"),
+        cuda=SimpleNamespace(
+            get_device_name=lambda number: "RTX 4090",
+            get_device_capability=lambda number: capability,
+            get_arch_list=architectures.split,
+        ),
     )
 
 
@@ -208,6 +214,26 @@ def test_devices():
     assert found.state == WARNING and "does not use it" in found.text
     found = doctor.device_finding(accelerated(False), nvidia=False)
     assert found.state == WARNING and "no accelerator" in found.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "state"),
+    [
+        ((12, 0), "sm_80 sm_90", PROBLEM),
+        ((12, 0), "sm_80 sm_90 compute_90", OK),
+        ((12, 1), "sm_90 sm_120", OK),
+        ((8, 0), "sm_86 sm_90", PROBLEM),
+        ((6, 1), "sm_75 sm_80", PROBLEM),
+        ((9, 0), "sm_80 sm_90a", OK),
+        ((11, 0), "gfx1100", OK),
+        ((8, 9), "", OK),
+    ],
+)
+def test_finds_a_torch_without_kernels_for_the_gpu(capability, architectures, state):
+    found = doctor.device_finding(accelerated(True, capability, architectures), nvidia=True)
+    assert found.state == state
+    if state == PROBLEM:
+        assert f"is {capability[0]}.{capability[1]}, but for sm_" in found.text, found.text
 
 
 def test_wsl(monkeypatch):
