@@ -672,7 +672,7 @@ class Tally:
 def trace_once(family: str) -> None:
     """Trace a model, so that forks find what torch learns about its operations on the way."""
     from benchmarks.differential_models import batches, build_model
-    from lohan.engine.workload import blocks_of, workload_of
+    from lohan.engine.context import blocks_of, workload_of
 
     case = {**SIMPLEST, "model": family}
     batch = batches(case)[0][0][0]

@@ -40,7 +40,7 @@ from lohan.checkpoint.store_io import gathering_reader
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine import attach as attaching
-from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import OomGuard
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, RankError
 from lohan.model.plan import Plan

@@ -43,9 +43,8 @@ from torch.utils.checkpoint import (
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from lohan.capture.block_state import BlockState
-from lohan.capture.call_context import CallContext
-from lohan.capture.recompute import SavedCall
+from lohan.capture.recompute import BlockState
+from lohan.capture.saved_call import CallContext, SavedCall
 from lohan.capture.tracing import SavePlans
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice

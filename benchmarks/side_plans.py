@@ -19,7 +19,7 @@ def main() -> None:
 
     import lohan
     from lohan.capture.blocks import cut
-    from lohan.engine.workload import workload_of
+    from lohan.engine.context import workload_of
     from lohan.errors import LohanError
     from lohan.model.machine import Profile
     from lohan.model.options import PlanOptions

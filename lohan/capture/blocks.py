@@ -13,7 +13,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lohan.capture.call_context import swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -24,6 +23,7 @@ from lohan.capture.fake import (
     with_least_values,
 )
 from lohan.capture.kernels import plain_forwards
+from lohan.capture.saved_call import swapped
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
     FROZEN,

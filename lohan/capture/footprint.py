@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture.call_context import collecting, swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -30,12 +29,8 @@ from lohan.capture.fake import (
     with_least_values,
 )
 from lohan.capture.kernels import plain_forwards, runs_liger
-from lohan.capture.recompute import (
-    SavedCall,
-    discard_saved_tensors,
-    is_prefix,
-    refuse_cache,
-)
+from lohan.capture.recompute import discard_saved_tensors
+from lohan.capture.saved_call import SavedCall, collecting, is_prefix, refuse_cache, swapped
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call

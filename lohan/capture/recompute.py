@@ -6,27 +6,201 @@ backward can compute it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from lohan.capture.block_state import BlockState, OldValues, restore_values, with_old_values
-from lohan.capture.call_context import CallContext, forked_random_state
+from lohan.capture.saved_call import (
+    Attribute,
+    CallContext,
+    Gathered,
+    OldValues,
+    Output,
+    SavedCall,
+    changed_input,
+    detached,
+    forked_random_state,
+    tree_leaves,
+)
 from lohan.capture.selective_checkpoint import SkipUnneededOps, recompute_with, run_and_save
-from lohan.capture.slicing import Cut, Cuts, NotSliceable
-from lohan.capture.trees import PLAIN, detached, flatten, tree_leaves, unflatten
-from lohan.device.base import Device
+from lohan.capture.slicing import Cuts, NotSliceable
+from lohan.device.base import Device, Event
 from lohan.device.choose import Compiled
-from lohan.device.run_ahead import RunAhead
 from lohan.errors import ModelError
 
 if TYPE_CHECKING:
     from lohan.capture.tracing import SavePlans
+
+
+# -- How far the caller may be ahead of the device -------------------------------------------------
+
+
+SLICES_AHEAD = 2
+
+
+class RunAhead:
+    """A limit of two slices that are launched but not finished.
+
+    A stream holds about a thousand launches. If it is full, a launch blocks in a busy loop, and so
+    do launches of other threads on other streams, so copies for the next block would not be
+    enqueued. Two slices are enough to keep the device busy, and here the thread sleeps.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ends: deque[Event] = deque()  # end marks of the slices that may not have finished
+
+    @contextmanager
+    def slice(self) -> Iterator[None]:
+        """Wait for the slice before the last, then launch one."""
+        if len(self._ends) >= SLICES_AHEAD:
+            self._ends.popleft().synchronize()
+        yield
+        self._ends.append(self._device.mark())
+
+
+# -- Buffers and attributes that a call of a block changes -----------------------------------------
+
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a block before a call.
+
+    It holds the version of each buffer, for some a copy, and all attributes of the modules.
+    """
+
+    buffers: list[tuple[torch.Tensor, int, torch.Tensor | None]]
+    attributes: list[dict[str, Any]]
+
+
+# set by transformers when it registers hooks, which stay
+_HOOKED = "_output_capturing_hooks_installed"
+
+
+class BlockState:
+    """Buffers and attributes of one block."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        # indices into `_attributes`; None before the first forward
+        self._changing: set[int] | None = None
+        self._modules = list(module.modules())
+        self._attributes: list[Attribute] = [
+            (child._buffers, key)
+            for child in self._modules
+            for key, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+
+    def snapshot(self) -> Snapshot:
+        """Record the state before a forward. Buffers are copied if they may change.
+
+        The first forward shows which buffers change.
+        """
+        copied = range(len(self._attributes)) if self._changing is None else self._changing
+        buffers = [
+            (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
+            for number, tensor in enumerate(self._current())
+        ]
+        return Snapshot(buffers, [dict(vars(module)) for module in self._modules])
+
+    def changes_since(self, before: Snapshot) -> OldValues:
+        """Return the old values of everything that forward has changed."""
+        saved: OldValues = []
+        changed: set[int] = set()
+        for number, current in enumerate(self._current()):
+            tensor, version, old = before.buffers[number]
+            same = current is tensor and current._version == version
+            # BatchNorm does not change versions
+            if same and (old is None or torch.equal(current, old)):
+                continue
+            if old is None:
+                raise ModelError(
+                    f"block {self._name} changes buffer {self._attributes[number][1]}, which it "
+                    "left alone in its first forward, so it cannot be recomputed; change it in "
+                    "every forward or in none"
+                )
+            changed.add(number)
+            saved.append((self._attributes[number], old))
+        self._changing = changed | (self._changing or set())
+        return saved + self._other_attributes(before)
+
+    def _other_attributes(self, before: Snapshot) -> OldValues:
+        saved: OldValues = []
+        for module, old in zip(self._modules, before.attributes, strict=True):
+            current = vars(module)
+            if current.keys() == old.keys() and all(map(is_, current.values(), old.values())):
+                continue  # the usual case, in which the order is the same too
+            for key in (current.keys() | old.keys()) - {_HOOKED}:
+                if current.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
+                    saved.append(((current, key), was))
+        return saved
+
+    def advanced(self, before: Snapshot) -> str:
+        """Return the name of a buffer or number that a call has changed, or an empty string.
+
+        A block with such state gives other results in several calls than in one.
+        """
+        for number, current in enumerate(self._current()):
+            tensor, version, old = before.buffers[number]
+            moved = current is not tensor or current._version != version
+            if moved and (old is None or not torch.equal(current, old)):
+                return f"buffer {self._attributes[number][1]}"
+        for (attributes, key), was in self._other_attributes(before):
+            if isinstance(attributes.get(key), int | float) and isinstance(was, int | float):
+                return f"attribute {key}"
+        return ""
+
+    def _current(self) -> list[torch.Tensor]:
+        return [owner[key] for owner, key in self._attributes]
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore buffers and attributes on exit."""
+        before = self.snapshot()
+        pairs = zip(self._attributes, self._current(), strict=True)
+        with with_old_values([(attribute, tensor) for attribute, tensor in pairs]):
+            try:
+                yield
+            finally:
+                for attribute, old in self._other_attributes(before):
+                    _put(attribute, old)
+
+
+def _put(attribute: Attribute, value: Any) -> None:
+    owner, key = attribute
+    if value is _ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
+
+
+def restore_values(saved: OldValues) -> None:
+    for attribute, old in saved:
+        _put(attribute, old.detach().clone() if isinstance(old, torch.Tensor) else old)
+
+
+@contextmanager
+def with_old_values(saved: OldValues) -> Iterator[None]:
+    """Temporarily restore old values for a recomputation. Tensors are copied."""
+    current = [(attribute, attribute[0].get(attribute[1], _ABSENT)) for attribute, _ in saved]
+    try:
+        restore_values(saved)
+        yield
+    finally:
+        for attribute, value in current:
+            _put(attribute, value)
+
 
 # -- A forward that runs the operations of its recomputation and saves nothing ---------------------
 #
@@ -52,13 +226,6 @@ def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
     return detached(out)
 
 
-def changed_input(name: str) -> str:
-    return (
-        f"block {name} changes its input in place, so it cannot be recomputed; make the operation "
-        "out of place"
-    )
-
-
 @contextmanager
 def discard_saved_tensors(name: str) -> Iterator[None]:
     """Record a graph inside the context, and save no tensor for it. `name` is that of the block."""
@@ -76,150 +243,10 @@ def discard_saved_tensors(name: str) -> Iterator[None]:
         yield
 
 
-# -- What a block call keeps in forward for backward -----------------------------------------------
+# -- Computing a call slice by slice ---------------------------------------------------------------
 #
-# A call keeps its tensor inputs, the layout of its arguments, and the random state before each
-# micro-batch slice. Recomputation therefore repeats the forward exactly, including dropout.
-
-
-def fills_cache(inputs: Iterable[Any]) -> bool:
-    """Return whether an input is a cache of keys and values, which reports its length."""
-    return any(
-        type(value) not in PLAIN and hasattr(value, "get_seq_length") and not is_prefix(value)
-        for value in inputs
-    )
-
-
-def refuse_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if fills_cache((*args, *kwargs.values())):
-        raise ModelError(
-            f"block {name} fills a cache of keys and values in training, which recomputation would "
-            "fill twice; set use_cache=False in the call or in model.config"
-        )
-
-
-class Prefix:
-    """A cache with trainable keys and values (prefix tuning), seen as the tensors that it holds.
-
-    Every run of a block gets its own cache, which contains only these tensors.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self.kind = type(cache)
-        self.tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-
-    @staticmethod
-    def rebuild(tensors: Iterable[Any], kind: Any) -> Any:
-        flat = list(tensors)
-        return kind(list(zip(flat[::2], flat[1::2], strict=True)))
-
-
-def is_prefix(value: Any) -> bool:
-    """Return whether a value is a cache that contains trained keys before the model runs."""
-    if type(value) in PLAIN:
-        return False
-    layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
-    keys = [getattr(layer, "keys", None) for layer in layers or ()]
-    return bool(keys) and all(isinstance(k, torch.Tensor) and k.requires_grad for k in keys)
-
-
-pytree.register_pytree_node(Prefix, lambda prefix: (prefix.tensors, prefix.kind), Prefix.rebuild)
-
-
-class SavedCall:
-    """The inputs of one block call.
-
-    The constructor saves them; `restore` returns them by slices.
-    """
-
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name = name
-        self._leaves, self._spec = flatten((args, kwargs))
-        if any(map(is_prefix, self._leaves)):
-            shown = [Prefix(leaf) if is_prefix(leaf) else leaf for leaf in self._leaves]
-            self._leaves, self._spec = flatten(unflatten(shown, self._spec))
-        self._where = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
-        self.wants_grad = [t.requires_grad for t in self.tensors]
-        self.rng: list[torch.Tensor] = []
-        self.saved_ops: list[Any] = []  # saved results of each slice, or None
-        self.evicted = False
-        self.cut = Cut(whole="it was not asked for")
-        self.checked = False  # whether the cut was compared with a plain call
-        self.changed: OldValues = []  # buffers that forward has changed, with their old values
-        self.context: Any = None  # the CallContext of forward
-        for i in self._where:
-            self._leaves[i] = None
-        self.objects = [leaf for leaf in self._leaves if type(leaf) not in PLAIN]
-        first = next((t for t in self.tensors if t.ndim >= 2), None)
-        self.batch = first.shape[0] if first is not None else 1
-
-    def detach(self) -> list[torch.Tensor]:
-        """Detach the inputs from their autograd history, and return the originals."""
-        inputs, self.tensors = self.tensors, [t.detach() for t in self.tensors]
-        self._versions = [t._version for t in inputs]
-        return inputs
-
-    @property
-    def grad_inputs(self) -> list[torch.Tensor]:
-        """The inputs that take a gradient."""
-        return [
-            t
-            for t, takes_gradient in zip(self.tensors, self.wants_grad, strict=True)
-            if takes_gradient
-        ]
-
-    def evict_inputs(self) -> None:
-        """Free the inputs that take a gradient, after they were copied to another tier."""
-        self.restore_inputs([tensor.new_empty(0) for tensor in self.grad_inputs])
-        self.evicted = True
-
-    def restore_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace evicted inputs by tensors with the same values."""
-        remaining = iter(tensors)
-        pairs = zip(self.tensors, self.wants_grad, strict=True)
-        self.tensors = [
-            next(remaining) if takes_gradient else tensor for tensor, takes_gradient in pairs
-        ]
-        self.evicted = False
-
-    def slices(self, micro_batch: int | None) -> list[slice]:
-        step = self.batch if self.cut.whole else micro_batch or self.batch
-        return [slice(a, min(a + step, self.batch)) for a in range(0, self.batch, step)]
-
-    def restore(
-        self, part: slice, *, grad: bool
-    ) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
-        """Return tensors, args and kwargs of one slice.
-
-        With `grad`, the tensors are leaves for backward.
-        """
-        tensors = self.inputs(part, grad=grad)
-        return tensors, *self.arguments(tensors)
-
-    def inputs(self, part: slice, *, grad: bool) -> list[torch.Tensor]:
-        """Return the input tensors of one slice."""
-        whole = part == slice(0, self.batch)
-        tensors = []
-        for number, (tensor, takes_gradient) in enumerate(
-            zip(self.tensors, self.wants_grad, strict=True)
-        ):
-            piece = tensor if whole or not self.cut.inputs[number] else tensor[part]
-            tensors.append(piece.detach().requires_grad_(grad and takes_gradient))
-        return tensors
-
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with `tensors` in place of its own tensors."""
-        leaves = list(self._leaves)
-        for i, tensor in zip(self._where, tensors, strict=True):
-            leaves[i] = tensor
-        args, kwargs = unflatten(leaves, self._spec)
-        return args, kwargs
-
-    def check_untouched(self) -> None:
-        """Raise an error if the block changed its inputs since `detach` was called."""
-        if [tensor._version for tensor in self.tensors] != self._versions:
-            raise ModelError(changed_input(self.name))
+# Forward keeps the inputs and the results that the plan saves. Backward runs the block again from
+# them.
 
 
 class ActivationHooks:
@@ -248,61 +275,6 @@ class ActivationHooks:
 
     def release(self, site: int, call: SavedCall) -> None:
         """Handle the end of backward."""
-
-
-class Gathered:
-    """Joins per-slice tensors of one position along the batch dimension, without a second copy."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self.value: torch.Tensor | None = None
-
-    def put(self, part: slice, piece: torch.Tensor, *, rows: int = 1) -> None:
-        """Add the piece of one slice. Each sample has `rows` rows."""
-        if part == slice(0, self._batch):
-            self.value = piece
-            return
-        if self.value is None:
-            self.value = piece.new_empty((self._batch * rows, *piece.shape[1:]))
-        self.value[part.start * rows : part.stop * rows] = piece
-
-    def add(self, piece: torch.Tensor) -> None:
-        self.value = piece if self.value is None else self.value.add_(piece)
-
-
-class Output:
-    """The return value of a call, joined from its slices."""
-
-    def __init__(self, call: SavedCall) -> None:
-        self._batch, self._call = call.batch, call
-        self._joined: list[Gathered] = []
-        self._last: list[Any] = []
-        self.spec: Any = None
-
-    def put(self, part: slice, out: Any) -> None:
-        self._last, self.spec = flatten(out)
-        self._joined = self._joined or [Gathered(self._batch) for _ in self._last]
-        rows = iter(self._call.cut.outputs)
-        for joined, leaf in zip(self._joined, self._last, strict=True):
-            if isinstance(leaf, torch.Tensor):
-                each = next(rows, 1)
-                if each:
-                    joined.put(part, leaf, rows=each)
-                elif joined.value is None:
-                    joined.value = leaf
-
-    @property
-    def leaves(self) -> list[Any]:
-        return [
-            leaf if joined.value is None else joined.value
-            for joined, leaf in zip(self._joined, self._last, strict=True)
-        ]
-
-
-# -- Computing a call slice by slice ---------------------------------------------------------------
-#
-# Forward keeps the inputs and the results that the plan saves. Backward runs the block again from
-# them.
 
 
 class Block(Protocol):

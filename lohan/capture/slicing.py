@@ -27,7 +27,7 @@ from lohan.errors import BudgetError
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.capture.recompute import SavedCall
+    from lohan.capture.saved_call import SavedCall
 
 Run = Callable[..., Any]
 Result = TypeVar("Result")

@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lohan.capture.block_state import BlockState
-from lohan.capture.call_context import CallContext, collecting, swapped
 from lohan.capture.casting import has_hooks
+from lohan.capture.recompute import BlockState
+from lohan.capture.saved_call import CallContext, collecting, swapped
 from lohan.capture.selective_checkpoint import (
     generator_state,
     set_generator_state,

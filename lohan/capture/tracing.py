@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from lohan.capture.call_context import collecting, swapped
 from lohan.capture.fake import CPU, UNKNOWN, DispatchMode, KnownValues, faking
-from lohan.capture.recompute import Block, SavedCall
+from lohan.capture.recompute import Block
+from lohan.capture.saved_call import SavedCall, collecting, swapped
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import site_names
-from lohan.capture.call_context import swapped
 from lohan.capture.placeholders import lacks_values
+from lohan.capture.saved_call import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError

@@ -5,15 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from lohan.config import field_of
-
-if TYPE_CHECKING:
-    pass
-
 
 # Groups of options in `--help`, most common first. Settings of a group appear in this order.
 ADVANCED = "Advanced: "

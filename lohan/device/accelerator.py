@@ -248,7 +248,7 @@ def pinned_by_torch(count: int) -> HostMemory:
     """
     tensor = torch.empty(count + PAGE, dtype=torch.uint8, pin_memory=True)
     skip = -tensor.data_ptr() % PAGE
-    return cast(HostMemory, tensor.numpy()[skip : skip + count])
+    return cast("HostMemory", tensor.numpy()[skip : skip + count])
 
 
 # -- Accelerator ----------------------------------------------------------------------------------

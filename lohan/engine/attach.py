@@ -49,14 +49,20 @@ from lohan.device.choose import backend_of, open_device
 from lohan.device.determinism import deterministic_algorithms, fix_cublas_workspace
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.context import PlanContext
+from lohan.engine.context import (
+    PlanContext,
+    _dtype_name,
+    _shapes,
+    is_tested,
+    save_plans,
+    workload_of,
+)
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.logged import fold_log
 from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy, with_keywords
 from lohan.engine.session import ExecutorAndHead, Session
 from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
-from lohan.engine.workload import _dtype_name, _shapes, is_tested, save_plans, workload_of
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks

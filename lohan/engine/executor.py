@@ -32,18 +32,15 @@ from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.store_io import ChangedBuffers, TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
-from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, SharedSlots, StepScalars
-from lohan.engine.clipping import Clipping
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.commit_clock import CommitClock
 from lohan.engine.gradient_transport import GroupGrads
-from lohan.engine.gradients import GradientCollector
+from lohan.engine.gradients import Accumulated, GradientCollector
 from lohan.engine.lanes import Lanes
 from lohan.engine.resident import Resident
 from lohan.engine.scheduler import ActionScheduler
-from lohan.engine.step import Decision, Factor, State, Step, Steps
+from lohan.engine.step import Clipping, CommitClock, Decision, Factor, State, Step, Steps
 from lohan.engine.user_code import KeptGradients, UnwantedGradients, WatchedParameters
 from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, ModelError, RankError, StoreError

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
-from lohan.engine.step import Steps
 from lohan.model.layout import FlatGroup
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.io_engine import Buffer
@@ -19,54 +17,11 @@ from lohan.util.units import PAGE, align_up
 
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
+if TYPE_CHECKING:
+    pass
+
 
 DOUBLE = 8  # bytes of a number in double precision
-
-
-@dataclass
-class PendingGradients:
-    """The gradients of groups whose last use is over, until their updates are done and accepted."""
-
-    steps: Steps
-    on_host: dict[int, GroupGrads] = field(default_factory=dict)
-    on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
-    # The sums of squares of the gradients in `on_device`, if the device computes them.
-    squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    # sums of squares of groups, in this step
-    squares: dict[int, float] = field(default_factory=dict)
-    offload: GradientOffload | None = None  # None for a device without its own memory
-    # Protects `keeps_gradients` and `used` of a step, which the caller and the lanes change.
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def release(self, number: int) -> None:
-        """Free the gradients of a group that were used, unless the step keeps them."""
-        with self.lock:
-            step = self.steps.current
-            if step.keeps_gradients:
-                step.used.append(number)
-                return
-        self.on_host.pop(number, None)
-        if self.offload is not None:
-            self.offload.release(number)
-
-    def accept(self) -> None:
-        """Free the kept gradients that were used; the others are freed when they are used."""
-        with self.lock:
-            step = self.steps.current
-            step.keeps_gradients = False
-        for number in step.used:
-            self.release(number)
-
-    def clear(self) -> None:
-        """Discard all gradients that were handed over."""
-        self.steps.current.keeps_gradients = False
-        self.on_host.clear()
-        self.on_device.clear()
-        self.squares_on_device.clear()
-        # A new dict, because queued updates may still read that of the previous step.
-        self.squares = {}
-        if self.offload is not None:
-            self.offload.clear()
 
 
 class OffloadedGradients(Mapping[int, torch.Tensor]):

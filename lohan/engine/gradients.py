@@ -21,7 +21,9 @@ in Accumulated, and the step moves all of them to `on_host`. Gradients of reside
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,15 +31,13 @@ from torch import nn
 
 from lohan import _core
 from lohan.capture.placeholders import OffloadedParameter
-from lohan.engine.accumulation import Accumulated
+from lohan.engine.buffers import HostPool
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradient_transport import (
     GradientOffload,
     GroupGrads,
     OffloadedGradients,
-    PendingGradients,
 )
-from lohan.engine.step import Steps
 from lohan.engine.user_code import (
     KeptGradients,
     UnwantedGradients,
@@ -45,12 +45,53 @@ from lohan.engine.user_code import (
     run_gradient_hooks,
 )
 from lohan.errors import ModelError
-from lohan.model.layout import Blocks, Site
+from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.plan import Plan
+from lohan.model.state import FLOAT
 from lohan.schedule.placement import Gate, gate_of
 
 if TYPE_CHECKING:
     from lohan.engine.scheduler import ActionScheduler
+    from lohan.engine.step import Steps
+
+
+# -- Sums over several backward calls --------------------------------------------------------------
+
+
+OWNER = "accumulated gradients"
+
+
+def bytes_of_sums(groups: Iterable[FlatGroup]) -> int:
+    """Return the bytes of the sums of all trained groups, which are fp32."""
+    return sum(group.numel for group in groups if not group.frozen) * FLOAT
+
+
+class Accumulated:
+    """Sums of gradients in host memory, by number of group and index of tensor."""
+
+    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool) -> None:
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
+        self._pool, self._reserved = pool, bytes_of_sums(groups)
+        pool.reserve(OWNER, self._reserved)
+
+    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
+        sums = self._sums.setdefault(number, {})
+        for index, grad in grads.items():
+            if index in sums:
+                sums[index].add_(grad.to("cpu", torch.float32))
+            else:
+                sums[index] = grad.to("cpu", torch.float32).contiguous()
+
+    def numbers(self) -> list[int]:
+        return sorted(self._sums)
+
+    def take(self, number: int) -> dict[int, torch.Tensor]:
+        return self._sums.pop(number)
+
+    def close(self) -> None:
+        """Release the sums."""
+        self._sums.clear()
+        self._pool.unreserve(OWNER, self._reserved)
 
 
 SCALED_ELEMENTS = 2**22  # 16-bit elements that are scaled at a time
@@ -135,6 +176,52 @@ class GradientSink:
         """Drop all uses: the weights change now, so no earlier forward may run its backward."""
         self._uses.clear()
         self.period += 1
+
+
+@dataclass
+class PendingGradients:
+    """The gradients of groups whose last use is over, until their updates are done and accepted."""
+
+    steps: Steps
+    on_host: dict[int, GroupGrads] = field(default_factory=dict)
+    on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
+    # The sums of squares of the gradients in `on_device`, if the device computes them.
+    squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    # sums of squares of groups, in this step
+    squares: dict[int, float] = field(default_factory=dict)
+    offload: GradientOffload | None = None  # None for a device without its own memory
+    # Protects `keeps_gradients` and `used` of a step, which the caller and the lanes change.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self, number: int) -> None:
+        """Free the gradients of a group that were used, unless the step keeps them."""
+        with self.lock:
+            step = self.steps.current
+            if step.keeps_gradients:
+                step.used.append(number)
+                return
+        self.on_host.pop(number, None)
+        if self.offload is not None:
+            self.offload.release(number)
+
+    def accept(self) -> None:
+        """Free the kept gradients that were used; the others are freed when they are used."""
+        with self.lock:
+            step = self.steps.current
+            step.keeps_gradients = False
+        for number in step.used:
+            self.release(number)
+
+    def clear(self) -> None:
+        """Discard all gradients that were handed over."""
+        self.steps.current.keeps_gradients = False
+        self.on_host.clear()
+        self.on_device.clear()
+        self.squares_on_device.clear()
+        # A new dict, because queued updates may still read that of the previous step.
+        self.squares = {}
+        if self.offload is not None:
+            self.offload.clear()
 
 
 class GradientCollector:

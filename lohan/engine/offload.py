@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from lohan.capture.recompute import ActivationHooks, SavedCall
+from lohan.capture.recompute import ActivationHooks
+from lohan.capture.saved_call import SavedCall
 from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool

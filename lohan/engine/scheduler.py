@@ -19,21 +19,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
-from lohan.engine.step import Steps
 from lohan.errors import RankError
 from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, ScheduleSpec
-from lohan.schedule.buffers import empty_buffers
+from lohan.schedule.actions import Action, ScheduleSpec, empty_buffers
 from lohan.schedule.ops import Op
 from lohan.schedule.placement import StepPlacement, UpdateOptions, place
 from lohan.schedule.steps import ExecutionOrder, check_order
+
+if TYPE_CHECKING:
+    from lohan.engine.step import Steps
 
 
 class Slots(Protocol):

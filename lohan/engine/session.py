@@ -22,10 +22,10 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.checkpoint.store_io import folder_of, gathering_reader, overwrite
 from lohan.device.ranks import ProcessGroup
-from lohan.engine.accumulation import bytes_of_sums
 from lohan.engine.context import PlanContext
 from lohan.engine.executor import Executor
 from lohan.engine.export import export_store
+from lohan.engine.gradients import bytes_of_sums
 from lohan.engine.head import SlicedHead
 from lohan.engine.replanning import Replanner
 from lohan.engine.step import MAX_PENDING_META

@@ -2,18 +2,32 @@
 
 A step begins with a forward. After its backward, it is closed: its decision is made, and its
 remaining updates and its commit are queued. It is then the previous step, and the model may already
-run the next one. Executor, scheduler, runner, clipping and collector share one `Steps`.
+run the next one. Executor, scheduler, runner and collector share one `Steps`.
+`Clipping` makes the decision, and `CommitClock` chooses the steps that are committed.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lohan.engine.buffers import StepScalars
-from lohan.schedule.placement import StepPlacement
+from lohan.engine.gradients import sum_of_squares
+from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions
+
+if TYPE_CHECKING:
+    from lohan.device.ranks import ProcessGroup
+    from lohan.engine.actions import ActionRunner
+    from lohan.engine.collectives import StepCollectives
+    from lohan.engine.scheduler import ActionScheduler
+    from lohan.model.plan import Plan
+    from lohan.store.store import Store
+
 
 MAX_PENDING_META = 16  # Steps whose metadata is kept until it is taken. A loop need not take any.
 
@@ -122,3 +136,194 @@ class Steps:
         self.current, self.previous = Step(), None
         self.ending.clear()
         self.uncommitted, self.unfinished = None, False
+
+
+# -- When a step is committed ----------------------------------------------------------------------
+
+
+# The first steps of a plan are always committed, because they are the most likely to fail.
+SETTLING_STEPS = 2
+
+
+class CommitClock:
+    """Decides after each step whether the next one is committed; all ranks decide alike."""
+
+    def __init__(self, plan: Plan, process_group: ProcessGroup) -> None:
+        self._plan, self._process_group = plan, process_group
+        # steps with this plan, and steps since the last commit
+        self._steps = self._steps_since_commit = 0
+        self._committed_s = self._ended_s = time.monotonic()
+
+    def after_step(self, *, commits: bool) -> bool:
+        """Record the end of a step, and return whether the next step commits."""
+        now_s = time.monotonic()
+        took_s, self._ended_s = now_s - self._ended_s, now_s
+        self._steps, self._steps_since_commit = self._steps + 1, self._steps_since_commit + 1
+        if commits:
+            self.committed()
+        interval = self._plan.commit
+        if interval.every_step or self._steps < SETTLING_STEPS:
+            return True
+        if interval.steps and self._steps_since_commit + 1 >= interval.steps:
+            return True
+        # Whether the interval will be exceeded at the end of the step after the next one.
+        late = now_s + 2 * took_s - self._committed_s > interval.seconds
+        return bool(interval.seconds) and self._process_group.any_rank(late)
+
+    def committed(self) -> None:
+        self._steps_since_commit, self._committed_s = 0, time.monotonic()
+
+
+# -- Whether updates wait for the norm, and what becomes of a step ---------------------------------
+#
+# The clipping factor depends on all gradients, so no update can know it during backward. While
+# steps stay below the limit, the factor is 1 for all of them. Updates therefore run in backward as
+# if there were no limit (speculation), into the generation that is not committed, and the norm is
+# computed at the end of backward. If it is below the limit, the step is committed. Otherwise that
+# generation is discarded, the cache in host memory is read again from the committed one, and the
+# step is
+#
+# * redone, if the plan keeps the gradients in memory: the updates run again with the clipping
+#   factor;
+# * rerun, if gradients would be spilled to SSD: the whole step runs again, from the same batch and
+#   random state, with the known factor. This requires a caller that checks
+#   `Session.must_run_again`, as `lohan train` does, and a model whose buffers do not change in a
+#   step.
+#
+# All of these give the same bits as waiting for the norm.
+
+
+RECENT_STEPS = 8  # The plan limits how many of this many last steps may be clipped.
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`. A limit of 0 disables clipping."""
+    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+
+class Clipping:
+    """Decides for each step whether updates wait for the norm.
+
+    The decision depends on the recent steps. The class also computes the norm, and accepts or
+    rolls back updates that did not wait for it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        scheduler: ActionScheduler,
+        runner: ActionRunner,
+        store: Store,
+        collectives: StepCollectives,
+        steps: Steps,
+    ) -> None:
+        self.steps = steps
+        self._plan, self._scheduler, self._runner = plan, scheduler, runner
+        self._store, self._collectives = store, collectives
+        self._updates = UpdateOptions.of(plan)
+        # Whether all held gradients stay in memory until the norm is known.
+        self.all_held_in_memory = not plan.spilled_gradients
+        self._clipped: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self.norm: float | None = None  # The norm of all gradients of the last step.
+        # Metrics of the last step: clipped, speculated and rolled_back.
+        self.counts: dict[str, int] = {}
+
+    @property
+    def gate(self) -> Gate:
+        return self._updates.gate
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether the last norm exceeded the limit or the range of fp16."""
+        return bool(self._clipped) and self._clipped[-1]
+
+    @property
+    def must_rerun(self) -> bool:
+        """Whether the last backward was that of a clipped step, which must be rerun."""
+        return self.steps.current.first_run is not None
+
+    @property
+    def known_factor(self) -> float:
+        """The factor of updates that do not wait for the norm: 1, unless a step is rerun."""
+        first_run = self.steps.current.first_run
+        return 1.0 if first_run is None else first_run.clip_factor
+
+    def skips_norm_wait(self, *, repeatable: bool) -> bool:
+        """Decide whether updates run in this backward without waiting for the norm.
+
+        `repeatable` states that the step can be run again with the same results.
+        """
+        can_speculate = self._updates.can_speculate and (self.all_held_in_memory or repeatable)
+        last_unclipped = bool(self._clipped) and not self._clipped[-1]
+        speculates = (
+            can_speculate
+            and last_unclipped
+            and sum(self._clipped) <= self._plan.most_clipped * RECENT_STEPS
+        )
+        return speculates or self.steps.current.first_run is not None
+
+    def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> Decision:
+        """Compute the norm after backward, and return the decision about the step.
+
+        `divisor` unscales the gradients: it contains the loss scale and the number of ranks over
+        which they are averaged. `unsummed` are the groups whose squares have not been summed.
+
+        Updates that ran early are accepted if the factor is 1. Otherwise they are rolled back and,
+        if their gradients were not kept, the step must run again.
+        """
+        step = self.steps.current
+        step.decision = self._decide(step, divisor, unsummed)
+        return step.decision
+
+    def _decide(self, step: Step, divisor: float, unsummed: Sequence[int]) -> Decision:
+        if self._updates.gate is Gate.NONE:
+            return Decision.ACCEPT
+        norm, first_run, speculated = self._norm(divisor, unsummed), step.first_run, step.speculates
+        if first_run is not None and speculated:
+            # The decision of the first run holds, even if the two runs differ.
+            self.norm, step.factor = first_run.norm, first_run.clip_factor
+            return Decision.ACCEPT
+        self.norm, factor = norm, self._factor(norm)
+        clipped = factor != 1.0
+        if first_run is None:
+            self._count(step, clipped=clipped, overflowed=factor is None)
+        step.factor = 1.0 if factor is None else factor
+        if speculated and not clipped:
+            self._runner.pending.accept()
+            return Decision.ACCEPT
+        if speculated:
+            self._scheduler.roll_back()
+            self._store.discard()
+            self._runner.undo_updates()
+        if factor is None:
+            return Decision.SKIP
+        if speculated and not self.all_held_in_memory:
+            self._runner.pending.clear()
+            return Decision.RERUN
+        return Decision.REDO if speculated else Decision.ACCEPT
+
+    def _count(self, step: Step, *, clipped: bool, overflowed: bool) -> None:
+        """Update the metrics and the record of recent steps."""
+        self._clipped.append(clipped)
+        if self._plan.clip:
+            self.counts["clipped"] = int(clipped and not overflowed)
+        if self._updates.can_speculate:
+            self.counts |= {
+                "speculated": int(step.speculates),
+                "rolled_back": int(step.speculates and clipped),
+            }
+
+    def _norm(self, divisor: float, unsummed: Sequence[int]) -> float:
+        """Return the norm of all gradients of the model, over all ranks."""
+        grads, squares = self._runner.pending.on_host, self._runner.pending.squares
+        for number in unsummed:
+            squares.setdefault(number, sum_of_squares(grads.get(number, {})))
+        summed = self._collectives.all_reduce_sum(math.fsum(squares.values()))
+        return math.sqrt(summed) / divisor
+
+    def _factor(self, norm: float) -> float | None:
+        """Return the clipping factor, or None if a gradient overflows fp16."""
+        if not math.isfinite(norm) and self._plan.dtype == "fp16":
+            return None
+        return clip_factor(norm, self._plan.clip)

@@ -12,22 +12,24 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.capture.block_state import BlockState
 from lohan.capture.blocks import views
-from lohan.capture.call_context import deliver_collected, swapped
 from lohan.capture.placeholders import lacks_values, without_views
-from lohan.capture.recompute import (
+from lohan.capture.recompute import BlockState, SlicedCompute, slice_gradients
+from lohan.capture.saved_call import (
     Gathered,
     SavedCall,
-    SlicedCompute,
+    deliver_collected,
     fills_cache,
     refuse_cache,
-    slice_gradients,
+    swapped,
+    tree_leaves,
+    unflatten,
+    with_writes,
+    wrap_mappings,
+    write_back_mappings,
 )
 from lohan.capture.selective_checkpoint import tensors_in
-from lohan.capture.shared_mappings import with_writes, wrap_mappings, write_back_mappings
 from lohan.capture.tiling import TiledForward
-from lohan.capture.trees import tree_leaves, unflatten
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
 from lohan.engine.gradients import GradientCollector, GradientSink, layout

@@ -17,11 +17,12 @@ from lohan.errors import LohanError
 from lohan.schedule.actions import (
     DEVICE_BUFFERS,
     Action,
+    BufferState,
     Schedule,
     ScheduleSpec,
+    Use,
+    effects_of,
 )
-from lohan.schedule.buffers import BufferState
-from lohan.schedule.effects import Use, effects_of
 from lohan.schedule.ops import (
     DEVICE_ACTIVATIONS,
     DEVICE_SLOT,

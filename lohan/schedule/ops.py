@@ -5,7 +5,7 @@ byte counts, the profile measured by a run, the engine and docs/design.md read t
 operation is a row here and a branch in engine/actions.py.
 
 An operation that reads what an earlier one writes, or writes what an earlier one reads or writes,
-waits for it (effects.py). A resource is a slot, a buffer, a region on SSD, the gradients of a
+waits for it (actions.py). A resource is a slot, a buffer, a region on SSD, the gradients of a
 group, or a fact such as the end of backward. Its name is a tuple. Some resources have parts, the
 chunks of a group: two operations on different chunks of a slot do not conflict, but each of them
 conflicts with an operation on the whole slot.

@@ -11,9 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, Schedule, ScheduleSpec
-from lohan.schedule.buffers import BufferState
-from lohan.schedule.effects import effects_of
+from lohan.schedule.actions import (
+    DEVICE_BUFFERS,
+    Action,
+    BufferState,
+    Schedule,
+    ScheduleSpec,
+    effects_of,
+)
 from lohan.schedule.ops import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, Op, Operation
 from lohan.schedule.placement import (
     Gradient,
@@ -24,7 +29,7 @@ from lohan.schedule.placement import (
     Update,
 )
 
-# Resources of a phase, in addition to those of its actions (effects.py).
+# Resources of a phase, in addition to those of its actions (actions.py).
 # In mode `naive`, a chunk is read only after the previous chunk was written.
 CHUNK_TURN = ("turn of a chunk",)
 # With `head_alone`, the gradients of the first group leave the device before others are computed.
@@ -76,7 +81,7 @@ class Upcoming:
 class Builder:
     """Emits the actions of a phase in program order, and keeps track of slots and buffers.
 
-    The waits of an action are derived from its effects (effects.py). `placed` says when and where
+    The waits of an action are derived from its effects (actions.py). `placed` says when and where
     the groups are updated whose updates the phase contains. The writes that the previous phase left
     behind are emitted first. With `defer_writes`, the caller places them between the actions of
     this phase.

@@ -135,7 +135,7 @@ class Rule:
     runs: str
     committed: str
     # Whether the rule applies to a step, given whether it speculates. None: it is decided when
-    # backward has ended (engine/clipping.py).
+    # backward has ended (engine/step.py).
     applies: Callable[[UpdateOptions, bool], bool] | None
     update: Update = Update.BACKWARD
     late: Update = Update.NEXT_FORWARD  # of the groups that `balanced` defers

@@ -12,10 +12,11 @@ from lohan.model.state import chunks
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import (
     Action,
+    BufferState,
     Schedule,
     ScheduleSpec,
+    empty_buffers,
 )
-from lohan.schedule.buffers import BufferState, empty_buffers
 from lohan.schedule.placement import StepPlacement, UpdateOptions, place
 
 STEADY_AFTER = 3  # number of steps after which the use of slots and rings is periodic

@@ -19,8 +19,8 @@ from torch import nn
 from lohan.config import BASE, Config
 from lohan.device.choose import open_device
 from lohan.engine.attach import device_overhead, machine_with
+from lohan.engine.context import blocks_of, workload_of
 from lohan.engine.policies import Budget
-from lohan.engine.workload import blocks_of, workload_of
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks, RankInfo
 from lohan.model.machine import Profile

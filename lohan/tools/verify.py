@@ -23,9 +23,9 @@ from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import UPDATE_MODES, Config, SampleConfig
 from lohan.device.ranks import ALONE, ProcessGroup, in_turn, run_ranks
 from lohan.engine.attach import load
+from lohan.engine.context import workload_of
 from lohan.engine.replanning import Replanner
 from lohan.engine.session import Session
-from lohan.engine.workload import workload_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import FlatGroup
 from lohan.model.plan import Plan

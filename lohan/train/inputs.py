@@ -19,10 +19,10 @@ from lohan.device.choose import canonical_name, default_dtype, open_device
 from lohan.device.determinism import fix_cublas_workspace
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import attach, load
+from lohan.engine.context import blocks_of
 from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
 from lohan.engine.profile import CPU, ComputePlace, cache_file, cached_profile
 from lohan.engine.session import Session
-from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.machine import Profile
 from lohan.model.options import activation_policy_of

@@ -33,10 +33,9 @@ from lohan.checkpoint.store_io import (
 from lohan.checkpoint.store_io import source_of as source_of_model
 from lohan.device.choose import open_device
 from lohan.engine.attach import device_overhead, load, make_executor
-from lohan.engine.context import PlanContext
+from lohan.engine.context import PlanContext, blocks_of
 from lohan.engine.policies import Budget
 from lohan.engine.session import Session
-from lohan.engine.workload import blocks_of
 from lohan.errors import BudgetError, ConfigError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.options import PlanOptions

@@ -20,8 +20,7 @@ from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
-from lohan.engine.oom_guard import OomGuard
-from lohan.engine.replanning import Replanner
+from lohan.engine.replanning import OomGuard, Replanner
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.options import PlanOptions

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from lohan.capture import trees
+from lohan.capture import saved_call
 
 Pair = namedtuple("Pair", "one other")
 
@@ -29,14 +29,14 @@ def tree(draw: random.Random, depth: int = 4) -> Any:
 def test_as_pytree_finds_them(seed):
     draw = random.Random(seed)
     for made in (tree(draw) for _ in range(40)):
-        leaves, spec = trees.flatten(made)
-        assert leaves == pytree.tree_leaves(made) == trees.tree_leaves(made)
-        again = trees.unflatten(leaves, spec)
+        leaves, spec = saved_call.flatten(made)
+        assert leaves == pytree.tree_leaves(made) == saved_call.tree_leaves(made)
+        again = saved_call.unflatten(leaves, spec)
         assert again == made and repr(again) == repr(made)
 
 
 def test_tensors_lose_their_history():
     x = torch.ones(2, requires_grad=True)
-    made = trees.detached({"a": (x * 2, 3), "b": [x]})
+    made = saved_call.detached({"a": (x * 2, 3), "b": [x]})
     assert made["a"][1] == 3 and isinstance(made["b"], list)
     assert not made["a"][0].requires_grad and not made["b"][0].requires_grad

@@ -17,7 +17,7 @@ from lohan.config import UPDATE_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.workload import workload_of
+from lohan.engine.context import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.options import PlanOptions
 from lohan.model.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from docs.models_sweep import BY_TESTS, RESULTS, checked_classes, page_of, read_results, sweep
-from lohan.engine.workload import tested_classes
+from lohan.engine.context import tested_classes
 from tests.support.every_model import (
     MAPPINGS,
     Compare,

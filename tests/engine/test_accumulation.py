@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lohan
-from lohan.engine.accumulation import bytes_of_sums
+from lohan.engine.gradients import bytes_of_sums
 from tests.support.small_models import batches, small_model
 
 # With a tiny epsilon, AdamW turns the rounding of a near-zero gradient into a full step.

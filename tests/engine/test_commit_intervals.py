@@ -18,7 +18,7 @@ import pytest
 import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
-from lohan.engine.commit_clock import SETTLING_STEPS, CommitClock
+from lohan.engine.step import SETTLING_STEPS, CommitClock
 from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store

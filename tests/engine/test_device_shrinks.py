@@ -7,7 +7,7 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB
 from tests.support.delayed_runs import data, net

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.engine.workload import is_tested
+from lohan.engine.context import is_tested
 from lohan.errors import ModelError
 from tests.support.small_models import assert_same, attached, loss_of, master_weights, small_model
 from tests.support.unusual_modules import Plain, Step

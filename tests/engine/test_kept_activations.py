@@ -12,7 +12,7 @@ import pytest
 import lohan
 from lohan.capture import recompute
 from lohan.capture.blocks import cut
-from lohan.engine.workload import workload_of
+from lohan.engine.context import workload_of
 from lohan.errors import BudgetError
 from lohan.model.options import PlanOptions
 from lohan.planner.activations import HOST_ONLY

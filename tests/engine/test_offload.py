@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lohan.capture.recompute import SavedCall
+from lohan.capture.saved_call import SavedCall
 from lohan.capture.selective_checkpoint import SavedOps
 from lohan.engine.buffers import HostPool
 from lohan.engine.offload import ActivationSpill

@@ -8,10 +8,8 @@ from lohan.engine.actions import ActionRunner
 from lohan.errors import LohanError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.forecast import profile_of_step
-from lohan.schedule.actions import ScheduleSpec, from_text
-from lohan.schedule.buffers import empty_buffers
+from lohan.schedule.actions import ScheduleSpec, Uses, effects_of, empty_buffers, from_text
 from lohan.schedule.check import validate
-from lohan.schedule.effects import Uses, effects_of
 from lohan.schedule.ops import OPERATIONS, READ, STATE, WHOLE, Operation, Subject
 from lohan.schedule.simulate import ActionCosts, BytesPerParameter, SiteWork, StepWork, simulate
 from lohan.util.trace import Span

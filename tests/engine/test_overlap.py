@@ -17,8 +17,7 @@ from lohan.config import UPDATE_MODES
 from lohan.engine.scheduler import ActionScheduler
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
-from lohan.schedule.actions import Action, Schedule
-from lohan.schedule.buffers import BufferState
+from lohan.schedule.actions import Action, BufferState, Schedule
 from lohan.schedule.check import validate
 from lohan.schedule.steps import check_order
 from lohan.store.io_engine import open_engine

@@ -169,7 +169,7 @@ def test_rounding_takes_the_cores_that_there_are():
 
 def test_the_schedule_that_is_simulated_is_the_one_that_runs():
     """The forecast's phases come from the passes that the executor calls, and pass its checks."""
-    from lohan.schedule.buffers import empty_buffers
+    from lohan.schedule.actions import empty_buffers
     from lohan.schedule.check import validate
 
     asked = request("gpt-13b", "ratel-4090", batch=8)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import build_from_config
-from lohan.engine.workload import workload_of
+from lohan.engine.context import workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import RankInfo
 from lohan.model.options import PlanOptions

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lohan.schedule import phases
-from lohan.schedule.actions import Action, ScheduleSpec
-from lohan.schedule.effects import Uses, effects_of
+from lohan.schedule.actions import Action, ScheduleSpec, Uses, effects_of
 from lohan.schedule.ops import AFTER, OPERATIONS, READ, WHOLE, WRITE, Effect, Op, Operation, table
 from tests.replay.happens_before import RECORDED, cases, describe
 

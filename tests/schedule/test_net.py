@@ -10,8 +10,7 @@ import pytest
 
 from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
-from lohan.schedule.actions import ScheduleSpec, from_text, to_text
-from lohan.schedule.buffers import empty_buffers
+from lohan.schedule.actions import ScheduleSpec, empty_buffers, from_text, to_text
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward
 from lohan.schedule.placement import UpdateOptions, place

@@ -11,11 +11,11 @@ from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
     ScheduleSpec,
+    empty_buffers,
     from_text,
     parse_token,
     to_text,
 )
-from lohan.schedule.buffers import empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.ops import Op
 from lohan.schedule.phases import (

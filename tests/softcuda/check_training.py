@@ -28,7 +28,7 @@ from lohan.device import determinism
 from lohan.device.accelerator import AcceleratorDevice, read_back
 from lohan.device.base import HostMemory
 from lohan.engine.gradient_transport import GradientOffload
-from lohan.engine.oom_guard import OomGuard
+from lohan.engine.replanning import OomGuard
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
-from lohan.capture.recompute import SavedCall
+from lohan.capture.saved_call import SavedCall
 from lohan.capture.selective_checkpoint import SavedOps, SavePlan, recompute_with, run_and_save
 from lohan.capture.slicing import find_cut
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 import lohan
 from lohan.capture.blocks import cut
-from lohan.engine.workload import workload_of
+from lohan.engine.context import workload_of
 from lohan.model.machine import Drive, Profile
 from lohan.model.options import PlanOptions
 from lohan.planner.activations import HOST_ONLY

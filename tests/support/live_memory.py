@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.recompute import SavedCall
+from lohan.capture.saved_call import SavedCall
 from lohan.engine.session import Session
 
 INPUTS, KEPT, GRADIENTS = "block inputs", "kept activations", "waiting gradients"

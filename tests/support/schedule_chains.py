@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from lohan.config import UPDATE_MODES
-from lohan.schedule.actions import Action, Schedule, ScheduleSpec
-from lohan.schedule.buffers import BufferState, empty_buffers
+from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward, last_uses, one_backward, updates, write_behind
 from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions, place
