@@ -63,11 +63,11 @@ def policies(options: argparse.Namespace, work: Path, tokens: int) -> list[dict[
             rows.append({"policy": name, "note": plan["refused"]})
         else:
             like = first[plan["same"]]
-            made = row(name, plan, measured[like], like=like)
+            result = row(name, plan, measured[like], like=like)
             if "static" in measured:
                 faster, apart = reference.speed(measured["static"], measured[like])
-                made |= {"speed / static": faster, "rounds": apart}
-            rows.append(made)
+                result |= {"speed / static": faster, "rounds": apart}
+            rows.append(result)
     return rows
 
 
@@ -84,16 +84,16 @@ def measure(
             spec = reference.lohan_spec(turn, work, tokens, host=options.host, activations=name)
             sides[name] = "side_lohan.py", {**spec, "ssd": str(stores / name)}
         if together(options, names):
-            found = take_turns(sides, options.rounds, **limits)
+            actual = take_turns(sides, options.rounds, **limits)
         else:
-            found = {name: run_child(*side, **limits) for name, side in sides.items()}
-    for name, child in found.items():
+            actual = {name: run_child(*side, **limits) for name, side in sides.items()}
+    for name, child in actual.items():
         reference.show(name, child)
         if options.log:
             line = {"tokens": tokens, "host": options.host, "activations": name, **child}
             with options.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-    return found
+    return actual
 
 
 def together(options: argparse.Namespace, names: list[str]) -> bool:
@@ -129,8 +129,8 @@ def plans(options: argparse.Namespace, work: Path, tokens: int) -> Child:
         "policies": list(options.policies),
         "curve": False,
     }
-    found = run_child("side_plans.py", spec, threads=options.threads, deadline_s=options.deadline)
-    return dict(found["policies"])
+    result = run_child("side_plans.py", spec, threads=options.threads, deadline_s=options.deadline)
+    return dict(result["policies"])
 
 
 if __name__ == "__main__":

@@ -124,8 +124,8 @@ class Worker:
         answer = self._process.stdout.readline() if ready else ""
         if not answer:
             self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace")[-2000:]
-            raise SystemExit(f"the {self._library} worker did not answer:\n{said}")
+            output = self._errors.read().decode(errors="replace")[-2000:]
+            raise SystemExit(f"the {self._library} worker did not answer:\n{output}")
         return float(json.loads(answer))
 
     def __enter__(self) -> Self:
@@ -139,12 +139,12 @@ class Worker:
 
 def bandwidth(worker: Worker, options: argparse.Namespace) -> dict[str, float]:
     """Bytes per second of plain loops over arrays of the same size, best of the rounds."""
-    found = {}
+    collected = {}
     for loop, width in LOOPS.items():
         worker.prepare("fp32", options.parameters, options.parameters, loop)
         best_s = min(worker.seconds() for _ in range(options.rounds))
-        found[loop] = options.parameters * width / best_s
-    return found
+        collected[loop] = options.parameters * width / best_s
+    return collected
 
 
 def text_of(bytes_per_s: dict[str, float]) -> str:

@@ -65,14 +65,14 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
     weights = pool.allocate("weights", parameters * kind.weight_bytes).tensor(dtype)
     weights.copy_(torch.randn(parameters) * 0.02)
     pieces: list[tuple[Any, ...]] = []
-    for own, grad in zip(
+    for parts, grad in zip(
         weights.split(chunk), torch.randn(parameters).to(dtype).split(chunk), strict=True
     ):
-        flat = pool.allocate("state", kind.state_size(len(own))).tensor(torch.uint8)
-        state = split(kind, flat, len(own))
+        flat = pool.allocate("state", kind.state_size(len(parts))).tensor(torch.uint8)
+        state = split(kind, flat, len(parts))
         for name, array in state.items():
-            array.copy_(own) if name == "master" else array.zero_()
-        pieces.append((own, *(state[n] for n in (*MASTER_ARRAYS[mode], "m", "v")), grad))
+            array.copy_(parts) if name == "master" else array.zero_()
+        pieces.append((parts, *(state[n] for n in (*MASTER_ARRAYS[mode], "m", "v")), grad))
     steps = 0
 
     def run() -> None:
@@ -117,12 +117,12 @@ def fp32_parameters(parameters: int, chunk: int) -> list[Any]:
     import torch
 
     values, grads = torch.randn(parameters) * 0.02, torch.randn(parameters)
-    made = []
+    created = []
     for value, grad in zip(values.split(chunk), grads.split(chunk), strict=True):
         parameter = torch.nn.Parameter(value)
         parameter.grad = grad
-        made.append(parameter)
-    return made
+        created.append(parameter)
+    return created
 
 
 def with_copies(step: Callable[[], Any], weights: list[Any], mode: str) -> Pass:

@@ -46,8 +46,8 @@ def main() -> int:
             sides = sides_of(mode, moments, count)
             for _ in range(COPIES):
                 sides["update"]()
-            found = alternate({n: partial(timed, run) for n, run in sides.items()}, options.rounds)
-            ns = {name: median(values) / count * 1e9 for name, values in found.items()}
+            actual = alternate({n: partial(timed, run) for n, run in sides.items()}, options.rounds)
+            ns = {name: median(values) / count * 1e9 for name, values in actual.items()}
             rows.append(
                 {"threads": threads, "weights": mode, "moments": moments}
                 | {f"{name} ns": value for name, value in ns.items()}
@@ -72,18 +72,21 @@ def sides_of(mode: str, moments: str, count: int) -> dict[str, Callable[[], obje
         weights = pool.allocate("weights", count * kind.weight_bytes).tensor(dtype)
         state = pool.allocate("state", kind.state_size(count)).tensor(torch.uint8).zero_()
         arrays = split(kind, state, count)
-        own = (weights.normal_(), *(arrays[n] for n in (*MASTER_ARRAYS[mode], "m", "v")))
+        arrays_of_chunk = (
+            weights.normal_(),
+            *(arrays[n] for n in (*MASTER_ARRAYS[mode], "m", "v")),
+        )
         scales = [arrays[n] for n in ("m_scale", "v_scale") if n in arrays]
-        chunks.append((own, torch.randn(count).to(dtype), scales, state))
+        chunks.append((arrays_of_chunk, torch.randn(count).to(dtype), scales, state))
     turn = 0
 
     def run(checksums: bool, apart: bool) -> None:
         nonlocal turn
-        own, grad, scales, state = chunks[turn % COPIES]
+        arrays_of_chunk, grad, scales, state = chunks[turn % COPIES]
         turn += 1
-        kernel(*own, grad, scales=scales, step=turn, checksums=checksums, **NUMBERS)
+        kernel(*arrays_of_chunk, grad, scales=scales, step=turn, checksums=checksums, **NUMBERS)
         if apart:
-            _core.crc32c(own[0].view(torch.uint8))
+            _core.crc32c(arrays_of_chunk[0].view(torch.uint8))
             _core.crc32c(state)
 
     return {

@@ -92,13 +92,13 @@ def drive_of(folder: Path) -> str:
 
 
 def versions(*packages: str) -> str:
-    found = [f"Python {platform.python_version()}"]
+    collected = [f"Python {platform.python_version()}"]
     for name in packages:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            collected.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:  # used from its source tree
-            found.append(f"{name} {import_module(name).__version__}")
-    return ", ".join(found)
+            collected.append(f"{name} {import_module(name).__version__}")
+    return ", ".join(collected)
 
 
 # -- reports --------------------------------------------------------------------------------------

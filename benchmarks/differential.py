@@ -291,24 +291,24 @@ def compare_on_rank(case: Case, folder: Path, group: Any) -> None:
     from lohan.errors import LohanError
     from lohan.model.plan import Plan
 
-    found = SessionRun(case, folder / "overlapped", group=group).run()
-    if len(found["numerics"]) == 1:  # else a smaller plan was followed after out-of-memory
-        reference = Plan.from_json(found["plan"])
+    result = SessionRun(case, folder / "overlapped", group=group).run()
+    if len(result["numerics"]) == 1:  # else a smaller plan was followed after out-of-memory
+        reference = Plan.from_json(result["plan"])
         try:
             serial = SessionRun(case, folder / "serial", reference=reference, group=group).run()
         except LohanError as error:
             raise Found("refused by the serial path alone", str(error)) from error
-        check_bits(case, found, serial)
-    if not group.ranks.first or not comparable_with_torch(case, found):
+        check_bits(case, result, serial)
+    if not group.ranks.first or not comparable_with_torch(case, result):
         return
-    plain = plain_run(case, found)
+    plain = plain_run(case, result)
     try:
-        check_values(case, found, plain, None, ranks=group.world)
+        check_values(case, result, plain, None, ranks=group.world)
     except Found:
         if case["dropout"]:  # drawn otherwise in fp64
             raise
-        wide = plain_run(case, found, wide=True)
-        check_values(case, found, plain, wide, ranks=group.world)
+        wide = plain_run(case, result, wide=True)
+        check_values(case, result, plain, wide, ranks=group.world)
 
 
 def compare_train(case: Case, folder: Path) -> None:
@@ -326,32 +326,32 @@ def compare_train(case: Case, folder: Path) -> None:
             return {"code": code, "plan": plan}
 
         ended = in_processes(place, side, world, join=False)
-        said = "\n".join(file.read_text()[-3000:] for file in sorted(place.glob("said-*")))
-        return [e["code"] for e in ended], ended[0].get("plan"), said
+        output = "\n".join(file.read_text()[-3000:] for file in sorted(place.glob("said-*")))
+        return [e["code"] for e in ended], ended[0].get("plan"), output
 
     train = runs.train_arguments(case, folder, serial=False)
-    codes, plan, said = command(train, kill=case["kill"])
+    codes, plan, output = command(train, kill=case["kill"])
     if -signal.SIGKILL in codes:
-        codes, later, said = command(["resume", str(folder / "run")])
-        if "start it again with the same `lohan train` command" in said:
-            codes, later, said = command(train)
+        codes, later, output = command(["resume", str(folder / "run")])
+        if "start it again with the same `lohan train` command" in output:
+            codes, later, output = command(train)
         plan = later or plan
-    check_codes(codes, said)
-    codes, _, said = command(runs.train_arguments(case, folder, serial=True), plan)
-    check_codes(codes, said)
+    check_codes(codes, output)
+    codes, _, output = command(runs.train_arguments(case, folder, serial=True), plan)
+    check_codes(codes, output)
     results = [runs.train_result(case, folder / name) for name in ("run", "serial")]
     for what in ("losses", "evals", "stored"):
         if repr(results[0][what]) != repr(results[1][what]):
             raise Found("bits", f"lohan train: other {what}\n{results[0]}\n{results[1]}")
 
 
-def check_codes(codes: list[int], said: str) -> None:
+def check_codes(codes: list[int], output: str) -> None:
     if set(codes) == {0}:
         return
-    if set(codes) <= {0, 2} and "Traceback" not in said:
-        raise Refused(said.strip().splitlines()[-1] if said.strip() else "exit code 2")
-    lines = [line for line in said.strip().splitlines() if re.match(r"\w+(\.\w+)*: ", line)]
-    raise Found("exception", f"{lines[-1] if lines else codes}\nlohan ended with {codes}\n{said}")
+    if set(codes) <= {0, 2} and "Traceback" not in output:
+        raise Refused(output.strip().splitlines()[-1] if output.strip() else "exit code 2")
+    lines = [line for line in output.strip().splitlines() if re.match(r"\w+(\.\w+)*: ", line)]
+    raise Found("exception", f"{lines[-1] if lines else codes}\nlohan ended with {codes}\n{output}")
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -386,11 +386,11 @@ def in_processes(
         elif not join and code is not None:  # killed, or ended by its launcher's rules
             results.append({"code": code})
         else:
-            said = (folder / f"said-{rank}").read_text()[-3000:]
+            output = (folder / f"said-{rank}").read_text()[-3000:]
             hung = code is None
             limits = f"{DEADLINE_S:.0f} s or {MOST_CPU_S:.0f} s of the processor"
             what = f"no result after {limits}" if hung else f"ended with {code}"
-            raise Found("hang" if hung else "crash", f"{folder.name}: {what}\n{said}")
+            raise Found("hang" if hung else "crash", f"{folder.name}: {what}\n{output}")
     raise_failures(results)
     return results
 
@@ -419,9 +419,9 @@ def child(
     code = 1
     try:
         os.setpgid(0, 0)
-        said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        text = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(text, 1)
+        os.dup2(text, 2)
         faulthandler.register(signal.SIGUSR2)  # a process that takes too long shows where it is
         os.environ.update(environment)
         result = guarded(side, join=join)
@@ -455,8 +455,12 @@ def guarded(side: Any, *, join: bool) -> dict[str, Any]:
         return {"failure": str(found), "status": found.status, "trace": ""}
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if "/lohan/" in f.filename] or list(frames)
-        where = f"{Path(own[-1].filename).name}:{own[-1].name}" if own else ""
+        lohan_frames = [f for f in frames if "/lohan/" in f.filename] or list(frames)
+        where = (
+            f"{Path(lohan_frames[-1].filename).name}:{lohan_frames[-1].name}"
+            if lohan_frames
+            else ""
+        )
         return {
             "failure": f"{type(error).__name__} in {where}: {error}",
             "status": "refused" if isinstance(error, LohanError) else "exception",
@@ -493,28 +497,28 @@ def cpu_seconds(pid: int) -> float:
 # -- judging --------------------------------------------------------------------------------------
 
 
-def check_bits(case: Case, found: Mapping[str, Any], serial: Mapping[str, Any]) -> None:
+def check_bits(case: Case, result: Mapping[str, Any], serial: Mapping[str, Any]) -> None:
     """Compare a run with that of the serial path, bit by bit."""
     for what in ("losses", "norms", "evals", "updated", "progress"):
-        one, two = found[what], serial[what]
+        one, two = result[what], serial[what]
         if what == "norms" and (None in one or None in two):  # known only where it is needed
             continue
         if repr(one) != repr(two):
             raise Found("bits", f"other {what}\noverlapped {one}\nserial     {two}")
-    other = [k for k, digest in serial["stored"].items() if found["stored"].get(k) != digest]
-    if other or found["stored"].keys() != serial["stored"].keys():
+    other = [k for k, digest in serial["stored"].items() if result["stored"].get(k) != digest]
+    if other or result["stored"].keys() != serial["stored"].keys():
         raise Found("bits", f"other bytes in the store\n{', '.join(other)}")
     for name, buffer in serial["buffers"].items():
-        if not buffer.equal(found["buffers"][name]):
+        if not buffer.equal(result["buffers"][name]):
             raise Found("bits", f"another buffer\n{name}")
 
 
-def comparable_with_torch(case: Case, found: Mapping[str, Any]) -> bool:
+def comparable_with_torch(case: Case, result: Mapping[str, Any]) -> bool:
     """Return whether PyTorch in memory computes the same values up to rounding."""
     from benchmarks.differential_models import FAMILIES
 
     family = FAMILIES[case["model"]]
-    whole = [numbers[0] for numbers in found["numerics"]] == [case["batch"]]
+    whole = [numbers[0] for numbers in result["numerics"]] == [case["batch"]]
     drawn_alike = whole and case["tiles"] == "off" and case["kind"] == "session"
     return (
         (not case["dropout"] or (drawn_alike and case["dtype"] == "fp32"))
@@ -525,7 +529,7 @@ def comparable_with_torch(case: Case, found: Mapping[str, Any]) -> bool:
 
 def check_values(
     case: Case,
-    found: Mapping[str, Any],
+    result: Mapping[str, Any],
     plain: Mapping[str, Any],
     wide: Mapping[str, Any] | None,
     *,
@@ -539,16 +543,16 @@ def check_values(
     for what in ("losses", "evals"):
         if ranks > 1:  # each rank has the loss of its own rows
             break
-        for number, (one, two) in enumerate(zip(found[what], plain[what], strict=True)):
+        for number, (one, two) in enumerate(zip(result[what], plain[what], strict=True)):
             allowed = limit * abs(two) + 1e-6
             if wide is not None:
                 allowed += 4 * abs(two - wide[what][number])
             if not abs(one - two) <= allowed:
-                raise Found("values", f"other {what}\nlohan {found[what]}\ntorch {plain[what]}")
+                raise Found("values", f"other {what}\nlohan {result[what]}\ntorch {plain[what]}")
     if case["moments"] != "fp32":
         return
     for what in ("weights", "ema"):
-        for name, value in found[what].items():
+        for name, value in result[what].items():
             wanted, finer = plain[what][name], None if wide is None else wide[what][name]
             if name not in plain["trained"]:  # only read, in the type of compute
                 dtype = DTYPES[case["dtype"]]
@@ -556,12 +560,12 @@ def check_values(
             check_tensor(case, f"{what} {name}", value, wanted, finer)
     if ranks == 1:
         for name, value in plain["buffers"].items():
-            if name in found["buffers"] and found["buffers"][name].is_floating_point():
+            if name in result["buffers"] and result["buffers"][name].is_floating_point():
                 finer = None if wide is None else wide["buffers"][name]
-                check_tensor(case, f"buffer {name}", found["buffers"][name], value, finer)
+                check_tensor(case, f"buffer {name}", result["buffers"][name], value, finer)
 
 
-def check_tensor(case: Case, name: str, found: Any, plain: Any, wide: Any) -> None:
+def check_tensor(case: Case, name: str, lohan_value: Any, plain: Any, wide: Any) -> None:
     """Compare one tensor with that of PyTorch.
 
     If they differ, the distances of both to PyTorch in fp64 are compared. A few weights may
@@ -569,18 +573,18 @@ def check_tensor(case: Case, name: str, found: Any, plain: Any, wide: Any) -> No
     """
     from benchmarks.differential_runs import RATES
 
-    apart = (found.double() - plain).abs()
+    apart = (lohan_value.double() - plain).abs()
     if not apart.numel() or float(apart.max()) < 1e-5:
         return
     if wide is None:
         raise Found("values", f"another {kind_of(name)}\n{name}: {float(apart.max()):.3g}")
-    ours = (found.double() - wide).abs().flatten().sort().values
-    theirs = (plain - wide).abs().flatten().sort().values
-    astray = max(3, len(ours) // 50)
-    kept = max(1, len(ours) - astray)
-    limit = 4 * float(theirs.square().mean().sqrt()) + 2e-6
+    actual = (lohan_value.double() - wide).abs().flatten().sort().values
+    expected = (plain - wide).abs().flatten().sort().values
+    most_flips = max(3, len(actual) // 50)
+    kept = max(1, len(actual) - most_flips)
+    limit = 4 * float(expected.square().mean().sqrt()) + 2e-6
     most = 4 * case["steps"] * RATES[case["optimizer"]]
-    rms, largest = float(ours[:kept].square().mean().sqrt()), float(ours[-1])
+    rms, largest = float(actual[:kept].square().mean().sqrt()), float(actual[-1])
     if rms > limit or (largest > most and case["optimizer"] != "sgd"):
         raise Found(
             "values",

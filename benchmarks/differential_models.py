@@ -327,8 +327,8 @@ def batches(case: dict[str, Any]) -> tuple[list[list[Batch]], Batch]:
     family, dtype = FAMILIES[case["model"]], DTYPES[case["dtype"]]
 
     def make() -> Batch:
-        made = family.batch(generator, case["batch"], case["seq"])
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items()}
+        result = family.batch(generator, case["batch"], case["seq"])
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in result.items()}
 
     steps = [[make() for _ in range(case["accumulate"])] for _ in range(case["steps"])]
     return steps, make()

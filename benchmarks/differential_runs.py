@@ -116,10 +116,10 @@ def clip_in_memory(case: Case, masters: Mapping[str, nn.Parameter]) -> float:
     return norm
 
 
-def plain_run(case: Case, found: Mapping[str, Any], *, wide: bool = False) -> dict[str, Any]:
+def plain_run(case: Case, result: Mapping[str, Any], *, wide: bool = False) -> dict[str, Any]:
     """Train in memory.
 
-    `found` is the result of the LoHan run, from which come the steps that fp16 skipped and the
+    `result` is the result of the LoHan run, from which come the steps that fp16 skipped and the
     values of a packed base. With `wide`, everything is computed in fp64.
     """
     model = build_model(case)
@@ -127,7 +127,7 @@ def plain_run(case: Case, found: Mapping[str, Any], *, wide: bool = False) -> di
     if case["cast"] == "model":
         model = model.to(dtype)
     masters = {n: nn.Parameter(p.detach().to(width).clone()) for n, p in named(model)}
-    for name, value in found["packed"].items():
+    for name, value in result["packed"].items():
         masters[name] = nn.Parameter(value.to(width))
     if wide:
         model = model.double()
@@ -163,7 +163,7 @@ def plain_run(case: Case, found: Mapping[str, Any], *, wide: bool = False) -> di
             masters[name].grad = None if grad is None else grad.to(width) / scale
             parameter.grad = None
         norms.append(clip_in_memory(case, masters))
-        if found["updated"][number]:
+        if result["updated"][number]:
             for group in optimizer.param_groups:
                 group["lr"] = rate(number)
             optimizer.step()
@@ -258,16 +258,16 @@ class SessionRun:
         if self.reference is not None:
             return
         chosen = dict(self.limits)
-        for tier, option, asked in (
+        for tier, option, requested in (
             ("host", "--host", case["host"]),
             ("device", "--device-memory", case["device_memory"]),
         ):
-            if asked == "large" or chosen[tier] is None:
+            if requested == "large" or chosen[tier] is None:
                 continue
             advised = self.advised(tier, option)
             # Exactly as the message has it, or a multiple.
             size = parse_bytes(advised, name=tier)
-            chosen[tier] = advised if asked == 1.0 else int(size * asked)
+            chosen[tier] = advised if requested == 1.0 else int(size * requested)
         self.limits = chosen
 
     def advised(self, tier: str, option: str) -> str:
@@ -275,7 +275,7 @@ class SessionRun:
 
         With several ranks, only the first one has the message.
         """
-        found: str | None = None
+        actual: str | None = None
         try:
             self.attach(build_for(self.case), "probe", {**self.limits, tier: TINY}).close()
         except RankError as error:
@@ -285,17 +285,17 @@ class SessionRun:
             size = re.search(rf"raise {option} to ([\d.]+ \w+)", str(error))
             if size is None:
                 raise
-            found = size[1]
-        found = self.group.all_gather_object(found)[0]
-        if found is None:
+            actual = size[1]
+        actual = self.group.all_gather_object(actual)[0]
+        if actual is None:
             raise Mismatch(f"a {tier} budget of {TINY} bytes was accepted")
-        return found
+        return actual
 
     def check_refusal(self, error: BudgetError) -> None:
         """Raise if a budget was refused that an earlier refusal had advised."""
-        asked = {"host": self.case["host"], "device": self.case["device_memory"]}
-        near = [tier for tier, size in asked.items() if size != "large"]
-        if self.reference is None and len(near) == 1 and asked[near[0]] >= 1.0:
+        settings = {"host": self.case["host"], "device": self.case["device_memory"]}
+        near = [tier for tier, size in settings.items() if size != "large"]
+        if self.reference is None and len(near) == 1 and settings[near[0]] >= 1.0:
             raise Mismatch(f"refused the {near[0]} budget that was advised: {error}") from error
 
     # -- the session --
@@ -559,7 +559,7 @@ class SessionRun:
 
     def stored(self) -> dict[str, str]:
         """Return a digest of all bytes in the store by key."""
-        store, made = self.session.store, dict[str, str]()
+        store, result = self.session.store, dict[str, str]()
         for region in store.regions:
             if region.scratch:
                 continue
@@ -568,8 +568,8 @@ class SessionRun:
                 buffer = aligned_buffer(size)
                 store.wait(store.read(region.key, chunk, buffer))
                 digest.update(buffer.tobytes())
-            made[region.key] = digest.hexdigest()
-        return made
+            result[region.key] = digest.hexdigest()
+        return result
 
     def result(self, first: Plan) -> dict[str, Any]:
         weights = self.weights()

@@ -36,11 +36,11 @@ def main() -> int:
         rates = scaled_rates(options, work / "model")
         report.facts({"rates": rates_text(rates)})
         note("profiling the emulated device")
-        found = measure(options, work, rates)
-        report.facts({"measured": measured_text(found)})
+        actual = measure(options, work, rates)
+        report.facts({"measured": measured_text(actual)})
         sides = {mode: partial(run_mode, options, work, rates, mode) for mode in options.modes}
-        made = alternate(sides, options.rounds)
-        rows = [row(mode, made[mode]) for mode in options.modes]
+        result = alternate(sides, options.rounds)
+        rows = [row(mode, result[mode]) for mode in options.modes]
         report.table(f"{SERVER}, {MODEL}, batch {options.batch_there}, scaled down", rows)
         report.facts({"order": order_text(rows)})
         report.close()
@@ -92,11 +92,11 @@ def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
     from lohan.planner.systems import policy, run
 
     machine, large = presets.machine(SERVER), presets.model(MODEL)
-    there = run(policy("lohan"), large, machine, batch=options.batch_there, seq=SEQ)
+    reference_run = run(policy("lohan"), large, machine, batch=options.batch_there, seq=SEQ)
     most, ahead = machine.compute[-1]
     flops = 4 / (1 / ahead + 3 / machine.backward_flops_at(most))
     smaller = presets.model(model).parameters / large.parameters
-    return slowed(options, machine, flops=flops, step_s=there.step_s, smaller=smaller)
+    return slowed(options, machine, flops=flops, step_s=reference_run.step_s, smaller=smaller)
 
 
 def slowed(
@@ -130,12 +130,12 @@ def rates_text(rates: dict[str, float]) -> str:
     )
 
 
-def measured_text(found: Child) -> str:
+def measured_text(result: Child) -> str:
     return (
-        f"compute {found['flops'] / 1e9:.1f} GFLOP/s forward and "
-        f"{found['backward_flops'] / 1e9:.1f} backward, link {found['h2d'] / 1e6:.0f} and "
-        f"{found['d2h'] / 1e6:.0f} MB/s; not slowed down: drive {found['drive_read'] / 1e6:.0f} "
-        f"and {found['drive_write'] / 1e6:.0f} MB/s, updates {found['adam'] / 1e6:.0f} M "
+        f"compute {result['flops'] / 1e9:.1f} GFLOP/s forward and "
+        f"{result['backward_flops'] / 1e9:.1f} backward, link {result['h2d'] / 1e6:.0f} and "
+        f"{result['d2h'] / 1e6:.0f} MB/s; not slowed down: drive {result['drive_read'] / 1e6:.0f} "
+        f"and {result['drive_write'] / 1e6:.0f} MB/s, updates {result['adam'] / 1e6:.0f} M "
         "parameters/s"
     )
 
@@ -175,8 +175,8 @@ def run_mode(
 
 def row(mode: str, children: list[Child]) -> dict[str, Any]:
     measured = median([median(child["step_s"]) for child in children])
-    made = children[0]["forecasts"][0]
-    predicted, shares = made["step_s"], made["busy_s"].items()
+    result = children[0]["forecasts"][0]
+    predicted, shares = result["step_s"], result["busy_s"].items()
     return {
         "updates": mode,
         "measured s": measured,
@@ -189,7 +189,7 @@ def row(mode: str, children: list[Child]) -> dict[str, Any]:
 
 def order_text(rows: list[dict[str, Any]]) -> str:
     """Describe whether each mode is at least as fast as the one before it, within noise."""
-    times = [made["measured s"] for made in rows]
+    times = [item["measured s"] for item in rows]
     slower = [
         f"{rows[i + 1]['updates']} is slower than {rows[i]['updates']}"
         for i in range(len(times) - 1)

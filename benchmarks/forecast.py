@@ -33,14 +33,14 @@ def main() -> int:
         reference.profile_machine(options, work)  # for the plans
         rows = []
         for host in options.host:
-            found = take_turns(
+            actual = take_turns(
                 sides(options, work, host),
                 options.rounds,
                 lambda number: reference.profile_machine(options, work, profile_name(number)),
                 threads=options.threads,
                 deadline_s=options.deadline,
             )
-            for name, child in found.items():
+            for name, child in actual.items():
                 reference.show(name, child)
                 rows.append(row(name, child))
         report.table("predicted and measured", rows)
@@ -65,24 +65,26 @@ def profile_name(number: int) -> str:
 
 def sides(options: argparse.Namespace, work: Path, host: str) -> dict[str, tuple[str, Child]]:
     profiles = [str(work / profile_name(number)) for number in range(options.rounds + 1)]
-    made = {}
+    created = {}
     for tokens in options.tokens:
         turn = reference.turn_of(options, tokens)
         spec = reference.lohan_spec(turn, work, tokens, host=host, activations=options.activations)
         store = str(work / f"ssd-{tokens}-{host}")
-        own = {**spec, "ssd": store, "profiles": profiles}
-        made[f"{host}, {tokens} tokens"] = "side_lohan.py", own
-    return made
+        settings = {**spec, "ssd": store, "profiles": profiles}
+        created[f"{host}, {tokens} tokens"] = "side_lohan.py", settings
+    return created
 
 
 def row(name: str, child: Child) -> dict[str, Any]:
-    promised = [made["step_s"] for made in child["forecasts"]]
+    promised = [item["step_s"] for item in child["forecasts"]]
     around = [(before + after) / 2 for before, after in pairwise(promised)]
     measured = reference.rounds_of(child)
-    ratios = [there / here for there, here in zip(around, measured, strict=True)]
+    ratios = [
+        forecast_s / measured_s for forecast_s, measured_s in zip(around, measured, strict=True)
+    ]
     lanes: Counter[str] = Counter()
-    for made in child["forecasts"]:
-        lanes.update(made["busy_s"])
+    for item in child["forecasts"]:
+        lanes.update(item["busy_s"])
     return {
         "setting": name,
         "measured s": median(measured),

@@ -199,9 +199,9 @@ def file_reader(file: Path, read: Callable[[], object]) -> Read:
 
 
 def all_kinds(work: Path) -> list[Kind]:
-    made = [*model_kinds(work), *data_kinds(work), *store_kinds(work), *settings_kinds(work)]
-    made += [*log_kinds(work), *mark_kinds(work), *packed_kinds(work), *adapter_kinds(work)]
-    return [*made, *vision_kinds(work)]
+    created = [*model_kinds(work), *data_kinds(work), *store_kinds(work), *settings_kinds(work)]
+    created += [*log_kinds(work), *mark_kinds(work), *packed_kinds(work), *adapter_kinds(work)]
+    return [*created, *vision_kinds(work)]
 
 
 def _safetensors(header: Any, data: bytes = b"") -> bytes:
@@ -523,11 +523,14 @@ def store_kinds(work: Path) -> list[Kind]:
         return _canonical({**body, "crc32c": checksum(_canonical(body))})
 
     files = [place / name for name in ("store.json", "manifest.json")]
-    found = [
+    actual = [
         Kind(file.name, [file.read_bytes()], restoring(file, use), is_json=True, seal=sealed)
         for file in files
     ]
-    return [*found, Kind("lock", [b"1234\n"], file_reader(place / "lock", lambda: describe(place)))]
+    return [
+        *actual,
+        Kind("lock", [b"1234\n"], file_reader(place / "lock", lambda: describe(place))),
+    ]
 
 
 RUN_TOML = """
@@ -641,8 +644,8 @@ def log_kinds(work: Path) -> list[Kind]:
     trace = {"traceEvents": [event]}
 
     def read_logs() -> None:
-        made = read_run(run)
-        page([(made, Advice([]))])
+        result = read_run(run)
+        page([(result, Advice([]))])
         repair_logs(run, step=1, last=[])
 
     def log(file: Path) -> Read:
@@ -752,11 +755,11 @@ def packed_kinds(work: Path) -> list[Kind]:
     eight_bits = {"v.weight": torch.zeros(4, 4, dtype=torch.int8), "v.SCB": torch.ones(4)}
 
     def held(state: Any) -> dict[str, torch.Tensor]:
-        said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-        return {**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": said}
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return {**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": text}
 
-    made = folder_of("bitsandbytes", held(state))
-    made.append(
+    result = folder_of("bitsandbytes", held(state))
+    result.append(
         Kind(
             "bitsandbytes state",
             [json.dumps(state).encode()],
@@ -768,7 +771,7 @@ def packed_kinds(work: Path) -> list[Kind]:
             seal=lambda changed: save(held(changed)),
         )
     )
-    made += folder_of(
+    result += folder_of(
         "compressed-tensors",
         {
             "w.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
@@ -786,7 +789,7 @@ def packed_kinds(work: Path) -> list[Kind]:
             }
         },
     )
-    made += folder_of(
+    result += folder_of(
         "fp8",
         {
             "w.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn),
@@ -794,7 +797,7 @@ def packed_kinds(work: Path) -> list[Kind]:
         },
         weight_block_size=[2, 4],
     )
-    return [*made, *gguf_kinds(work)]
+    return [*result, *gguf_kinds(work)]
 
 
 def gguf_kinds(work: Path) -> list[Kind]:
@@ -867,10 +870,10 @@ def adapter_kinds(work: Path) -> list[Kind]:
 
         return run
 
-    said = json.dumps(settings).encode()
+    text = json.dumps(settings).encode()
     file = whole("adapter_model.safetensors", weights)
     return [
-        Kind("adapter config", [said], whole("adapter_config.json", said), is_json=True),
+        Kind("adapter config", [text], whole("adapter_config.json", text), is_json=True),
         Kind("adapter weights", [weights], file),
         Kind(
             "adapter header",
@@ -909,8 +912,8 @@ def vision_kinds(work: Path) -> list[Kind]:
     ]
 
     def use() -> None:
-        made = Conversations(processor, folder, 64)
-        for _ in rows_with_images(read_rows(file, lambda done, total: None), file, made):
+        result = Conversations(processor, folder, 64)
+        for _ in rows_with_images(read_rows(file, lambda done, total: None), file, result):
             pass
 
     lines = [json.dumps(row).encode() for row in rows]
@@ -1054,8 +1057,8 @@ def main() -> None:
         shutil.rmtree(work, ignore_errors=True)
     print(table(tallies))
     print(f"{sum(tally.inputs for tally in tallies.values()):,} inputs")
-    found = [(n, f"{k}: {what}") for k, t in tallies.items() for what, n in t.findings.items()]
-    for count, what in sorted(found, reverse=True)[:SHOWN]:
+    actual = [(n, f"{k}: {what}") for k, t in tallies.items() for what, n in t.findings.items()]
+    for count, what in sorted(actual, reverse=True)[:SHOWN]:
         print(f"{count:6} x {what}")
     sys.exit(0 if all(tally.clean for tally in tallies.values()) else 1)
 

@@ -65,11 +65,11 @@ def main() -> None:
     parser.add_argument("--machines", nargs="+", default=["rtx4090"])
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 16, 32, 64])
     parser.add_argument("--k", nargs="+", type=int, default=[4, 8])
-    asked = parser.parse_args()
-    for machine in asked.machines:
-        for model in asked.models:
-            for batch in asked.batches:
-                compare(model, machine, batch, asked.k)
+    options = parser.parse_args()
+    for machine in options.machines:
+        for model in options.models:
+            for batch in options.batches:
+                compare(model, machine, batch, options.k)
 
 
 if __name__ == "__main__":

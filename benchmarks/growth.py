@@ -102,11 +102,11 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
     closed_s, plan = timed(
         lambda: closed_form_plan(PlanProblem(request.blocks, request.options, **how))
     )
-    simulated_s, made = timed(
+    simulated_s, result = timed(
         lambda: Simulator(request.machine, request.blocks, workload).forecast(plan)
     )
     whole_s, _ = timed(lambda: plan_for_machine(request))
-    actions = sum(map(len, made.phases))
+    actions = sum(map(len, result.phases))
     each = 1e3 / blocks
     return {
         "blocks": blocks,
@@ -160,8 +160,8 @@ def one(blocks: int, experts: int, folder: Path) -> dict[str, Any]:
     """Measure one size in a process of its own."""
     words = [sys.executable, __file__, "--one", f"{blocks},{experts}", "--work", str(folder)]
     ended = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(ended.stdout)
+    return actual
 
 
 def per_each(rows: list[dict[str, Any]], of: str) -> list[dict[str, Any]]:

@@ -113,9 +113,9 @@ def sides_of(
     return sides
 
 
-def share_text(own: list[Measured], other: list[Measured]) -> str:
+def share_text(lohan_results: list[Measured], other: list[Measured]) -> str:
     """Median of the rounds' own ratios, and their range."""
-    shares = [a.bytes_per_s / b.bytes_per_s for a, b in zip(own, other, strict=True)]
+    shares = [a.bytes_per_s / b.bytes_per_s for a, b in zip(lohan_results, other, strict=True)]
     return f"{median(shares):.2f} ({min(shares):.2f} .. {max(shares):.2f})"
 
 
@@ -138,18 +138,18 @@ def drive_counters(folder: Path) -> tuple[int, int] | None:
     return numbers[0] + numbers[4], (numbers[2] + numbers[6]) * 512
 
 
-def rows_of(found: dict[str, list[Measured]]) -> list[dict[str, Any]]:
-    rates = {name: median([m.bytes_per_s for m in values]) for name, values in found.items()}
+def rows_of(results: dict[str, list[Measured]]) -> list[dict[str, Any]]:
+    rates = {name: median([m.bytes_per_s for m in values]) for name, values in results.items()}
     fio = [name for name in rates if name.startswith("fio")]
     rows = []
     for name, rate in rates.items():
         row: dict[str, Any] = {"side": name, "GB/s": rate / 1e9}
-        seen = [m.bytes_per_s / 1e9 for m in found[name]]
-        sizes = [m.request_kib for m in found[name] if m.request_kib is not None]
+        seen = [m.bytes_per_s / 1e9 for m in results[name]]
+        sizes = [m.request_kib for m in results[name] if m.request_kib is not None]
         row["rounds"] = f"{min(seen):.2f} .. {max(seen):.2f}"
         row["KiB/request"] = round(median(sizes)) if sizes else None
         if name not in fio:
-            row |= {f"of {other}": share_text(found[name], found[other]) for other in fio}
+            row |= {f"of {other}": share_text(results[name], results[other]) for other in fio}
         rows.append(row)
     return rows
 

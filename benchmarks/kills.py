@@ -197,15 +197,15 @@ class Series:
             time.sleep(at_s)
             for rank in victims:
                 os.kill(runs[rank].pid, signal.SIGKILL)  # its pid is kept until it is waited for
-        found = self.wait(runs, victims if kill else [])
-        said = " ".join(map(str, words[:2]))
-        self.history.append(f"{said}: {[e.code for e in found]} in {self.phase_of(victims[0])}")
-        for rank, end in enumerate(found):
+        actual = self.wait(runs, victims if kill else [])
+        output = " ".join(map(str, words[:2]))
+        self.history.append(f"{output}: {[e.code for e in actual]} in {self.phase_of(victims[0])}")
+        for rank, end in enumerate(actual):
             if end.code == -signal.SIGKILL and rank in victims:
                 self.tally.killed(self.kind.name, self.phase_of(rank))
             elif "Traceback" in end.err or (end.code not in EXIT_CODES and end.code >= 0):
                 self.fail("tracebacks", end.err)
-        return found
+        return actual
 
     def phases_of(self, words: list[object]) -> list[str]:
         """Return the phases of a command, from which the time of the kill is drawn."""
@@ -246,7 +246,7 @@ class Series:
         start_s = time.monotonic()
         self.whole_process(self.train_words())
         seconds = time.monotonic() - start_s
-        found, names = result(self.out), self.names()
+        actual, names = result(self.out), self.names()
         shutil.rmtree(self.out)
         died = Kill(("step", SNAPSHOT_EVERY + 1, 9))
         self.wait(self.start(self.train_words(), self.kind.ranks, {0: died}), [0])
@@ -256,15 +256,15 @@ class Series:
         for line in (self.folder / "spans").read_text().splitlines():
             phase, took_s = line.split()
             spans[phase] = max(spans.get(phase, 0.0), float(took_s))
-        return Whole(found, seconds, {phase: longest(names, phase) for phase in spans}, spans)
+        return Whole(actual, seconds, {phase: longest(names, phase) for phase in spans}, spans)
 
     def whole_process(self, words: list[object]) -> None:
         ends = [run.wait() for run in self.start(words, self.kind.ranks, {}, trace=True)]
         assert [e.code for e in ends] == [0] * len(ends), forked_ranks.said(ends)
 
     def names(self) -> list[str]:
-        found: list[str] = json.loads((self.folder / "trace-0").read_text())
-        return found
+        actual: list[str] = json.loads((self.folder / "trace-0").read_text())
+        return actual
 
     def rows(self) -> int:
         log = self.out / "metrics.jsonl"
@@ -287,9 +287,9 @@ class Series:
             left = 1 - self.promised / (STEPS + 1)
             ends = self.ended(words, kill=kill, world=self.kind.ranks, share=left)
             first, codes = ends[0], [end.code for end in ends]
-            found = re.search(r"resuming after step (\d+)|is at step (\d+)", first.out)
-            if found and int(found[1] or found[2]) < self.promised:
-                return self.fail("lost", f"step {self.promised} was promised: {found[0]}")
+            actual = re.search(r"resuming after step (\d+)|is at step (\d+)", first.out)
+            if actual and int(actual[1] or actual[2]) < self.promised:
+                return self.fail("lost", f"step {self.promised} was promised: {actual[0]}")
             self.note_promise()
             if set(codes) == {0}:
                 break
@@ -427,9 +427,11 @@ def main() -> int:
     by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in phase_log.PHASES}
     rows = [{"run": name, **row, "all": sum(row.values())} for name, row in by_kind.items()]
     report.table("kills, by what the process was doing", rows)
-    told = ("runs completed", "exports completed", *BAD, "refused")
-    others = [name for name in tally.counts if name not in told]
-    report.table("outcome", [{"": name, "count": tally.counts[name]} for name in (*told, *others)])
+    reported = ("runs completed", "exports completed", *BAD, "refused")
+    others = [name for name in tally.counts if name not in reported]
+    report.table(
+        "outcome", [{"": name, "count": tally.counts[name]} for name in (*reported, *others)]
+    )
     report.facts({"minutes": f"{(time.monotonic() - start_s) / 60:.1f}"})
     report.close()
     for failure in tally.failures:

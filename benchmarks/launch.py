@@ -138,7 +138,7 @@ def measured(
 
     total = launched_us(place / "total", kept, slices, steps, device, between)["total"]
     parts = launched_us(place / "parts", kept, slices, steps, device, lambda: None, parts=PARTS)
-    least = {name: min(found) for name, found in taken.items()}
+    least = {name: min(item) for name, item in taken.items()}
     checkpoint_us = least["checkpoint"]
     return {
         "activations": kept,
@@ -240,7 +240,7 @@ def launched_us(
     batch = {"input_ids": ids, "labels": ids}
     clock = Clock(parts or {})
     per_step: list[dict[str, float]] = []
-    own = AcceleratorDevice() if device == "cuda" else LinkedCpuDevice(32 * MiB)
+    lohan_device = AcceleratorDevice() if device == "cuda" else LinkedCpuDevice(32 * MiB)
     with (
         clock.measuring(),
         lohan.attach(
@@ -249,7 +249,7 @@ def launched_us(
             batch=batch,
             activations=kept,
             budget=lohan.Budget(host="64MiB", ssd=[place]),
-            device=own,
+            device=lohan_device,
             micro_batch=ROWS // slices,
             update_mode="optimized",
         ) as session,
@@ -304,9 +304,9 @@ class Clock:
     def measuring(self) -> Iterator[None]:
         before = []
 
-        def put(owner: Any, name: str, made: Any) -> None:
+        def put(owner: Any, name: str, replacement: Any) -> None:
             before.append((owner, name, owner.__dict__[name]))
-            setattr(owner, name, made)
+            setattr(owner, name, replacement)
 
         for part, functions in self._parts.items():
             for owner, name in functions:

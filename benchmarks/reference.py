@@ -151,7 +151,7 @@ def rounds_of(child: dict[str, Any]) -> list[float]:
 def speed(base: dict[str, Any], child: dict[str, Any]) -> tuple[float, str]:
     """Return the speed relative to another side: the median over rounds, and the range."""
     pairs = zip(rounds_of(base), rounds_of(child), strict=True)
-    ratios = [there / here for there, here in pairs]
+    ratios = [reference_s / measured_s for reference_s, measured_s in pairs]
     return median(ratios), f"{min(ratios):.2f} .. {max(ratios):.2f}"
 
 

@@ -236,16 +236,16 @@ def _run(place: Path, tests: list[str]) -> str:
             os._exit(int(pytest.main([*options, *tests])))
         code = _ended(child)
         out.seek(0)
-        said = out.read()
+        output = out.read()
     if code is None:
         return "a test that does not end"
     if code == 0:
         return ""
-    failed = [line for line in said.splitlines() if line.startswith("FAILED")]
+    failed = [line for line in output.splitlines() if line.startswith("FAILED")]
     if not failed:
-        raise SystemExit(said[-2000:])
+        raise SystemExit(output[-2000:])
     name = failed[0].split("::")[1].split(" - ")[0]
-    if "schedule: " in said:
+    if "schedule: " in output:
         return "the check of schedules"
     return f"`{name}`"
 
@@ -312,27 +312,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file for the table")
     parser.add_argument("--only", default="", help="waits whose file or words have this text")
     parser.add_argument("--softcuda", type=Path, help="the Python of software CUDA's environment")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     lines = ["| a wait | in | its removal is noticed by |", "|---|---|---|"]
     print("\n".join(lines))
     with TemporaryDirectory() as place:
         for name in ("lohan", "tests"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, Path(place) / name, ignore=ignored)
-        make_importable(Path(place), asked.softcuda or Path(sys.executable))
-        if asked.softcuda is None and (found := noticed(Path(place), [])):
-            raise SystemExit(f"{found} fails as the code is")
+        make_importable(Path(place), options.softcuda or Path(sys.executable))
+        if options.softcuda is None and (actual := noticed(Path(place), [])):
+            raise SystemExit(f"{actual} fails as the code is")
         for wait in WAITS:
-            if asked.only not in wait.file and asked.only not in wait.what:
+            if options.only not in wait.file and options.only not in wait.what:
                 continue
-            if asked.softcuda is None:
+            if options.softcuda is None:
                 lines.append(row(wait, Path(place)))
             else:
-                found = noticed_on_cuda(Path(place), asked.softcuda.absolute(), wait)
-                lines.append(f"| {wait.what} | {wait.file} | {found or '**nothing**'} |")
+                actual = noticed_on_cuda(Path(place), options.softcuda.absolute(), wait)
+                lines.append(f"| {wait.what} | {wait.file} | {actual or '**nothing**'} |")
             print(lines[-1], flush=True)
-    if asked.out is not None:
-        asked.out.write_text("\n".join(lines) + "\n")
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
         drive_bytes=64 * MiB,
         chunk_bytes=4 * MiB,
     )
-    found = profile([Path(spec["ssd"])], effort=effort, device=device)
+    result = profile([Path(spec["ssd"])], effort=effort, device=device)
     device.close()
-    (real,) = found.drives
+    (real,) = result.drives
     drive = Drive(
         name="paced",
         read=rates["read"],
@@ -147,16 +147,16 @@ def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
         bytes=real.bytes,
         endurance_bytes=rates["endurance"],
     )
-    machine = replace(found, name="emulated", drives=(drive,), adam=rates["adam"], ssd_limit=0.0)
+    machine = replace(result, name="emulated", drives=(drive,), adam=rates["adam"], ssd_limit=0.0)
     Path(spec["out"]).write_text(machine.to_toml())
     return {
-        "flops": found.compute[0][1],
-        "backward_flops": found.backward[0][1],
-        "h2d": found.h2d,
-        "d2h": found.d2h,
+        "flops": result.compute[0][1],
+        "backward_flops": result.backward[0][1],
+        "h2d": result.h2d,
+        "d2h": result.d2h,
         "drive_read": real.read,
         "drive_write": real.write,
-        "adam": found.adam,
+        "adam": result.adam,
     }
 
 

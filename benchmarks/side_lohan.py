@@ -80,10 +80,10 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             spans.extend(new)
             value, stop_s = float(loss.item()), time.perf_counter()
             del loss  # its graph knows the buffers of the plan, which another may follow
-            said = replanner.after_step(new, step_s=stop_s - start_s)
-            if said is not None:
+            text = replanner.after_step(new, step_s=stop_s - start_s)
+            if text is not None:
                 took_s = time.perf_counter() - stop_s
-                changes.append({"after": session.step, "seconds": took_s, "said": said})
+                changes.append({"after": session.step, "seconds": took_s, "said": text})
                 plans.append(described(session.plan))
             return value
 

@@ -55,7 +55,7 @@ def main() -> None:
             plan = plan_of(wish)
         except LohanError as refused:
             return {"refused": str(refused)}
-        made = simulator.forecast(plan)
+        item = simulator.forecast(plan)
         memory = MemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
         kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
@@ -63,18 +63,18 @@ def main() -> None:
             "moved_out": len(plan.spilled_sites),
             "swapped_bytes": kept,
             "ssd_bytes": sum(plan.spilled_site_bytes),
-            "forecast_s": made.step_s,
-            "busy_s": made.busy_s,
-            "binding": made.binding,
+            "forecast_s": item.step_s,
+            "busy_s": item.busy_s,
+            "binding": item.binding,
             "same": repr(plan),
         }
 
-    found = {name: row(name) for name in spec["policies"]}
+    actual = {name: row(name) for name in spec["policies"]}
     curve = []
     if spec["curve"]:
         memory = MemoryModel(blocks, "fp32", workload, plan_of("recompute").micro_batch)
         curve = [row(kept) for kept in levels(memory, workload)]
-    tell({"policies": found, "curve": [made for made in curve if "refused" not in made]})
+    tell({"policies": actual, "curve": [item for item in curve if "refused" not in item]})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     from lohan.engine.probes import profile
 
-    found = profile([Path(spec["ssd"])])
-    Path(spec["out"]).write_text(found.to_toml())
-    tell({"adam": found.adam})
+    result = profile([Path(spec["ssd"])])
+    Path(spec["out"]).write_text(result.to_toml())
+    tell({"adam": result.adam})
 
 
 if __name__ == "__main__":

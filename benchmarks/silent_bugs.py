@@ -71,14 +71,14 @@ def recycled_buffer() -> Iterator[None]:
     last: dict[str, torch.Tensor] = {}
 
     def recycled(self: GradientCollector, site: Any, weights: Any, *, parts: int) -> Any:
-        made = leaves(self, site, weights, parts=parts)
+        result = leaves(self, site, weights, parts=parts)
         for key in site.groups:
-            for spec, leaf in zip(self._blocks.by_key[key].tensors, made[key], strict=True):
+            for spec, leaf in zip(self._blocks.by_key[key].tensors, result[key], strict=True):
                 if spec.name.endswith("down_proj.weight"):
                     values = leaf.detach().clone()
                     leaf.data = last.get("down", values)
                     last["down"] = values
-        return made
+        return result
 
     with patch.object(GradientCollector, "leaves", recycled):
         yield
@@ -151,11 +151,11 @@ def measure(bug: Bug, folder: Path, number: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    asked = parser.parse_args()
-    with work_folder(asked.work, "silent-bugs") as folder:
+    options = parser.parse_args()
+    with work_folder(options.work, "silent-bugs") as folder:
         prepare(folder)
         rows = [measure(bug, folder, number) for number, bug in enumerate(BUGS)]
-    if asked.json:
+    if options.json:
         print(json.dumps(rows, indent=1))
         return
     shown = [

@@ -152,19 +152,19 @@ def held() -> dict[str, int]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = MallInfo
-    found = mallinfo2()
+    actual = mallinfo2()
     return {
         "file descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,  # this look itself
         "threads": int(status["Threads"]),
         "memory": int(status["RssAnon"].split()[0]) * 1024,
-        "allocated": found.uordblks + found.hblkhd,
+        "allocated": actual.uordblks + actual.hblkhd,
         "objects": len(gc.get_objects()),
     }
 
 
 def types() -> Counter[str]:
     """Objects of Python by their type."""
-    return Counter(type(found).__qualname__ for found in gc.get_objects())
+    return Counter(type(item).__qualname__ for item in gc.get_objects())
 
 
 def slope(values: list[int]) -> float:
@@ -190,7 +190,7 @@ def main() -> int:
     samples: list[dict[str, int]] = []
     shown: list[dict[str, object]] = []
     expected: dict[str, Result] = {}
-    known: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     wrong = 0
     with work_folder(given.work, "soak") as place:
         report.head(place, "lohan", "torch")
@@ -207,16 +207,16 @@ def main() -> int:
             kind = list(KINDS)[len(samples) % len(KINDS)]
             folder = place / f"cycle-{len(samples)}"
             folder.mkdir()
-            found = cycle(forge, inputs, folder, kind, draw)
-            if expected.setdefault(kind, found) != found:
+            actual = cycle(forge, inputs, folder, kind, draw)
+            if expected.setdefault(kind, actual) != actual:
                 wrong += 1
                 note(f"cycle {len(samples)}, {kind}: another result")
             for path in (folder, *(place / "forge").iterdir()):
                 shutil.rmtree(path)
             samples.append(held())
-            before, known = known, types()
-            if before and known.total() - before.total() > LOOKED_AT:
-                more = (known - before).most_common(8)
+            before, counts = counts, types()
+            if before and counts.total() - before.total() > LOOKED_AT:
+                more = (counts - before).most_common(8)
                 note(f"cycle {len(samples)}, {kind}: more objects than before, of {more}")
             if passed >= len(shown) * seconds / SAMPLES:
                 row = {"minute": passed / 60, "cycles": len(samples), **samples[-1]}

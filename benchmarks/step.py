@@ -38,9 +38,9 @@ def main() -> int:
             with work_folder(work, "stores") as stores:
                 sides = sides_of(options, work, stores, tokens)
                 limits = {"threads": options.threads, "deadline_s": options.deadline}
-                found = take_turns(sides, options.rounds, **limits)
-            report.table(f"{tokens} tokens", rows_of(found))
-            report.table(f"{tokens} tokens, lanes", lane_rows(found))
+                actual = take_turns(sides, options.rounds, **limits)
+            report.table(f"{tokens} tokens", rows_of(actual))
+            report.table(f"{tokens} tokens, lanes", lane_rows(actual))
         report.close()
     return 0
 
@@ -90,11 +90,11 @@ def sides_of(
     return sides
 
 
-def rows_of(found: dict[str, Child]) -> list[dict[str, Any]]:
-    exact = found[CHECKPOINTED]["losses"]
+def rows_of(results: dict[str, Child]) -> list[dict[str, Any]]:
+    exact = results[CHECKPOINTED]["losses"]
     rows = []
-    for name, child in found.items():
-        checkpointing, apart = reference.speed(child, found[CHECKPOINTED])
+    for name, child in results.items():
+        checkpointing, apart = reference.speed(child, results[CHECKPOINTED])
         rows.append(
             {
                 "side": name,
@@ -102,7 +102,7 @@ def rows_of(found: dict[str, Child]) -> list[dict[str, Any]]:
                 "all steps": f"{min(child['step_s']):.2f} .. {max(child['step_s']):.2f}",
                 "/ checkpointing": checkpointing,
                 "rounds": apart,
-                "/ in memory": reference.speed(child, found[WHOLE])[0],
+                "/ in memory": reference.speed(child, results[WHOLE])[0],
                 "peak GiB": child["peak_bytes"] / 2**30,
                 **reference.first_steps(child),
                 "loss first .. last": reference.loss_text(child["losses"]),
@@ -114,8 +114,8 @@ def rows_of(found: dict[str, Child]) -> list[dict[str, Any]]:
     return rows
 
 
-def lane_rows(found: dict[str, Child]) -> list[dict[str, Any]]:
-    return [{"side": name, **lanes_of(c)} for name, c in found.items() if "busy_s" in c]
+def lane_rows(results: dict[str, Child]) -> list[dict[str, Any]]:
+    return [{"side": name, **lanes_of(c)} for name, c in results.items() if "busy_s" in c]
 
 
 def lanes_of(child: Child) -> dict[str, Any]:

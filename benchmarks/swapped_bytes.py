@@ -35,8 +35,8 @@ def main() -> int:
         report.facts({"rates": emulated.rates_text(rates)})
         note("profiling the emulated device")
         report.facts({"measured": emulated.measured_text(emulated.measure(options, work, rates))})
-        known = levels(options, work)
-        points = chosen(known, options.points)
+        level_results = levels(options, work)
+        points = chosen(level_results, options.points)
         children = [
             emulated.run_mode(options, work, rates, "optimized", point["kept"] or "recompute")
             for point in points
@@ -45,7 +45,7 @@ def main() -> int:
         title = f"{emulated.SERVER}, {emulated.MODEL}, batch {options.batch_there}, scaled down"
         report.table(title, rows)
         if options.plot:
-            draw(options.plot, known, rows, title)
+            draw(options.plot, level_results, rows, title)
         report.close()
     return 0
 
@@ -107,7 +107,7 @@ def rows_of(points: list[Child], children: list[Child]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(path: Path, known: list[Child], rows: list[dict[str, Any]], title: str) -> None:
+def draw(path: Path, children: list[Child], rows: list[dict[str, Any]], title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,8 +115,8 @@ def draw(path: Path, known: list[Child], rows: list[dict[str, Any]], title: str)
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     axes.plot(
-        [point["swapped_bytes"] / 2**20 for point in known],
-        [point["forecast_s"] / known[0]["forecast_s"] for point in known],
+        [point["swapped_bytes"] / 2**20 for point in children],
+        [point["forecast_s"] / children[0]["forecast_s"] for point in children],
         "-",
         color="0.6",
         label="predicted",

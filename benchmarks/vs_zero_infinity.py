@@ -82,8 +82,8 @@ def main() -> int:
         )
         for tokens in options.tokens:
             note(f"{tokens} tokens")
-            found = alternate(sides_of(options, work, tokens), options.rounds)
-            report.table(f"{tokens} tokens", rows_of(found, tokens))
+            actual = alternate(sides_of(options, work, tokens), options.rounds)
+            report.table(f"{tokens} tokens", rows_of(actual, tokens))
         report.close()
     return 0
 
@@ -116,21 +116,21 @@ def sides_of(
         for pipeline in PIPELINES
         for name in (f"ZeRO-Infinity, pipeline {pipeline}",)
     ]
-    ours = [
+    actual = [
         (f"{setting.name}, clip {clip:g}", partial(lohan, spec, options, work, setting, clip))
         for setting in SETTINGS
         for clip in options.clip
         if setting.host in options.host
         and (tokens in setting.targets or tokens not in SETTINGS[0].targets)
     ]
-    return dict([peers[0], *ours[:1], peers[1], *ours[1:]])
+    return dict([peers[0], *actual[:1], peers[1], *actual[1:]])
 
 
 def lohan(
     spec: Child, options: argparse.Namespace, work: Path, setting: Setting, clip: float
 ) -> Child:
     ssd = work / "ssd"
-    own = {
+    settings = {
         **spec,
         "ssd": str(ssd),
         "host": setting.host,
@@ -141,7 +141,7 @@ def lohan(
     }
     try:
         child = run_child(
-            "side_lohan.py", own, threads=options.threads, deadline_s=options.deadline
+            "side_lohan.py", settings, threads=options.threads, deadline_s=options.deadline
         )
     finally:
         shutil.rmtree(ssd, ignore_errors=True)
@@ -178,31 +178,31 @@ def zero_infinity(
     return child
 
 
-def rows_of(found: dict[str, list[Child]], tokens: int) -> list[dict[str, Any]]:
-    seconds = {name: median([median(c["step_s"]) for c in found[name]]) for name in found}
-    peers = [name for name in found if name.startswith("ZeRO-Infinity")]
+def rows_of(results: dict[str, list[Child]], tokens: int) -> list[dict[str, Any]]:
+    seconds = {name: median([median(c["step_s"]) for c in results[name]]) for name in results}
+    peers = [name for name in results if name.startswith("ZeRO-Infinity")]
     best = min(peers, key=lambda name: seconds[name])
     targets = {setting.name: setting.targets.get(tokens) for setting in SETTINGS}
-    of_setting = {name: name.rpartition(", clip")[0] for name in found}
-    peak = {name: max(child["peak_bytes"] for child in found[name]) for name in found}
+    of_setting = {name: name.rpartition(", clip")[0] for name in results}
+    peak = {name: max(child["peak_bytes"] for child in results[name]) for name in results}
     rows = []
-    for name in sorted(found, key=lambda name: name not in peers):
-        losses = found[name][0]["losses"]
+    for name in sorted(results, key=lambda name: name not in peers):
+        losses = results[name][0]["losses"]
         row = {"side": name, "step s": seconds[name], "speed / peer": None, "rounds": None}
         row |= {"target": None, "reached": None, "clipped": None}
         if name not in peers:
             speed, target = seconds[best] / seconds[name], targets[of_setting[name]]
-            clipped = sum(child["clipped"] for child in found[name])
+            clipped = sum(child["clipped"] for child in results[name])
             rounds = [
-                min(median(found[peer][i]["step_s"]) for peer in peers) / median(child["step_s"])
-                for i, child in enumerate(found[name])
+                min(median(results[peer][i]["step_s"]) for peer in peers) / median(child["step_s"])
+                for i, child in enumerate(results[name])
             ]
             row |= {
                 "speed / peer": speed,
                 "rounds": f"{min(rounds):.2f} .. {max(rounds):.2f}",
                 "target": target,
                 "reached": None if target is None else "yes" if speed >= target else "no",
-                "clipped": f"{clipped} of {sum(len(c['losses']) for c in found[name])}",
+                "clipped": f"{clipped} of {sum(len(c['losses']) for c in results[name])}",
             }
         row |= {
             "peak GiB": peak[name] / 2**30,

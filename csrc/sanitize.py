@@ -89,30 +89,30 @@ def runtime_library(name: str) -> str:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    made = BUILDS[name]
-    extension = build(name, made.sanitizers)
+    result = BUILDS[name]
+    extension = build(name, result.sanitizers)
     site = extension.parent / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(extension=str(extension)))
     paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = (
         os.environ
-        | made.options
+        | result.options
         | {
             # With the sanitizer what throws exceptions.
-            "LD_PRELOAD": f"{runtime_library(made.library)} {runtime_library('libstdc++.so')}",
+            "LD_PRELOAD": f"{runtime_library(result.library)} {runtime_library('libstdc++.so')}",
             "PYTHONPATH": os.pathsep.join(paths),
         }
     )
-    command = [*made.launcher, sys.executable, "-B", "-m", "pytest", "-q", *arguments]
-    print(f"{made.sanitizers}: {' '.join(command)}", flush=True)
+    command = [*result.launcher, sys.executable, "-B", "-m", "pytest", "-q", *arguments]
+    print(f"{result.sanitizers}: {' '.join(command)}", flush=True)
     return subprocess.run(command, cwd=ROOT, env=env).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    for name, made in BUILDS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=f"only {made.sanitizers}")
+    for name, item in BUILDS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"only {item.sanitizers}")
     given, arguments = parser.parse_known_args()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     chosen = [name for name in BUILDS if getattr(given, name)] or list(BUILDS)

@@ -50,22 +50,31 @@ def build(python: str, target: Path, work: Path) -> Path:
     """Build the wheel of one interpreter, and return the file in `target`."""
     environment = work / "environment"
     run(python, "-m", "venv", environment)
-    own = environment / "bin" / "python"
-    run(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", *TOOLS, *REPAIR_TOOLS)
+    interpreter = environment / "bin" / "python"
+    run(
+        interpreter,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        *TOOLS,
+        *REPAIR_TOOLS,
+    )
     target_flag = f"-target {architecture()}-linux-gnu.{GLIBC}"
     env = {
         **os.environ,
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "CXX": f"{own} -m ziglang c++ {target_flag}",
-        "CC": f"{own} -m ziglang cc {target_flag}",
+        "CXX": f"{interpreter} -m ziglang c++ {target_flag}",
+        "CC": f"{interpreter} -m ziglang cc {target_flag}",
         "CXXFLAGS": " ".join((os.environ.get("CXXFLAGS", ""), *CXXFLAGS)).strip(),
     }
-    pip = [own, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
+    pip = [interpreter, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
     place = ["-C", f"build-dir={work / 'build'}", "-w", work / "raw"]
     run(*pip, "--no-build-isolation", *place, ROOT, env=env)
     raw = next((work / "raw").glob("*.whl"))
     repair = ["-m", "auditwheel", "repair", "--plat", f"{PLATFORM}_{architecture()}"]
-    run(own, *repair, "-w", work / "repaired", raw, env=env)
+    run(interpreter, *repair, "-w", work / "repaired", raw, env=env)
     wheel = next((work / "repaired").glob("*.whl"))
     target.mkdir(parents=True, exist_ok=True)
     return wheel.replace(target / wheel.name)

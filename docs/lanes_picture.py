@@ -62,12 +62,12 @@ def within(spans: Iterable[Span], start: float, stop: float) -> Iterator[Span]:
 
 def joined(spans: Iterable[Span], gap: float) -> list[Span]:
     """Neighbours of one colour that are less than `gap` apart, as one."""
-    made: list[Span] = []
+    created: list[Span] = []
     for lane, kind, low, high in spans:
-        if made and colour(made[-1][1]) == colour(kind) and low - made[-1][3] < gap:
-            high, low = max(high, made[-1][3]), made.pop()[2]
-        made.append((lane, kind, low, high))
-    return made
+        if created and colour(created[-1][1]) == colour(kind) and low - created[-1][3] < gap:
+            high, low = max(high, created[-1][3]), created.pop()[2]
+        created.append((lane, kind, low, high))
+    return created
 
 
 def colour(kind: str) -> str:
@@ -94,13 +94,13 @@ def svg(spans: list[Span], title: str) -> str:
         text(10, 20, title, weight="bold"),
     ]
     for row, (lane, meaning) in enumerate(LANES.items()):
-        own, top = [span for span in step if span[0] == lane], TOP + row * ROW
+        lane_spans, top = [span for span in step if span[0] == lane], TOP + row * ROW
         parts += [
             text(10, top + 11, lane, weight="bold"),
             text(10, top + 24, meaning, fill="#666"),
             f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{BAR}" fill="#f0f0f0"/>',
-            *bars(joined(own, 0.3 / scale), top, scale),
-            text(LEFT + WIDTH + 8, top + 16, f"{busy_s(own) / (stop - start):.0%}"),
+            *bars(joined(lane_spans, 0.3 / scale), top, scale),
+            text(LEFT + WIDTH + 8, top + 16, f"{busy_s(lane_spans) / (stop - start):.0%}"),
         ]
     bottom = TOP + len(LANES) * ROW
     return "\n".join([*parts, *axis(stop - start, bottom), *legend(bottom + 54), "</svg>"]) + "\n"

@@ -72,11 +72,11 @@ def sweep(wanted: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
     while left or running:
         while left and len(running) < jobs:
             kind, model_type = left.pop(0)
-            ours, theirs = fork.Pipe(duplex=False)
-            child = fork.Process(target=compute, args=(kind, model_type, theirs))
+            actual, expected = fork.Pipe(duplex=False)
+            child = fork.Process(target=compute, args=(kind, model_type, expected))
             child.start()
-            theirs.close()
-            running[ours] = child, kind, model_type, time.monotonic()
+            expected.close()
+            running[actual] = child, kind, model_type, time.monotonic()
         ready = wait(list(running), timeout=1)
         for pipe, (child, kind, model_type, start) in list(running.items()):
             name = every_model.classes(kind)[model_type]
@@ -103,14 +103,14 @@ def wanted_of(
     """Classes without a result, and those whose key or status is to be had again."""
     from tests.support import every_model
 
-    found = []
+    collected = []
     for kind in kinds or every_model.MAPPINGS:
         for model_type in every_model.classes(kind):
             key = f"{kind}/{model_type}"
             due = key not in rows or {key, rows[key]["status"]} & again
             if due and (not only or model_type in only):
-                found.append((kind, model_type))
-    return found
+                collected.append((kind, model_type))
+    return collected
 
 
 # -- The pages -------------------------------------------------------------------------------------
@@ -300,12 +300,12 @@ def read_results(path: Path) -> dict[str, Row]:
     """Read the results, leaving out classes that the installed transformers does not have."""
     from tests.support import every_model
 
-    known = {kind: every_model.classes(kind) for kind in every_model.MAPPINGS}
+    classes = {kind: every_model.classes(kind) for kind in every_model.MAPPINGS}
     listed = json.loads(path.read_text()) if path.exists() else []
     return {
         f"{row['kind']}/{row['model_type']}": row
         for row in listed
-        if row["model_type"] in known[row["kind"]]
+        if row["model_type"] in classes[row["kind"]]
     }
 
 

@@ -71,9 +71,9 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Start processes quickly (support/forked_commands.py)."""
     from tests.support.forked_commands import Forge
 
-    made = Forge(tmp_path_factory.mktemp("forge"))
-    yield made
-    made.close()
+    result = Forge(tmp_path_factory.mktemp("forge"))
+    yield result
+    result.close()
 
 
 @pytest.fixture

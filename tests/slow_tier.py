@@ -96,7 +96,7 @@ def run(name: str) -> dict[str, str]:
         print(f"{name}: stopped after {LIMIT_S // 60} minutes; make it two slices", flush=True)
     last = lines[-1] if lines else ""
     counts = {
-        word: found[1] if (found := re.search(rf"(\d+) {word}", last)) else "0"
+        word: actual[1] if (actual := re.search(rf"(\d+) {word}", last)) else "0"
         for word in ("passed", "failed", "skipped")
     }
     errors = re.search(r"(\d+) errors?", last)
@@ -116,8 +116,8 @@ def read_page() -> dict[str, dict[str, str]]:
 
 
 def write_page(rows: dict[str, dict[str, str]]) -> None:
-    known = [name for name in (*SLICES, REST) if name in rows]
-    table = HEAD + "".join(f"| {' | '.join(rows[name].values())} |\n" for name in known)
+    slices = [name for name in (*SLICES, REST) if name in rows]
+    table = HEAD + "".join(f"| {' | '.join(rows[name].values())} |\n" for name in slices)
     PAGE.write_text(TABLE.sub(lambda match: match[1] + table + match[3], PAGE.read_text()))
 
 

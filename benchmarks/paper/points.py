@@ -60,8 +60,8 @@ class Point:
 
 @cache
 def figures() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))["figures"]
-    return found
+    actual: list[dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))["figures"]
+    return actual
 
 
 def points() -> Iterator[Point]:
@@ -83,7 +83,7 @@ def points_of(figure: Mapping[str, Any]) -> Iterator[Point]:
                 figure["over"]: at,
                 **{key: row[number] for key, row in each.items()},
             }
-            ours = answer(figure["unit"], here)
+            actual = answer(figure["unit"], here)
             yield Point(
                 figure["figure"],
                 figure["unit"],
@@ -92,7 +92,7 @@ def points_of(figure: Mapping[str, Any]) -> Iterator[Point]:
                 figure["over"],
                 at,
                 published,
-                ours,
+                actual,
             )
 
 

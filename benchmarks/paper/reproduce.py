@@ -35,12 +35,12 @@ def main() -> None:
     if not wanted:
         names = "; ".join(one["figure"] for one in figures())
         raise LohanError(f"--figure {options.figure!r}: none has it in its name; they are {names}")
-    found = {figure["figure"]: list(points_of(figure)) for figure in wanted}
-    everything = [point for points in found.values() for point in points]
+    actual = {figure["figure"]: list(points_of(figure)) for figure in wanted}
+    everything = [point for points in actual.values() for point in points]
     if options.json:
         print(json.dumps([{**asdict(point), "error": point.error} for point in everything]))
     else:
-        for name, points in found.items():
+        for name, points in actual.items():
             print("\n".join([*table(name, points), ""]))
         print("\n".join(summary(everything)))
     if options.docs:
@@ -48,7 +48,7 @@ def main() -> None:
         options.docs.write_text(with_tables(text, everything), encoding="utf-8")
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
-        for path in draw_all(options.plot, found):
+        for path in draw_all(options.plot, actual):
             print(path, file=sys.stderr)
 
 
@@ -97,11 +97,11 @@ def summary(points: Sequence[Point]) -> list[str]:
 
 def groups(points: Iterable[Point]) -> dict[str, list[Point]]:
     """LoHan's own points together, the others by policy; rival choices of activations apart."""
-    made: dict[str, list[Point]] = {}
+    created: dict[str, list[Point]] = {}
     for point in points:
         rival = point.series.startswith("lohan, ")
-        made.setdefault("lohan, rival activations" if rival else point.policy, []).append(point)
-    return made
+        created.setdefault("lohan, rival activations" if rival else point.policy, []).append(point)
+    return created
 
 
 # -- docs/paper.md --------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ def near_table(points: Sequence[Point]) -> list[str]:
         "| points | number | within 10 % | within 20 % | largest error |",
         "|---|---|---|---|---|",
     ]
-    found = groups(points)
+    actual = groups(points)
     for key, name in NAMES.items():
-        errors = [abs(point.error) for point in found[key] if point.error is not None]
+        errors = [abs(point.error) for point in actual[key] if point.error is not None]
         near, far = (sum(e <= limit for e in errors) / len(errors) for limit in (0.1, 0.2))
         cells = (name, len(errors), f"{near:.0%}", f"{far:.0%}", f"{max(errors):.0%}")
         lines.append(f"| {' | '.join(map(str, cells))} |".replace("%", " %"))
@@ -167,8 +167,8 @@ def point_tables(points: Sequence[Point]) -> list[str]:
 def _document_cell(point: Point) -> str:
     if point.error is not None:
         return f"{round(100 * point.error):+d} %"
-    published, ours = (_cell(value).strip() for value in (point.published, point.ours))
-    return published if point.right else f"{published}, **{ours}**"
+    published, actual = (_cell(value).strip() for value in (point.published, point.ours))
+    return published if point.right else f"{published}, **{actual}**"
 
 
 # -- pictures -------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def draw_all(folder: Path, figures: dict[str, list[Point]]) -> list[Path]:
     rows = -(-len(drawn) // PER_ROW)
     overview, axes = new_figure(rows, PER_ROW, (6.2 * PER_ROW, 4.4 * rows))
     for number, (name, points) in enumerate(drawn.items()):
-        single, own = new_figure(1, 1, (7.6, 4.8))
-        for axis in (own[0][0], axes[number // PER_ROW][number % PER_ROW]):
+        single, single_axes = new_figure(1, 1, (7.6, 4.8))
+        for axis in (single_axes[0][0], axes[number // PER_ROW][number % PER_ROW]):
             _chart(axis, name, points)
         words = re.findall(r"[a-z0-9]+", name.lower())
         files.append(folder / f"{number + 1:02}-{'-'.join(words)}.png")

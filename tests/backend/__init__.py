@@ -45,20 +45,20 @@ def extension() -> Any:
     # Elsewhere at first: torch waits for the lock of a build that was killed, without end.
     work = Path(tempfile.mkdtemp(prefix="lohan-trial-backend-"))
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
-    made = load(MODULE, list(map(str, sources)), extra_cflags=["-O1"], build_directory=str(work))
+    result = load(MODULE, list(map(str, sources)), extra_cflags=["-O1"], build_directory=str(work))
     try:
         work.rename(place)
     except OSError:  # another process was faster
         shutil.rmtree(work)
-    return made
+    return result
 
 
 def _loaded(library: Path) -> Any:
     spec = importlib.util.spec_from_file_location(MODULE, library)
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    result = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(result)
+    return result
 
 
 @cache

@@ -41,9 +41,9 @@ def current(stream: torch.Stream) -> Iterator[None]:
 
 
 def ones() -> torch.Tensor:
-    made = torch.ones(COUNT).to(NAME)
+    tensor = torch.ones(COUNT).to(NAME)
     torch.accelerator.synchronize()
-    return made
+    return tensor
 
 
 def test_it_is_the_accelerator():
@@ -55,14 +55,14 @@ def test_it_is_the_accelerator():
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_copies_to_the_host_are_under_way_when_they_return(pinned):
-    there, here = ones(), torch.zeros(COUNT, pin_memory=pinned)
-    assert here.is_pinned() == pinned
+    on_device, on_host = ones(), torch.zeros(COUNT, pin_memory=pinned)
+    assert on_host.is_pinned() == pinned
     with held(stream := torch.accelerator.current_stream()):
-        here.copy_(there, non_blocking=True)
+        on_host.copy_(on_device, non_blocking=True)
         event = stream.record_event()
-        assert not event.query() and torch.equal(here, torch.zeros(COUNT))
+        assert not event.query() and torch.equal(on_host, torch.zeros(COUNT))
     event.synchronize()
-    assert event.query() and torch.equal(here, torch.ones(COUNT))
+    assert event.query() and torch.equal(on_host, torch.ones(COUNT))
 
 
 def test_copies_that_block_are_done():
@@ -70,33 +70,33 @@ def test_copies_that_block_are_done():
 
 
 def test_operators_are_given_and_done_later():
-    there, before = ones(), trial.counts()
+    on_device, before = ones(), trial.counts()
     with held(stream := torch.accelerator.current_stream()):
-        made = (there * 2 + there).softmax(0)
-        norm = torch.nn.functional.layer_norm(there, (COUNT,))
+        tensor = (on_device * 2 + on_device).softmax(0)
+        norm = torch.nn.functional.layer_norm(on_device, (COUNT,))
         assert not stream.query()
     after = trial.counts()
     assert after["operators"] > before["operators"] + 3
     assert after["waited for"] == before["waited for"]
-    assert made.sum().item() == pytest.approx(1.0, abs=1e-3) and norm[0].item() == 0.0
+    assert tensor.sum().item() == pytest.approx(1.0, abs=1e-3) and norm[0].item() == 0.0
     assert trial.counts()["waited for"] > after["waited for"]
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_streams_do_not_wait_for_each_other_by_themselves(waits):
     """Copies from and to what compute on another stream has not come to."""
-    there, here, seven = ones(), torch.zeros(COUNT), torch.full((COUNT,), 7.0)
+    on_device, on_host, seven = ones(), torch.zeros(COUNT), torch.full((COUNT,), 7.0)
     compute, other = torch.accelerator.current_stream(), torch.Stream(device=NAME)
     with held(compute):
-        made, slot = there + 1, there * 1
+        result, slot = on_device + 1, on_device * 1
         if waits:
             other.wait_event(compute.record_event())
         with current(other):
-            here.copy_(made, non_blocking=True)
+            on_host.copy_(result, non_blocking=True)
             slot.copy_(seven, non_blocking=True)
         if not waits:
             other.synchronize()
-    assert torch.equal(here, torch.full((COUNT,), 2.0)) == waits
+    assert torch.equal(on_host, torch.full((COUNT,), 2.0)) == waits
     assert torch.equal(slot.cpu(), seven) == waits
 
 
@@ -164,16 +164,16 @@ def test_memory_that_nobody_wrote_is_nan():
 @pytest.mark.parametrize("told", [True, False])
 def test_released_memory_is_the_next_owners_at_once(told):
     """A copy on another stream is too late for it, unless the allocator was told of that stream."""
-    there, here, other = ones(), torch.zeros(COUNT), torch.Stream(device=NAME)
+    on_device, on_host, other = ones(), torch.zeros(COUNT), torch.Stream(device=NAME)
     with held(other):
         with current(other):
-            here.copy_(there, non_blocking=True)
+            on_host.copy_(on_device, non_blocking=True)
         if told:
-            there.record_stream(other)
-        del there
+            on_device.record_stream(other)
+        del on_device
         if not told:
             torch.accelerator.current_stream().synchronize()
-    assert torch.equal(here, torch.ones(COUNT)) == told
+    assert torch.equal(on_host, torch.ones(COUNT)) == told
 
 
 def test_devices_are_not_mixed():
@@ -185,9 +185,9 @@ def test_devices_are_not_mixed():
 
 def test_an_error_in_a_stream_comes_to_whoever_waits():
     index = torch.full((1,), COUNT).to(NAME)
-    made = ones()[index]
+    tensor = ones()[index]
     with pytest.raises(RuntimeError, match=r"out of (bounds|range)"):
-        made.cpu()
+        tensor.cpu()
     assert torch.equal(ones().cpu(), torch.ones(COUNT))
 
 

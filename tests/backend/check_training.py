@@ -52,10 +52,10 @@ def there(memory: int | None = None) -> AcceleratorDevice:
 def on_cpu(kind: str) -> Result:
     """With the attention that torch has for every device."""
     with TemporaryDirectory() as place, sdpa_kernel(SDPBackend.MATH):
-        made = batches(4, batch=4, seq=24)
+        train_batches = batches(4, batch=4, seq=24)
         return train(
             small_model(kind),
-            made,
+            train_batches,
             Path(place),
             micro_batch=2,
             overlap=False,
@@ -63,8 +63,8 @@ def on_cpu(kind: str) -> Result:
         )
 
 
-def same(found: Result, wanted: Result) -> None:
-    found.check_there(wanted)
+def same(actual: Result, wanted: Result) -> None:
+    actual.check_there(wanted)
 
 
 # -- equality --------------------------------------------------------------------------------------
@@ -75,21 +75,21 @@ def same(found: Result, wanted: Result) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
     """Nothing that was to be kept is made again: that would be said in a warning."""
-    made, before = batches(4, batch=4, seq=24), trial.counts()
+    train_batches, before = batches(4, batch=4, seq=24), trial.counts()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found = train(
+        result = train(
             small_model(kind),
-            made,
+            train_batches,
             tmp_path,
             seed=1,
-            batch=made[0],
+            batch=train_batches[0],
             micro_batch=2,
             device=there(),
             update_mode=mode,
             activations=activations,
         )
-    same(found, on_cpu(kind))
+    same(result, on_cpu(kind))
     after = trial.counts()
     assert all(after[name] > before[name] + 10 for name in ("operators", "copies in", "copies out"))
 
@@ -110,34 +110,38 @@ def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
 def test_dropout_draws_from_the_device(tmp_path):
     """Whose generator begins with the seed that the host's has; recomputation draws the same."""
     case = Case(kind="several", micro_batch=1, dropout=0.2)
-    found = case.run(tmp_path, TINY, update_mode="balanced", seed=3, device=there())
-    same(found, plain(case))
+    result = case.run(tmp_path, TINY, update_mode="balanced", seed=3, device=there())
+    same(result, plain(case))
 
 
 def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
     """With a mask, which is no floating-point input and stays where it is."""
-    made = batches(3, batch=4, seq=24)
-    for batch in made:
+    train_batches = batches(3, batch=4, seq=24)
+    for batch in train_batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][0, -3:] = 0
-    options = {"batch": made[0], "micro_batch": 2, "activations": "all"}
+    options = {"batch": train_batches[0], "micro_batch": 2, "activations": "all"}
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = train(small_model("llama"), made, tmp_path / "cpu", **options)
+        wanted = train(small_model("llama"), train_batches, tmp_path / "cpu", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found = train(small_model("llama"), made, tmp_path / "there", device=there(), **options)
-    same(found, wanted)
+        result = train(
+            small_model("llama"), train_batches, tmp_path / "there", device=there(), **options
+        )
+    same(result, wanted)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
-    made = batches(1, batch=4, seq=24)
-    options = {"batch": made[0], "activations": "all", "device": there()}
+    train_batches = batches(1, batch=4, seq=24)
+    options = {"batch": train_batches[0], "activations": "all", "device": there()}
     with attached(small_model(kind), tmp_path, **options) as session:
-        session.model(**made[0]).loss.backward()
+        session.model(**train_batches[0]).loss.backward()
         save_plans = session.executor.block_runner.compute.save_plans
-        (known,) = save_plans._inventories._by_kind.values()
-        assert all(classes <= known.keys.keys() for classes in save_plans._saved_classes.values())
+        (inventory,) = save_plans._inventories._by_kind.values()
+        assert all(
+            classes <= inventory.keys.keys() for classes in save_plans._saved_classes.values()
+        )
 
 
 def test_the_command_line(lohan, model, data, tmp_path):
@@ -190,17 +194,19 @@ def test_a_missing_wait_shows(careless, copies_us, operators_us):
 
 
 def test_a_quarter_of_what_the_model_needs(tmp_path):
-    made = batches(2, batch=4, seq=16)
+    train_batches = batches(2, batch=4, seq=16)
     quarter = sum(p.numel() for p in deep_model().parameters()) * 16 // 4
     options = {"micro_batch": 2, "clip": 0.5}
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = train(deep_model(), made, tmp_path / "cpu", **options)
+        wanted = train(deep_model(), train_batches, tmp_path / "cpu", **options)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     place = tmp_path / "there"
     device = there(quarter)
-    found = train(deep_model(), made, place, seed=4, device=device, batch=made[0], **options)
-    same(found, wanted)
+    result = train(
+        deep_model(), train_batches, place, seed=4, device=device, batch=train_batches[0], **options
+    )
+    same(result, wanted)
     assert before < torch.accelerator.max_memory_allocated() <= quarter
     assert torch.accelerator.get_memory_info()[1] == MEMORY
 
@@ -214,20 +220,20 @@ def test_the_limit_ends_with_the_device():
 
 
 def test_a_device_that_is_too_small_is_refused(tmp_path):
-    made = batches(1, batch=1, seq=8)
+    train_batches = batches(1, batch=1, seq=8)
     with pytest.raises(BudgetError, match=r"device budget too small.*--device-memory"):
-        attached(small_model("llama"), tmp_path, batch=made[0], device=there(64 * KiB))
+        attached(small_model("llama"), tmp_path, batch=train_batches[0], device=there(64 * KiB))
 
 
 def test_out_of_memory_is_an_error_of_torch_and_gives_up_the_step(tmp_path):
-    made = batches(2, batch=2, seq=8)
+    train_batches = batches(2, batch=2, seq=8)
     with attached(small_model("llama"), tmp_path, device=there()) as session:
         torch.accelerator.synchronize()
         trial.set_memory(torch.accelerator.memory_allocated() + 1024)
         with pytest.raises(torch.OutOfMemoryError, match="trial device out of memory"):
-            session.model(**made[0])
+            session.model(**train_batches[0])
         trial.set_memory(MEMORY)
-        session.model(**made[1]).loss.backward()
+        session.model(**train_batches[1]).loss.backward()
         assert session.step == 1
 
 
@@ -240,21 +246,23 @@ class Optimist(AcceleratorDevice):
 
 def test_a_smaller_plan_is_made_when_the_model_is_on_the_device(tmp_path):
     """Its buffers are there by then."""
-    made, said = batches(2, batch=8, seq=64), []
+    train_batches, messages = batches(2, batch=8, seq=64), []
 
     def step_of(batch: dict[str, torch.Tensor]) -> float:
         loss = session.model(**batch).loss
         loss.backward()
         return loss.item()
 
-    with attached(small_model("llama"), tmp_path, batch=made[0], device=Optimist()) as session:
+    with attached(
+        small_model("llama"), tmp_path, batch=train_batches[0], device=Optimist()
+    ) as session:
         before = session.plan.tier_bytes("device")
         trial.set_memory(torch.accelerator.memory_allocated() + before * 4 // 5)
-        OomGuard(session, said.append).run(lambda: step_of(made[0]))
+        OomGuard(session, messages.append).run(lambda: step_of(train_batches[0]))
         assert session.plan.tier_bytes("device") < before
-        step_of(made[1])
+        step_of(train_batches[1])
         assert session.step == 2
-    assert len(said) == 1 and "ran out of memory in step 1" in said[0]
+    assert len(messages) == 1 and "ran out of memory in step 1" in messages[0]
 
 
 def test_a_slot_is_no_lanes_before_its_last_owner_is_done():
@@ -283,9 +291,9 @@ def test_host_memory(pinnable, tmp_path):
     case = Case(kind="plain")
     trial.set_pinnable(4096)
     try:
-        with pytest.warns(RuntimeWarning, match=r"cannot pin .*are pinned.*half") as said:
-            found = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
+        with pytest.warns(RuntimeWarning, match=r"cannot pin .*are pinned.*half") as caught:
+            result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
     finally:
         trial.set_pinnable(1 << 40)
-    assert len([w for w in said if "cannot pin" in str(w.message)]) == 1
-    same(found, plain(case))
+    assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
+    same(result, plain(case))

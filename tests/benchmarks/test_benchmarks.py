@@ -109,9 +109,9 @@ def test_launch_counts_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import launch
 
-    made = launch.measured(tmp_path / "run", "all", 2, 6)
-    assert made["lohan"] > 0 and made["checkpoint"] > 0 and made["limit"] == 2.0
-    assert all(made[part] > 0 for part in launch.PARTS), made
+    result = launch.measured(tmp_path / "run", "all", 2, 6)
+    assert result["lohan"] > 0 and result["checkpoint"] > 0 and result["limit"] == 2.0
+    assert all(result[part] > 0 for part in launch.PARTS), result
 
 
 def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def test_tells_rounding_from_an_error_by_fp64():
 
     case = {**SIMPLEST, "dtype": "bf16"}
     differential.check_tensor(case, "weights w", noisy(1e-4), noisy(1e-4), exact)
-    astray = noisy(1e-4)
-    astray[7] += 1e-3
-    differential.check_tensor(case, "weights w", astray, noisy(1e-4), exact)
+    wrong = noisy(1e-4)
+    wrong[7] += 1e-3
+    differential.check_tensor(case, "weights w", wrong, noisy(1e-4), exact)
     with pytest.raises(differential.Found):
         differential.check_tensor(case, "weights w", noisy(1e-3), noisy(1e-4), exact)
     with pytest.raises(differential.Found):

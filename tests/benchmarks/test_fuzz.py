@@ -9,8 +9,8 @@ from benchmarks import fuzz
 
 def test_changed_files_are_read_or_refused(tmp_path: Path) -> None:
     tallies = fuzz.fuzz(tmp_path, inputs=740, seed=0)
-    found = {name: dict(tally.findings) for name, tally in tallies.items() if not tally.clean}
-    assert found == {}
+    actual = {name: dict(tally.findings) for name, tally in tallies.items() if not tally.clean}
+    assert actual == {}
     assert all(tally.refused for name, tally in tallies.items() if name != "lock")
 
 
@@ -19,8 +19,8 @@ def test_the_tally_tells_a_traceback_from_a_refusal() -> None:
         if data:
             raise KeyError("x")
 
-    tally, said = fuzz.Tally(), []
+    tally, messages = fuzz.Tally(), []
     for data in (b"", b"x"):
-        fuzz.try_one(fuzz.Kind("x", [b"x"], read), data, tally, said.append)
+        fuzz.try_one(fuzz.Kind("x", [b"x"], read), data, tally, messages.append)
     assert (tally.inputs, tally.accepted, tally.tracebacks, tally.clean) == (2, 1, 1, False)
-    assert "KeyError" in said[0]
+    assert "KeyError" in messages[0]

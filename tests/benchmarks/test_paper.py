@@ -32,31 +32,31 @@ def points():
 
 
 def errors(points, chosen):
-    found = {f"{p.figure}, {p.series}, {p.at}": p.error for p in points if chosen(p)}
-    return {name: error for name, error in found.items() if error is not None}
+    actual = {f"{p.figure}, {p.series}, {p.at}": p.error for p in points if chosen(p)}
+    return {name: error for name, error in actual.items() if error is not None}
 
 
-def share_within(found, limit):
-    return sum(abs(error) <= limit for error in found.values()) / len(found)
+def share_within(results, limit):
+    return sum(abs(error) <= limit for error in results.values()) / len(results)
 
 
 def test_lohan_is_within_10_percent_on_most_points_and_20_on_all(points):
-    found = errors(points, lambda p: p.policy == "lohan" and not p.series.startswith("lohan, "))
-    assert len(found) > 50
-    assert share_within(found, 0.1) >= 0.8, found
-    assert {name: error for name, error in found.items() if abs(error) > 0.2} == {}
+    actual = errors(points, lambda p: p.policy == "lohan" and not p.series.startswith("lohan, "))
+    assert len(actual) > 50
+    assert share_within(actual, 0.1) >= 0.8, actual
+    assert {name: error for name, error in actual.items() if abs(error) > 0.2} == {}
 
 
 def test_dit_is_within_10_percent_from_a_card_full_to_far_beyond_it(points):
-    found = errors(points, lambda p: p.figure.startswith("DiT") and p.policy == "lohan")
-    assert len(found) == 6 and max(map(abs, found.values())) < 0.1, found
+    actual = errors(points, lambda p: p.figure.startswith("DiT") and p.policy == "lohan")
+    assert len(actual) == 6 and max(map(abs, actual.values())) < 0.1, actual
 
 
 def test_four_gpus_are_within_20_percent(points):
     four = [p for p in points if p.figure.startswith("Four RTX 4090") and p.policy == "lohan"]
-    found = errors(four, lambda p: True)
-    assert len(four) == 5 and len(found) == 4  # a batch of 512 does not fit, there and here
-    assert all(abs(error) <= 0.2 for error in found.values()), found
+    actual = errors(four, lambda p: True)
+    assert len(four) == 5 and len(actual) == 4  # a batch of 512 does not fit, there and here
+    assert all(abs(error) <= 0.2 for error in actual.values()), actual
 
 
 def test_the_card_by_systems_that_only_compute(points):
@@ -93,18 +93,18 @@ def test_two_gpus_take_about_as_long_as_four():
 def test_the_largest_model_is_the_same_on_a_card_of_16_gib(host_gb):
     """What ends it is no memory: the next size has matrices of 4 GiB in fp32."""
     machine = replace(presets.machine("ratel-4080"), host_bytes=host_gb * 10**9)
-    found = {
+    actual = {
         size: fits(policy("lohan"), presets.model(f"gpt-{size}b"), machine, batch=1, seq=1024)
         for size in (276, 412)
     }
-    assert not found[276].reason
-    assert "4.00 GiB in fp32" in found[412].reason and "smaller model" in found[412].reason
+    assert not actual[276].reason
+    assert "4.00 GiB in fp32" in actual[412].reason and "smaller model" in actual[412].reason
 
 
 @pytest.mark.parametrize("name", ["zero-infinity", "zero-offload"])
 def test_peers_are_within_20_percent_on_most_points(points, name):
-    found = errors(points, lambda p: p.policy == name)
-    assert len(found) > 1 and share_within(found, 0.2) >= 0.8, found
+    actual = errors(points, lambda p: p.policy == name)
+    assert len(actual) > 1 and share_within(actual, 0.2) >= 0.8, actual
 
 
 def test_predicts_out_of_memory_and_largest_models_as_published(points):

@@ -14,11 +14,11 @@ from lohan.capture.fake import CPU, UNKNOWN, KnownValues, buffers_at, fake_like,
 def test_whole_numbers_keep_their_values():
     ids = torch.tensor([[3, 1, 3], [0, 3, 2]])
     with faking(KnownValues.NUMBERS):
-        known, weights = fake_like(ids, KnownValues.NUMBERS), torch.empty(5, 2**40)
-        hidden = torch.nn.functional.embedding(known, weights)
+        fake_ids, weights = fake_like(ids, KnownValues.NUMBERS), torch.empty(5, 2**40)
+        hidden = torch.nn.functional.embedding(fake_ids, weights)
         assert isinstance(hidden, FakeTensor) and hidden.shape == (2, 3, 2**40)
-        assert (known == 3).sum().item() == 3
-        assert hidden[known == 3].shape == (3, 2**40)
+        assert (fake_ids == 3).sum().item() == 3
+        assert hidden[fake_ids == 3].shape == (3, 2**40)
         assert torch.arange(4).cumsum(0).tolist() == [0, 1, 3, 6]
         with pytest.raises(UNKNOWN):
             weights.sum().item()
@@ -38,14 +38,14 @@ def test_all_inputs_keep_their_values_where_a_model_looks_at_them():
     """
     images = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
     with faking(KnownValues.INPUTS):
-        known, weights = fake_like(images, KnownValues.INPUTS), torch.empty(2, 2**40)
-        real = (known == 0.0).sum(-1) != 2
-        assert (known[real] @ weights).shape == (1, 2**40)
+        fake_images, weights = fake_like(images, KnownValues.INPUTS), torch.empty(2, 2**40)
+        real = (fake_images == 0.0).sum(-1) != 2
+        assert (fake_images[real] @ weights).shape == (1, 2**40)
         assert torch.where(real, torch.zeros(()), -1.0).tolist() == [-1.0, 0.0]
         assert isinstance(torch.zeros(2**40), FakeTensor)
         assert isinstance(fake_like(images.to("meta"), KnownValues.INPUTS), FakeTensor)
         with pytest.raises(UNKNOWN):
-            (known @ weights).sum().item()
+            (fake_images @ weights).sum().item()
 
 
 class _Dropping(nn.Module):
@@ -72,8 +72,8 @@ def test_layers_that_are_dropped_at_random_run_in_a_trial():
     model returns to its mode.
     """
     model = _Dropping()
-    found = used_outside(model, ["layers.0", "layers.1", "positions"], {"x": torch.ones(2, 3, 4)})
-    assert found == Outside(parameters=("positions.weight",))
+    actual = used_outside(model, ["layers.0", "layers.1", "positions"], {"x": torch.ones(2, 3, 4)})
+    assert actual == Outside(parameters=("positions.weight",))
     assert model.training and not model.layers[1].training
 
 

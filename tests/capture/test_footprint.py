@@ -87,10 +87,10 @@ def test_peak_of_a_block_is_the_allocators(kind, micro_batch):
     model = AutoModelForCausalLM.from_config(CONFIGS[kind]).train()
     batch = {"input_ids": torch.randint(0, 500, (BATCH, SEQ))}
     blocks = cut(model)
-    found = measure(model, blocks, batch, micro_batch=micro_batch).sites[LAYER[kind]]
+    actual = measure(model, blocks, batch, micro_batch=micro_batch).sites[LAYER[kind]]
     truth = real_peak(model, LAYER[kind], batch, micro_batch)
-    assert found.peak_bytes == pytest.approx(truth, rel=0.1)
-    assert found.peak_bytes >= 0.98 * truth
+    assert actual.peak_bytes == pytest.approx(truth, rel=0.1)
+    assert actual.peak_bytes >= 0.98 * truth
 
 
 def test_inputs_are_counted_once_and_measuring_leaves_no_trace():
@@ -100,12 +100,12 @@ def test_inputs_are_counted_once_and_measuring_leaves_no_trace():
     state = torch.get_rng_state()
     shapes = {"input_ids": torch.empty((BATCH, SEQ), dtype=torch.long, device="meta")}
     blocks = cut(model)
-    found = measure(model, blocks, shapes, micro_batch=2)
+    actual = measure(model, blocks, shapes, micro_batch=2)
     hidden = BATCH * SEQ * 128 * 4
     # Each layer keeps its own hidden state; positions and rotary tables are shared by both.
-    first, second = (found.sites[f"model.layers.{i}"].input_bytes for i in range(2))
+    first, second = (actual.sites[f"model.layers.{i}"].input_bytes for i in range(2))
     assert second == hidden < first < 2 * hidden
-    assert found.input_bytes == sum(site.input_bytes for site in found.sites.values())
+    assert actual.input_bytes == sum(site.input_bytes for site in actual.sites.values())
     assert torch.equal(torch.get_rng_state(), state)
     after = {name: (id(p), p.detach()) for name, p in model.named_parameters()}
     assert all(after[n][0] == i and torch.equal(after[n][1], v) for n, (i, v) in before.items())

@@ -79,18 +79,18 @@ class Model(nn.Module):
 
 
 def batch() -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
-    return {name: torch.randn(4, 3, WIDTH, generator=made) for name in ("x", "target")}
+    result = torch.Generator().manual_seed(1)
+    return {name: torch.randn(4, 3, WIDTH, generator=result) for name in ("x", "target")}
 
 
 def losses(kernel: Any, tmp_path: Any) -> list[float]:
-    found = []
+    collected = []
     with attached(Model(kernel), tmp_path) as session:
         for _ in range(4):
             loss = session.model(**batch())
             loss.backward()
-            found.append(loss.item())
-    return found
+            collected.append(loss.item())
+    return collected
 
 
 @pytest.mark.parametrize("kernel", [Raw, FromC])
@@ -154,7 +154,7 @@ def test_planning_says_how_to_apply_liger(tmp_path, monkeypatch):
 
 def test_replaced_rotary_embedding_is_planned_plain_and_then_runs(tmp_path, monkeypatch):
     """A block with such a kernel keeps no results, since the kernel cannot be recorded."""
-    rows, plain, calls, found = batches(2, batch=2, seq=8), modeling_llama, [], []
+    rows, plain, calls, collected = batches(2, batch=2, seq=8), modeling_llama, [], []
     rotary = plain.apply_rotary_pos_emb
 
     def liger_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, *angles: Any, **options: Any) -> Any:
@@ -169,7 +169,7 @@ def test_replaced_rotary_embedding_is_planned_plain_and_then_runs(tmp_path, monk
             for row in rows:
                 loss = session.model(**row).loss
                 loss.backward()
-                found.append((bool(session.plan.kept), loss.item()))
+                collected.append((bool(session.plan.kept), loss.item()))
     assert calls and plain.apply_rotary_pos_emb is liger_rotary_pos_emb
-    assert [kept for kept, _ in found] == [True, True, False, False]
-    assert found[0][1] == found[2][1] and found[1][1] == found[3][1]
+    assert [kept for kept, _ in collected] == [True, True, False, False]
+    assert collected[0][1] == collected[2][1] and collected[1][1] == collected[3][1]

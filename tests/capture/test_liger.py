@@ -42,11 +42,11 @@ def test_liger_trains_and_is_planned_by_the_forwards_that_it_replaces(tmp_path):
 def main(place: Path) -> None:
     """Print losses and memory ledger of a run without Liger's kernels, and with them."""
     plain, model = small_model("llama"), small_model("llama")
-    found = [run(plain, place / "plain", activations="recompute")]
+    collected = [run(plain, place / "plain", activations="recompute")]
     liger_with_interpreter()._apply_liger_kernel_to_instance(
         model=model, cross_entropy=False, fused_linear_cross_entropy=False
     )
-    print(json.dumps([*found, run(model, place / "liger", activations="all")]))
+    print(json.dumps([*collected, run(model, place / "liger", activations="all")]))
 
 
 def run(model: Any, place: Path, **options: Any) -> dict[str, Any]:

@@ -98,8 +98,16 @@ def test_a_placeholder_is_like_its_parameter(model, tmp_path):
             model.named_parameters(), before.named_parameters(), strict=True
         ):
             assert lacks_values(one) or "bias" in name
-            for asked in ("device", "dtype", "shape", "requires_grad", "ndim", "is_cpu", "is_meta"):
-                assert (name, getattr(one, asked)) == (other, getattr(plain, asked))
+            for requested in (
+                "device",
+                "dtype",
+                "shape",
+                "requires_grad",
+                "ndim",
+                "is_cpu",
+                "is_meta",
+            ):
+                assert (name, getattr(one, requested)) == (other, getattr(plain, requested))
             assert (one.size(), one.numel(), one.get_device()) == (plain.size(), plain.numel(), -1)
         assert next(model.parameters()).device == torch.device("cpu")
         assert copy.deepcopy(model.entry.weight).device == torch.device("cpu")
@@ -186,8 +194,8 @@ def test_values_outside_a_block_are_streamed(model, tmp_path):
     expected = [read(model.entry.weight.detach().clone()) for read in reads]
     with attached(model, tmp_path):
         for read, values in zip(reads, expected, strict=True):
-            found = read(model.entry.weight)
-            assert torch.equal(torch.as_tensor(found), torch.as_tensor(values))
+            actual = read(model.entry.weight)
+            assert torch.equal(torch.as_tensor(actual), torch.as_tensor(values))
 
 
 class Astray(Idioms):

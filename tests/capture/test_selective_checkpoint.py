@@ -62,8 +62,8 @@ def keeping(kind, choose, micro_batch=BATCH, **options):
     """With the classes for which `choose(name)`; a fall-back to full recomputation is an error."""
 
     def save_plan(samples):
-        found = inventory_of(kind, samples)
-        return found.save_plan([part.name for part in found.classes if choose(part.name)])
+        actual = inventory_of(kind, samples)
+        return actual.save_plan([part.name for part in actual.classes if choose(part.name)])
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -87,19 +87,19 @@ def test_every_choice_of_classes_gives_the_same_bits(kind, micro_batch):
     assert_same(keeping(kind, lambda _: False, micro_batch), expected)
     for _ in range(5):
         chosen = {part.name: draw.random() < 0.5 for part in inventory_of(kind, BATCH).classes}
-        found = keeping(kind, lambda name: chosen.get(name, True), micro_batch, between=moved)  # noqa: B023
-        assert_same(found, expected)
+        actual = keeping(kind, lambda name: chosen.get(name, True), micro_batch, between=moved)  # noqa: B023
+        assert_same(actual, expected)
     assert_same(keeping(kind, lambda _: True, micro_batch), expected)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_bytes_and_flops_are_those_of_the_inventory(kind):
-    found = inventory_of(kind, BATCH)
-    names = [part.name for part in found.classes]
-    products = [node for node in found.graph.nodes if node.flops > node.context_flops]
+    actual = inventory_of(kind, BATCH)
+    names = [part.name for part in actual.classes]
+    products = [node for node in actual.graph.nodes if node.flops > node.context_flops]
     for count in range(len(names) + 1):
         chosen = names[:count]
-        save_plan = found.save_plan(chosen)
+        save_plan = actual.save_plan(chosen)
         again = [n for n in products if n.key not in save_plan.keep and n.key not in save_plan.skip]
         with FlopCounterMode(display=False) as counter:
             plain(kind)
@@ -107,7 +107,7 @@ def test_bytes_and_flops_are_those_of_the_inventory(kind):
         counter = FlopCounterMode(display=False)
         outcome = keeping(kind, chosen.__contains__, counting=counter)
         assert counter.get_total_flops() == sum(node.flops for node in again)
-        assert outcome.kept_bytes == found.kept_bytes(chosen)
+        assert outcome.kept_bytes == actual.kept_bytes(chosen)
         assert counter.get_total_flops() < whole
     assert again == []  # everything kept
 
@@ -127,18 +127,18 @@ def test_no_save_plan_can_do_harm(kind):
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = forward_and_backward(
+            actual = forward_and_backward(
                 *call_of(kind), micro_batch=BATCH, save_plan=lambda _, it=save_plan: it
             )
         fell_back += bool(caught)
-        assert_same(found, expected)
+        assert_same(actual, expected)
     assert 0 < fell_back < 60
 
 
 def test_kept_memory_is_free_after_backward():
     block, call = call_of("llama")
-    found = inventory_of("llama", BATCH)
-    save_plan = found.save_plan([part.name for part in found.classes])
+    actual = inventory_of("llama", BATCH)
+    save_plan = actual.save_plan([part.name for part in actual.classes])
     _, args, kwargs = call.restore(slice(0, BATCH), grad=False)
     with torch.no_grad():
         _, kept = run_and_save(lambda: block(*args, **kwargs), save_plan)
@@ -181,7 +181,7 @@ class Changing(nn.Module):
 
 def compared(block, save_plan, *, change=lambda out: None):
     """Gradients with and without keeping."""
-    found = []
+    collected = []
     for kept_ops in (None, save_plan):
         block.zero_grad()
         torch.manual_seed(1)
@@ -195,8 +195,8 @@ def compared(block, save_plan, *, change=lambda out: None):
         torch.manual_seed(2)
         leaf = run(y) if kept_ops is None else recompute_with(lambda: run(y), kept)[0]  # noqa: B023
         leaf.backward(torch.ones_like(leaf))
-        found.append([y.grad, *(p.grad.clone() for p in block.parameters())])
-    assert all(map(torch.equal, *found))
+        collected.append([y.grad, *(p.grad.clone() for p in block.parameters())])
+    assert all(map(torch.equal, *collected))
 
 
 @pytest.mark.filterwarnings("error")
@@ -206,11 +206,11 @@ def test_results_that_are_changed_in_place():
     first = SavePlan(frozenset({("aten.mm.default", 0)}))
     compared(block, first)
     compared(block, SavePlan(frozenset({("aten.relu_.default", 0), ("aten.mm.default", 1)})))
-    found = inventory(block, (torch.empty(6, 8),))
-    names = [part.name for part in found.classes]
-    compared(block, found.save_plan(names))
+    actual = inventory(block, (torch.empty(6, 8),))
+    names = [part.name for part in actual.classes]
+    compared(block, actual.save_plan(names))
     # The value of `inner` behind the relu is what backward needs, so nothing before it runs.
-    save_plan = found.save_plan(names)
+    save_plan = actual.save_plan(names)
     assert ("aten.relu_.default", 0) in save_plan.keep
     assert {("aten.mm.default", 0), ("aten.mm.default", 1)} <= save_plan.skip
 
@@ -265,8 +265,8 @@ def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
 
 def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
     block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    found = inventory(block, (torch.empty(6, 8),))
-    save_plan = found.save_plan([part.name for part in found.classes])
+    actual = inventory(block, (torch.empty(6, 8),))
+    save_plan = actual.save_plan([part.name for part in actual.classes])
     x = torch.ones(6, 8)
     for other, message in (
         (nn.Sequential(*block, nn.Tanh()), "runs aten.tanh.default where nothing more was planned"),
@@ -345,16 +345,16 @@ def test_tensors_must_come_back():
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_training_ends_with_the_same_bytes(kind, tmp_path):
     """The executor in slices of two samples and one, with nothing, half and everything kept."""
-    data, found = batches(3, batch=3, seq=16), []
+    data, collected = batches(3, batch=3, seq=16), []
     for choice in (slice(0, 0), slice(0, None, 2), slice(None)):
         model = small_model(kind)
         names = kept_names(model, data[0], choice)
-        with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
+        with attached(model, tmp_path / str(len(collected)), micro_batch=2) as session:
             session.executor.block_runner.compute.save_plans = SavePlans(names, {})
             for batch in data:
                 loss_of(model, batch).backward()
-            found.append(stored_bytes(session))
-    assert found[1:] == found[:1] * 2
+            collected.append(stored_bytes(session))
+    assert collected[1:] == collected[:1] * 2
 
 
 def kept_names(model, batch, choice):
@@ -364,8 +364,8 @@ def kept_names(model, batch, choice):
         if site.name.rpartition(".")[2].isdigit():
             module = model.get_submodule(site.name)
             _, args, kwargs = call_made(model, module, batch).restore(slice(0, 2), grad=True)
-            found = inventory(module, args, kwargs).classes
-            names[number] = frozenset(part.name for part in found[choice])
+            actual = inventory(module, args, kwargs).classes
+            names[number] = frozenset(part.name for part in actual[choice])
     return names
 
 
@@ -388,8 +388,8 @@ def early_stopped(block, call, part, stop, *, counting=None):
             out = stop.run("block", block, run, lambda: torch.set_rng_state(state))[0]
     after = torch.get_rng_state()
     out.backward(torch.ones_like(out))
-    made = [t.grad for t in tensors if t.grad is not None]
-    return [*made, *(p.grad.clone() for p in block.parameters()), after]
+    created = [t.grad for t in tensors if t.grad is not None]
+    return [*created, *(p.grad.clone() for p in block.parameters()), after]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -405,8 +405,8 @@ def test_recomputation_ends_where_backward_begins(kind):
     expected = early_stopped(block, call, slice(0, 2), None, counting=full)
     for counting in (FlopCounterMode(display=False), less):
         torch.manual_seed(3)
-        found = early_stopped(block, call, slice(0, 2), stop, counting=counting)
-        assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+        actual = early_stopped(block, call, slice(0, 2), stop, counting=counting)
+        assert all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
     saved = full.get_total_flops() - less.get_total_flops()
     assert saved == 2 * 2 * SEQ * 32 * (128 if kind == "gpt2" else 80)  # the last projection
 
@@ -414,16 +414,16 @@ def test_recomputation_ends_where_backward_begins(kind):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_recomputes_tensors_whose_values_python_reads(dtype):
     """`tolist` and `numpy` are no operations, and split sizes of a stand-in would be any bytes."""
-    ends, stop, found = torch.tensor([0, 1, 3, 7], dtype=dtype), SkipUnneededOps(), []
+    ends, stop, collected = torch.tensor([0, 1, 3, 7], dtype=dtype), SkipUnneededOps(), []
 
     def run() -> torch.Tensor:
         lengths = ends[1:] - ends[:-1]
-        found.append((lengths.tolist(), (ends[1:] + 1).numpy().tolist()))
+        collected.append((lengths.tolist(), (ends[1:] + 1).numpy().tolist()))
         return torch.ones(3, requires_grad=True) * 2 @ torch.ones(3)
 
     for _ in range(3):
         stop.run("kind", nn.Module(), run, lambda: None)
-    assert len(found) >= 3 and all(one == ([1, 2, 4], [2, 4, 8]) for one in found)
+    assert len(collected) >= 3 and all(one == ([1, 2, 4], [2, 4, 8]) for one in collected)
 
 
 class Fickle(nn.Module):
@@ -446,7 +446,7 @@ def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
     torch.manual_seed(0)
     block, stop = Fickle(), SkipUnneededOps()
     for sign in (first, -first, first, -first):
-        made = []
+        created = []
         for early in (False, True):
             x = torch.full((3, 4), sign, requires_grad=True)
             block.zero_grad()
@@ -455,8 +455,8 @@ def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
             else:
                 out = block(x)
             out.sum().backward()
-            made.append([x.grad, block.linear.weight.grad.clone()])
-        assert all(map(torch.equal, *made))
+            created.append([x.grad, block.linear.weight.grad.clone()])
+        assert all(map(torch.equal, *created))
 
 
 class Twice(nn.Module):
@@ -468,9 +468,9 @@ class Twice(nn.Module):
         self.last = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.other(torch.tanh(self.linear(x)))
+        result = self.other(torch.tanh(self.linear(x)))
         with self.around():
-            return (self.linear(torch.tanh(made)) if self.last else torch.exp(made)) + x
+            return (self.linear(torch.tanh(result)) if self.last else torch.exp(result)) + x
 
 
 class Seen(TorchDispatchMode):
@@ -497,9 +497,9 @@ def test_operations_are_seen_from_the_last_submodule_before_those_left_out(aroun
     run = partial(stop.run, "block", block, lambda: block(x), lambda: None)
     for _ in range(3):
         assert all(map(torch.equal, gradients_of(block, lambda: run()[0]), expected))
-    known = stop._endings["block"]
+    ending = stop._endings["block"]
     called = {0: block.other, 1: block.linear}[begins]
-    assert known is not None and known.begins == (called, begins) and len(known.ops) == ops
+    assert ending is not None and ending.begins == (called, begins) and len(ending.ops) == ops
     assert not any(child._forward_pre_hooks for child in block.modules())
 
 
@@ -517,11 +517,11 @@ def test_a_call_without_that_submodule_is_recomputed_in_full():
 def test_a_run_leaves_the_last_projection_out(tmp_path):
     model = small_model("llama")
     with attached(model, tmp_path, activations="recompute") as session:
-        known = session.executor.block_runner.compute._skip_unneeded._endings
+        endings = session.executor.block_runner.compute._skip_unneeded._endings
         for batch in batches(3, batch=2, seq=8):
             loss_of(model, batch).backward()
         blocks = [n for n, s in enumerate(session.executor.blocks.sites) if "layers" in s.name]
-        left_out = {kind[0]: one and len(one.results) for kind, one in known.items()}
+        left_out = {kind[0]: one and len(one.results) for kind, one in endings.items()}
         assert blocks and all(left_out[number] for number in blocks)
 
 
@@ -534,8 +534,8 @@ class Scaled(nn.Module):
         self.factor, self.more = 2.0, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = torch.tanh(self.linear(x)) * self.factor
-        return torch.sigmoid(made) if self.more else made
+        result = torch.tanh(self.linear(x)) * self.factor
+        return torch.sigmoid(result) if self.more else result
 
 
 def test_reuses_analysis_of_a_call_only_while_its_attributes_are_unchanged():
@@ -545,21 +545,21 @@ def test_reuses_analysis_of_a_call_only_while_its_attributes_are_unchanged():
     def kept(**changed: object) -> SavedOps:
         for name, value in changed.items():
             setattr(block, name, value)
-        _, made = run_and_save(lambda: no_saved_tensors(lambda: block(x), "block"), save_plan)
-        return made
+        _, result = run_and_save(lambda: no_saved_tensors(lambda: block(x), "block"), save_plan)
+        return result
 
     first, second = kept(), kept()
-    assert [known.quick for known in save_plan.earlier] == [True] * 3
+    assert [operation.quick for operation in save_plan.earlier] == [True] * 3
     assert second.results.keys() == first.results.keys() == {1, 2}
     assert all(second.results[n] is first.results[n] for n in (1, 2))  # nothing was looked at again
     other = kept(factor=3.0)
     assert other.results[1] is first.results[1] and other.results[2] is not first.results[2]
     assert other.results[2].called_with.leaves[-1] == 3.0
     for factor in (3.0, 5.0):  # as in the call before, and not
-        made = kept(factor=factor)
+        result = kept(factor=factor)
         block.factor = 4.0
         with pytest.warns(RuntimeWarning, match="with other arguments than forward"):
-            recompute_with(lambda: block(x), made)
+            recompute_with(lambda: block(x), result)
     longer = kept(factor=3.0, more=True)
     assert len(longer.ops) == 4 and len(save_plan.earlier) == 4
     assert len(kept(more=False).ops) == 3 and len(save_plan.earlier) == 3

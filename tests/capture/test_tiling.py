@@ -71,14 +71,14 @@ class Conditioned(nn.Module):
 
 def test_parts_do_not_depend_on_which_inputs_take_a_gradient():
     """A first call without gradients would decide about all that follow."""
-    inputs, found = [torch.randn(2, TOKENS, WIDTH) for _ in range(2)], []
+    inputs, collected = [torch.randn(2, TOKENS, WIDTH) for _ in range(2)], []
     for learns in (True, False):
         block = Conditioned()
         forward = Tiling(20).forward(block, block.forward)
         with torch.set_grad_enabled(learns):
             forward(*(tensor.clone().requires_grad_(learns) for tensor in inputs))
-        found.append(parts_of(forward))
-    assert found == [{"Averaged"}, {"Averaged"}]
+        collected.append(parts_of(forward))
+    assert collected == [{"Averaged"}, {"Averaged"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -27,8 +27,8 @@ def parts(block, call):
 def really_saved(block, call) -> int:
     """Bytes of what autograd saves in a real run, without weights, buffers, tables and masks."""
     tensors, args, kwargs = call.restore(slice(0, BATCH), grad=True)
-    there = [*block.parameters(), *block.buffers(), *(t for t in tensors if not t.requires_grad)]
-    known = {tensor.untyped_storage()._cdata for tensor in there}
+    existing = [*block.parameters(), *block.buffers(), *(t for t in tensors if not t.requires_grad)]
+    existing_keys = {tensor.untyped_storage()._cdata for tensor in existing}
     saved = {}
 
     def pack(tensor):
@@ -38,19 +38,19 @@ def really_saved(block, call) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = block(*args, **kwargs)
     assert out is not None
-    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in known)
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in existing_keys)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_input_and_classes_are_what_autograd_saves(kind):
     block, call = small_block(kind, batch=BATCH)
-    found = parts(block, call)
-    names = [part.name for part in found.classes]
+    actual = parts(block, call)
+    names = [part.name for part in actual.classes]
     assert len(set(names)) == len(names) > 8
-    elements = found.shape.input_elements + sum(a.elements for a in found.shape.activations)
+    elements = actual.shape.input_elements + sum(a.elements for a in actual.shape.activations)
     assert elements * 4 * BATCH * SEQ == pytest.approx(really_saved(block, call), rel=1e-12)
-    assert found.shape.input_elements == HIDDEN
-    assert found.kept_bytes(names) == sum(part.bytes for part in found.classes)
+    assert actual.shape.input_elements == HIDDEN
+    assert actual.kept_bytes(names) == sum(part.bytes for part in actual.classes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,65 +60,65 @@ def test_every_family_has_an_inventory(family):
     block = second_block(model)
     batch = {"input_ids": torch.ones(BATCH, 16, dtype=torch.long), "use_cache": False}
     call = call_made(model, block, batch)
-    found = parts(block, call)
-    everything = found.kept_bytes([part.name for part in found.classes])
+    actual = parts(block, call)
+    everything = actual.kept_bytes([part.name for part in actual.classes])
     hidden = call.tensors[0].numel() * 4
     assert really_saved(block, call) - hidden <= everything <= really_saved(block, call)
-    again = found.shape.recompute_flops_at(16)
-    assert 0.3 * found.shape.flops_at(16) < again < found.shape.flops_at(16)
+    again = actual.shape.recompute_flops_at(16)
+    assert 0.3 * actual.shape.flops_at(16) < again < actual.shape.flops_at(16)
 
 
 def test_flops_are_those_of_the_real_block():
     block, call = small_block("llama", batch=BATCH)
     _, args, kwargs = call.restore(slice(0, BATCH), grad=True)
-    found = inventory(block, args, kwargs, flops_per_byte=0.0)
+    actual = inventory(block, args, kwargs, flops_per_byte=0.0)
     with FlopCounterMode(display=False) as counter:
         block(*args, **kwargs)
-    assert found.shape.flops * BATCH * SEQ == counter.get_total_flops()  # has no CPU attention
-    assert found.shape.flops_per_context == 2 * HIDDEN  # causal
-    by_name = {a.name: a for a in found.shape.activations}
+    assert actual.shape.flops * BATCH * SEQ == counter.get_total_flops()  # has no CPU attention
+    assert actual.shape.flops_per_context == 2 * HIDDEN  # causal
+    by_name = {a.name: a for a in actual.shape.activations}
     assert by_name["mm gate_proj+up_proj"] == Activation(
         "mm gate_proj+up_proj", 2 * INNER, 4 * HIDDEN * INNER
     )
     assert by_name["add q_proj"] == Activation("add q_proj", HIDDEN, 2 * HIDDEN * HIDDEN)
     assert by_name["mm v_proj"].flops == 2 * HIDDEN * HIDDEN / 2
-    attention = next(a for a in found.shape.activations if a.flops_per_context)
+    attention = next(a for a in actual.shape.activations if a.flops_per_context)
     heads = SIZES["num_attention_heads"]
     assert attention.elements == HIDDEN + heads  # with the logarithms of its sums
     last = 2 * HIDDEN * INNER  # of the last product nothing in backward needs the result
-    assert found.shape.flops - sum(a.flops for a in found.shape.activations) == last
+    assert actual.shape.flops - sum(a.flops for a in actual.shape.activations) == last
 
 
 def test_order_and_names():
     block, call = small_block("gpt2", batch=BATCH)
-    found = parts(block, call)
-    benefits = [part.benefit for part in found.classes]
+    actual = parts(block, call)
+    benefits = [part.benefit for part in actual.classes]
     assert benefits == sorted(benefits, reverse=True)
-    assert {a.name for a in found.shape.activations} == set(found.keys)
-    assert [a.name for a in found.shape.activations] != [part.name for part in found.classes]
+    assert {a.name for a in actual.shape.activations} == set(actual.keys)
+    assert [a.name for a in actual.shape.activations] != [part.name for part in actual.classes]
     # One product makes queries, keys and values, so they are one class.
-    assert [a.elements for a in found.shape.activations if a.name.endswith(" c_attn")] == [96]
-    assert sum(len(keys) for keys in found.keys.values()) == len(
-        {key for keys in found.keys.values() for key in keys}
+    assert [a.elements for a in actual.shape.activations if a.name.endswith(" c_attn")] == [96]
+    assert sum(len(keys) for keys in actual.keys.values()) == len(
+        {key for keys in actual.keys.values() for key in keys}
     )
 
 
 def test_a_small_tensor_stands_in_for_its_wide_copy():
     """The norm saves a 32-bit copy of the 16-bit sum behind attention."""
     block, call = small_block("llama", batch=BATCH, dtype=torch.bfloat16)
-    found = parts(block, call)
-    by_name = {part.name: part for part in found.classes}
+    actual = parts(block, call)
+    by_name = {part.name: part for part in actual.classes}
     total = by_name["add o_proj"]
     assert total.activation.elements == HIDDEN and total.activation.flops > 2 * HIDDEN * HIDDEN
-    copies = [part for part in found.classes if part.name.startswith("to_copy")]
+    copies = [part for part in actual.classes if part.name.startswith("to_copy")]
     assert any(part.activation.elements == 2 * HIDDEN for part in copies)
     # With the copy there, the sum itself is of no use.
-    everything = [part.name for part in found.classes]
-    assert total.keys.isdisjoint(found.save_plan(everything).keep)
-    assert total.keys <= found.save_plan(["add o_proj"]).keep
+    everything = [part.name for part in actual.classes]
+    assert total.keys.isdisjoint(actual.save_plan(everything).keep)
+    assert total.keys <= actual.save_plan(["add o_proj"]).keep
     hidden = BATCH * SEQ * HIDDEN * 2
-    assert found.kept_bytes(everything) <= really_saved(block, call)
-    assert found.kept_bytes(everything) >= really_saved(block, call) - hidden
+    assert actual.kept_bytes(everything) <= really_saved(block, call)
+    assert actual.kept_bytes(everything) >= really_saved(block, call) - hidden
 
 
 def test_a_mask_does_not_depend_on_what_it_masks():
@@ -156,12 +156,14 @@ class Moody(nn.Module):
 
 
 def test_a_block_that_runs_differently_without_a_graph_is_traced_with_one():
-    found = inventory(Moody(), (torch.empty(4, 8),), name="moody")
-    assert "aten.tanh.default" in found.graph.ops and "aten.sigmoid.default" not in found.graph.ops
-    assert {part.name for part in found.classes} == {"tanh linear"}
+    actual = inventory(Moody(), (torch.empty(4, 8),), name="moody")
+    assert (
+        "aten.tanh.default" in actual.graph.ops and "aten.sigmoid.default" not in actual.graph.ops
+    )
+    assert {part.name for part in actual.classes} == {"tanh linear"}
 
 
 def test_an_unknown_class_is_named():
-    found = inventory(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.empty(4, 8),), name="b")
+    actual = inventory(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.empty(4, 8),), name="b")
     with pytest.raises(ModelError, match="block b has no activations 'mlp'; it has tanh 0"):
-        found.save_plan(["mlp"])
+        actual.save_plan(["mlp"])

@@ -47,9 +47,9 @@ def test_experts_are_put_together_piece_by_piece(saved):
     model, folder = saved
     tensors = TensorFolder(folder)
     assert any(".experts.11." in name or ".experts.10." in name for name in tensors.names())
-    found = checkpoint_map(build_model(folder, dtype=torch.float32), tensors)
-    assert found.ignored == ()
-    source = FolderSource(tensors, found.parameters)
+    actual = checkpoint_map(build_model(folder, dtype=torch.float32), tensors)
+    assert actual.ignored == ()
+    source = FolderSource(tensors, actual.parameters)
     for name, parameter in model.named_parameters():
         flat, step = parameter.detach().reshape(-1), 1009  # a prime: pieces end inside of rows
         for start in range(0, len(flat), step):
@@ -95,9 +95,9 @@ def test_round_trip(saved, tmp_path):
             wanted = model(input_ids=data[0]["input_ids"]).logits
         lohan.engine.session.export_store(session.store, tmp_path / "later", source_folder=folder)
     names = set(load_file(folder / "model.safetensors"))
-    for made in ("direct", "later"):  # with the model at hand, and from the store alone
-        assert set(load_file(tmp_path / made / "model.safetensors")) == names
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path / made).eval()
+    for item in ("direct", "later"):  # with the model at hand, and from the store alone
+        assert set(load_file(tmp_path / item / "model.safetensors")) == names
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / item).eval()
         with torch.no_grad():
             assert torch.allclose(plain(data[0]["input_ids"]).logits, wanted, atol=1e-5)
     assert not torch.equal(logits(plain), logits(saved[0]))
@@ -120,9 +120,9 @@ def transpose(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_a_rule_that_moves_elements_goes_element_by_element(monkeypatch):
-    found = assembled(transpose, {"a": (3, 4)}, {"t": (4, 3)})["t"]
+    actual = assembled(transpose, {"a": (3, 4)}, {"t": (4, 3)})["t"]
     a = torch.randn(3, 4)
-    assert torch.equal(found.read(0, 12, lambda _, x, y: a.view(-1)[x:y]).view(4, 3), a.t())
+    assert torch.equal(actual.read(0, 12, lambda _, x, y: a.view(-1)[x:y]).view(4, 3), a.t())
     monkeypatch.setattr(sources, "MOST_ELEMENTS", 11)
     with pytest.raises(Exception, match="12 elements, 11 at most"):
         assembled(transpose, {"a": (3, 4)}, {"t": (4, 3)})

@@ -55,14 +55,20 @@ def write_gguf(folder: Path, kind: str) -> Path:
     types = gguf.GGMLQuantizationType
     for name, tensor in model.state_dict().items():
         stem, _, ending = name.rpartition(".")
-        there, values = f"{names.get_name(stem)}.{ending}", tensor.numpy()
-        if kind == "llama" and (".attn_q." in there or ".attn_k." in there):
-            values = swapped_pairs(values, 4 if ".attn_q." in there else 2)
+        gguf_name, values = f"{names.get_name(stem)}.{ending}", tensor.numpy()
+        if kind == "llama" and (".attn_q." in gguf_name or ".attn_k." in gguf_name):
+            values = swapped_pairs(values, 4 if ".attn_q." in gguf_name else 2)
         as_type = types.F32
         if values.ndim == 2:
-            as_type = types.Q4_0 if "ffn" in there else types.Q8_0 if "attn" in there else types.F16
+            as_type = (
+                types.Q4_0
+                if "ffn" in gguf_name
+                else types.Q8_0
+                if "attn" in gguf_name
+                else types.F16
+            )
         packed = gguf.quants.quantize(np.ascontiguousarray(values), as_type)
-        writer.add_tensor(there, packed, raw_dtype=as_type)
+        writer.add_tensor(gguf_name, packed, raw_dtype=as_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

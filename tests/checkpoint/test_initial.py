@@ -91,15 +91,15 @@ def test_as_the_class_draws_them(name):
     empty = build_from_config(CONFIGS[name], dtype=torch.float32)
     drawn = values_of(empty)
     torch.manual_seed(0)
-    own = dict(type(empty)(CONFIGS[name]).named_parameters())
-    assert drawn.keys() == own.keys()
+    own_values = dict(type(empty)(CONFIGS[name]).named_parameters())
+    assert drawn.keys() == own_values.keys()
     for key, value in drawn.items():
-        theirs = own[key].detach()
-        if theirs.numel() > 1 and theirs.std() > 0 and value.numel() >= 1000:
-            assert float(value.std()) == pytest.approx(float(theirs.std()), rel=0.15), key
-            assert abs(value.mean() - theirs.mean()) < 0.2 * theirs.std(), key
-        elif theirs.std() == 0 or theirs.numel() == 1:
-            assert torch.equal(value, theirs), key
+        expected = own_values[key].detach()
+        if expected.numel() > 1 and expected.std() > 0 and value.numel() >= 1000:
+            assert float(value.std()) == pytest.approx(float(expected.std()), rel=0.15), key
+            assert abs(value.mean() - expected.mean()) < 0.2 * expected.std(), key
+        elif expected.std() == 0 or expected.numel() == 1:
+            assert torch.equal(value, expected), key
     if name in ("llama", "tied"):
         assert (drawn["model.embed_tokens.weight"][3] == 0).all()
         assert (drawn["model.norm.weight"] == 1).all()

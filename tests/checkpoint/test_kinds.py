@@ -37,13 +37,13 @@ LOADED = {
 
 @pytest.mark.parametrize("kind", LOADED)
 def test_loads_trains_and_exports(kind, tmp_path):
-    made = model_of(kind)
-    made.save_pretrained(tmp_path / "model")
+    result = model_of(kind)
+    result.save_pretrained(tmp_path / "model")
     net = lohan.load(tmp_path / "model").train()
-    assert type(net) is type(made) and all(p.is_meta for p in net.parameters())
+    assert type(net) is type(result) and all(p.is_meta for p in net.parameters())
     assert kind_of(net.config, tmp_path) == LOADED[kind]
     batches = data_of(kind, 2)
-    expected_losses, expected = plain_run(made, batches)
+    expected_losses, expected = plain_run(result, batches)
     with attached(net, tmp_path, micro_batch=2) as session:
         losses = []
         for batch in batches:
@@ -54,7 +54,7 @@ def test_loads_trains_and_exports(kind, tmp_path):
         session.export(tmp_path / "tuned")
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     tuned = getattr(hf, LOADED[kind]).from_pretrained(tmp_path / "tuned")
-    assert type(tuned) is type(made)
+    assert type(tuned) is type(result)
     weights = dict(tuned.named_parameters())
     assert_close(without_noise({n: weights[n].detach() for n in expected}), without_noise(expected))
 
@@ -85,9 +85,9 @@ def test_a_diffusers_folder(tmp_path):
 
     folder = save_pipeline(tmp_path / "pipeline", "sd3")
     net = lohan.load(folder, dtype="bf16")
-    made = loaded(folder / "transformer", "sd3").to(torch.bfloat16)
-    assert type(net) is type(made) and all(p.is_meta for p in net.parameters())
-    buffers = dict(made.named_buffers())
+    tensor = loaded(folder / "transformer", "sd3").to(torch.bfloat16)
+    assert type(net) is type(tensor) and all(p.is_meta for p in net.parameters())
+    buffers = dict(tensor.named_buffers())
     assert buffers and all(torch.equal(b, buffers[n]) for n, b in net.named_buffers())
     (folder / "transformer" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     with pytest.raises(ModelError, match="UNet2DModel is not a model that LoHan loads from"):

@@ -57,13 +57,13 @@ def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
 
 def dequantised(model: nn.Module, packing: str) -> nn.Module:
     """Return a PEFT model with the linear layers of its blocks as they are after packing."""
-    made = copy.deepcopy(model)
-    for name, parameter in made.named_parameters():
+    result = copy.deepcopy(model)
+    for name, parameter in result.named_parameters():
         if name.endswith("_proj.base_layer.weight") or (
             ".c_" in name and "base_layer.weight" in name
         ):
             parameter.data = rounded(parameter.detach(), packing)
-    return made
+    return result
 
 
 @pytest.mark.parametrize("packing", FORMATS)
@@ -73,18 +73,18 @@ def test_a_tensor_packed_and_back(packing):
         spec = TensorSpec("w", shape, 0, 0, True, False, packing=packing)
         packed = quantise(spec, lambda _, start, stop, v=values: v.reshape(-1)[start:stop])
         assert len(packed) == packed_bytes(packing, shape)
-        found = torch.empty(values.numel())
-        dequantise(packed, packing, shape, found)
+        actual = torch.empty(values.numel())
+        dequantise(packed, packing, shape, actual)
         if packing == "nf4" or len(shape) == 2:
             wanted = rounded(values, packing)
         else:
             wanted = torch.stack([rounded(matrix, packing) for matrix in values])
-        assert torch.equal(found, wanted.view(-1))
+        assert torch.equal(actual, wanted.view(-1))
         part = dequantised_range(packed, packing, shape, 5, values.numel() - 3)
-        assert torch.equal(part, found[5:-3])
+        assert torch.equal(part, actual[5:-3])
         half = torch.empty(values.numel(), dtype=torch.bfloat16)
         dequantise(packed, packing, shape, half)
-        assert torch.equal(half, found.bfloat16())
+        assert torch.equal(half, actual.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_biases_follow_their_slot_on_a_device(tmp_path):
 
 
 def test_less_is_stored_and_read(tmp_path):
-    data, found = batches(2, batch=2, seq=16), {}
+    data, collected = batches(2, batch=2, seq=16), {}
     for base in ("", "nf4"):
         model = adapted(small_model("llama"), target_modules=["q_proj"])
         budget = lohan.Budget(host="800KiB", ssd=[tmp_path / f"with {base}"])
@@ -158,11 +158,11 @@ def test_less_is_stored_and_read(tmp_path):
             train(model, data)
             session.flush()
             read = session.counters.bytes_read - before
-            found[base] = sum(group.numel for group in frozen), read
+            collected[base] = sum(group.numel for group in frozen), read
             owners = {entry.owner for entry in session.plan.ledger if entry.tier == "host"}
             assert ("dequantised weights" in owners) == bool(base)
-    assert found["nf4"][0] < 0.2 * found[""][0]
-    assert found["nf4"][1] < 0.7 * found[""][1]
+    assert collected["nf4"][0] < 0.2 * collected[""][0]
+    assert collected["nf4"][1] < 0.7 * collected[""][1]
 
 
 def test_resumed_with_the_same_base_only(tmp_path):

@@ -73,8 +73,8 @@ def quantize(folder: Path, method: str) -> None:
             held[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
             held[f"{name}_scales"] = torch.randint(116, 124, shape, dtype=torch.uint8)
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {"fp8": {"weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}}
-    set_config(folder, quantization_config={"quant_method": method, **said.get(method, {})})
+    settings = {"fp8": {"weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}}
+    set_config(folder, quantization_config={"quant_method": method, **settings.get(method, {})})
 
 
 def set_config(folder: Path, **values: object) -> None:
@@ -102,9 +102,9 @@ def load_raw(folder: Path) -> dict:
 
 def test_values_are_those_of_transformers_in_any_ranges(folder):
     tensors = open_folder(folder)
-    found = checkpoint_map(build_model(folder, dtype=torch.float32), tensors)
-    assert found.ignored == ()
-    source = FolderSource(tensors, found.parameters)
+    actual = checkpoint_map(build_model(folder, dtype=torch.float32), tensors)
+    assert actual.ignored == ()
+    source = FolderSource(tensors, actual.parameters)
     for dtype in (torch.float32, torch.bfloat16):
         for name, parameter in by_transformers(folder, dtype).named_parameters():
             flat, step = parameter.detach().reshape(-1), 1009  # a prime: pieces end inside of rows
@@ -149,8 +149,8 @@ def one_weight(
     folder: Path, weight: torch.Tensor, scales: torch.Tensor, block: list[int] | None
 ) -> Path:
     save_file({"w": weight, "w_scale_inv": scales}, folder / "model.safetensors")
-    said = {"quant_method": "fp8", "weight_block_size": block}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
     return folder
 
 
@@ -226,17 +226,17 @@ def bitsandbytes_4bit(
     numel = math.prod(shape)
     places = torch.randint(0, 16, (numel + numel % 2,))
     scales = torch.rand(math.ceil(numel / 64))
-    said: dict[str, object] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+    settings: dict[str, object] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
     held = {name: (places[0::2] * 16 + places[1::2]).to(torch.uint8)[:, None]}
     held[f"{name}.absmax"] = scales
     if nested:
         bytes_, table = torch.randint(0, 256, scales.shape), torch.linspace(-1, 1, 256)
         outer = torch.rand(math.ceil(len(scales) / 4))
-        said |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 1.25}
+        settings |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 1.25}
         scales = table[bytes_] * outer.repeat_interleave(4)[: len(scales)] + 1.25
         held[f"{name}.absmax"] = bytes_.to(torch.uint8)
         held |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": table}
-    state = json.dumps({**said, "shape": list(shape)}).encode()
+    state = json.dumps({**settings, "shape": list(shape)}).encode()
     held[f"{name}.quant_map"] = torch.tensor(NF4)
     held[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
     values = torch.tensor(NF4)[places[:numel]] * scales.repeat_interleave(64)[:numel]
@@ -258,8 +258,8 @@ def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
             held |= {f"{stem}.SCB": largest, f"{stem}.weight_format": torch.zeros(1).byte()}
             values[name] = held[name].float() * largest[:, None] * 7.874015748031496e-3
         else:
-            made, values[name] = bitsandbytes_4bit(name, tuple(weight.shape), bits == "4 nested")
-            held |= made
+            result, values[name] = bitsandbytes_4bit(name, tuple(weight.shape), bits == "4 nested")
+            held |= result
     save_file(held, folder / "model.safetensors")
     set_config(folder, quantization_config={"quant_method": "bitsandbytes"})
     return values
@@ -268,9 +268,9 @@ def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
 def check_values(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     """Check that a folder that is read range by range has these values."""
     tensors = open_folder(folder)
-    found = checkpoint_map(lohan.load(folder), tensors)
-    assert found.ignored == ()
-    source = FolderSource(tensors, found.parameters)
+    actual = checkpoint_map(lohan.load(folder), tensors)
+    assert actual.ignored == ()
+    source = FolderSource(tensors, actual.parameters)
     for name, values in expected.items():
         flat = values.reshape(-1)
         for start in range(0, len(flat), 1009):
@@ -438,8 +438,8 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
     The values are computed by the published formula, one element at a time.
     """
-    said, dtype = GROUPED[kind]
-    bits, awq = said["bits"], kind == "awq"
+    text, dtype = GROUPED[kind]
+    bits, awq = text["bits"], kind == "awq"
     model = save_model(folder, CONFIGS["llama"])
     held = load_file(folder / "model.safetensors")
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -447,10 +447,10 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         if ".layers." not in name or weight.dim() != 2:
             continue
         stem, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
-        group = said["group_size"] if said["group_size"] > 0 else inputs
+        group = text["group_size"] if text["group_size"] > 0 else inputs
         codes = torch.randint(0, 2**bits, (inputs, outputs))
         groups = torch.arange(inputs) // group
-        if said.get("desc_act"):
+        if text.get("desc_act"):
             groups = groups[torch.randperm(inputs)]
         scales = torch.rand(inputs // group, outputs).to(dtype)
         zeros = torch.randint(0, 2**bits, scales.shape)
@@ -462,7 +462,7 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             for o in range(outputs)
         ]
         values[name] = torch.tensor(wide, dtype=dtype).float()
-        stored = zeros - (0 if awq or "v2" in said.get("checkpoint_format", "") else 1)
+        stored = zeros - (0 if awq or "v2" in text.get("checkpoint_format", "") else 1)
         stored = stored & (2**bits - 1)
         del held[name]
         if awq:  # a word has eight outputs, the even ones first
@@ -477,7 +477,7 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             f"{stem}.qzeros": plain_words(stored, bits),
         }
     save_file(held, folder / "model.safetensors")
-    set_config(folder, quantization_config={"quant_method": kind.split(",")[0], **said})
+    set_config(folder, quantization_config={"quant_method": kind.split(",")[0], **text})
     return values
 
 
@@ -493,7 +493,7 @@ def test_gptq_and_awq_are_their_formula(kind, tmp_path):
 
 def test_gptq_and_awq_that_cannot_be_taken_are_refused(tmp_path):
     grouped_folder(tmp_path, "gptq")
-    file, said = tmp_path / "model.safetensors", {"quant_method": "gptq", "group_size": 8}
+    file, settings = tmp_path / "model.safetensors", {"quant_method": "gptq", "group_size": 8}
     whole = load_file(file)
     name = next(n for n in whole if n.endswith("q_proj.qweight"))
     stem = name.removesuffix(".qweight")
@@ -504,10 +504,10 @@ def test_gptq_and_awq_that_cannot_be_taken_are_refused(tmp_path):
         ({"quant_method": "awq", "bits": 8}, "awq with 8 bits as 'gemm'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "as 'gemv'"),
     ):
-        set_config(tmp_path, quantization_config={**said, **wrong})
+        set_config(tmp_path, quantization_config={**settings, **wrong})
         with pytest.raises(ModelError, match=message):
             open_folder(tmp_path)
-    set_config(tmp_path, quantization_config={**said, "bits": 4})
+    set_config(tmp_path, quantization_config={**settings, "bits": 4})
     save_file({n: t for n, t in whole.items() if n != f"{stem}.qzeros"}, file)
     with pytest.raises(ModelError, match="the download is not complete"):
         open_folder(tmp_path)

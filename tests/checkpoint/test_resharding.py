@@ -44,13 +44,13 @@ SIZES = {"embed": 7, "block.0": 20, "block.1": 20, "block.1" + FROZEN: 5, RESIDE
 
 
 def groups():
-    made = []
+    created = []
     for key, units in SIZES.items():
         numel = units * GROUP_ALIGN
         frozen = key.endswith(FROZEN)
         spec = TensorSpec(f"{key}.weight", (numel - 100,), 0, numel - 100, True, not frozen)
-        made.append(FlatGroup(key, (spec,), numel))
-    return tuple(made)
+        created.append(FlatGroup(key, (spec,), numel))
+    return tuple(created)
 
 
 DEFAULT = StateKind()
@@ -60,14 +60,14 @@ def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind 
     """Create the store of one rank with random bytes; zeros fill the last page of state chunks."""
     random, state_format = np.random.default_rng(7), state_format_of(name, kind)
     exact = [key for key in SIZES if key.endswith(FROZEN) and name in EXACT_ARRAYS]
-    made = regions(
+    result = regions(
         groups(), state_format=state_format, chunk_params=CHUNK, gradients=True, exact=exact
     )
     used = {
         state_format.state_size(n): sum(array.size(n) for array in state_format.arrays)
         for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)
     }
-    with Store.create(places, made, first_generation=3) as store:
+    with Store.create(places, result, first_generation=3) as store:
         for extent in store.layout.durable:
             buffer = aligned_buffer(extent.nbytes)
             buffer[:] = random.integers(0, 256, extent.nbytes, dtype=np.uint8)
@@ -88,13 +88,13 @@ def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind 
 
 
 def content(place: Path) -> dict[tuple[str, int], bytes]:
-    found = {}
+    collected = {}
     with Store.open(place) as store:
         for extent in store.layout.durable:
             buffer = aligned_buffer(extent.nbytes)
             store.wait(store.read(extent.key, extent.chunk, buffer))
-            found[extent.key, extent.chunk] = buffer.tobytes()
-    return found
+            collected[extent.key, extent.chunk] = buffer.tobytes()
+    return collected
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, dtype, kind)
         )
         assert seen == sorted(seen) and seen[-1] == 1.0, world
         seen.clear()
-        assert [found.world for found in find_sets(places, "run")] == [world]
+        assert [item.world for item in find_sets(places, "run")] == [world]
     assert content(places(0)[0] / "run") == before
 
 
@@ -190,7 +190,7 @@ def test_a_death_on_the_way_leaves_one_whole_set_and_the_next_attempt_ends(
     now = current_set(find_sets(places, "run"))
     assert now is not None and now.world in (2, 3) and now.step() == 4
     reshard_to_world(places, "run", 3)
-    assert [found.world for found in find_sets(places, "run")] == [3]
+    assert [item.world for item in find_sets(places, "run")] == [3]
     reshard_to_world(places, "run", 1)
     assert content(places(0)[0] / "run") == before
 
@@ -239,9 +239,9 @@ def test_a_commit_that_one_rank_has_finished_is_finished_for_all(places):
     _two_phase_commit(first, step=5)
     _two_phase_commit(second, step=5)
     (second / MANIFEST).rename(second / PREPARED)  # it died just before its own rename
-    found = current_set(find_sets(places, "run"))
-    assert found is not None and found.step() == 5
-    with open_set(found) as stores:
+    actual = current_set(find_sets(places, "run"))
+    assert actual is not None and actual.step() == 5
+    with open_set(actual) as stores:
         assert [store.meta["progress"]["step"] for store in stores] == [5, 5]
     assert commit_state_of(second).prepared is None
 

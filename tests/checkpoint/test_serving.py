@@ -44,14 +44,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_says_what_lohan_says(run, lohan):
     model = hf.AutoModelForCausalLM.from_pretrained(run / "model", local_files_only=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(run / "model", local_files_only=True)
-    asked = tokenizer.apply_chat_template(
+    requested = tokenizer.apply_chat_template(
         [{"role": "user", "content": "say 3"}],
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
     )
-    out = model.generate(**asked, max_new_tokens=8, do_sample=False)
-    text = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    out = model.generate(**requested, max_new_tokens=8, do_sample=False)
+    text = tokenizer.decode(out[0, requested["input_ids"].shape[1] :], skip_special_tokens=True)
     ended = lohan(
         "generate", run, "--prompt", "say 3", "--max-new-tokens", 8, "--host", "64MiB", "--json"
     )
@@ -79,5 +79,7 @@ def test_every_tensor_has_a_name_in_gguf(run):
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     with safe_open(run / "model" / "model.safetensors", "pt") as file:
         names = list(file.keys())
-    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
-    assert None not in found.values() and len(set(found.values())) == len(found) == 9 * LAYERS + 3
+    actual = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
+    assert (
+        None not in actual.values() and len(set(actual.values())) == len(actual) == 9 * LAYERS + 3
+    )

@@ -69,11 +69,11 @@ def test_extra_tensors_are_reported(tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["gpt2"])
     rename(tmp_path, "transformer.", "")
     rewrite(tmp_path, {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "other": torch.ones(2)})
-    found = checkpoint_map(build_model(tmp_path, dtype=torch.float32), tmp_path)
-    assert [name.rpartition("h.0.")[2] for name in found.ignored] == ["attn.bias", "other"]
-    assert found.parameters["transformer.wte.weight"] == "wte.weight"
-    assert found.parameters["lm_head.weight"] == "wte.weight"
-    assert not found.buffers
+    actual = checkpoint_map(build_model(tmp_path, dtype=torch.float32), tmp_path)
+    assert [name.rpartition("h.0.")[2] for name in actual.ignored] == ["attn.bias", "other"]
+    assert actual.parameters["transformer.wte.weight"] == "wte.weight"
+    assert actual.parameters["lm_head.weight"] == "wte.weight"
+    assert not actual.buffers
 
 
 def test_tied_weight_under_either_name(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_module_source() -> None:
 def test_plain_module_from_a_folder(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     save_file(module.state_dict(), tmp_path / "model.safetensors")
-    found = checkpoint_map(module, tmp_path)
-    assert list(found.parameters) == [name for name, _ in module.named_parameters()]
-    assert sorted(found.buffers) == sorted(name for name, _ in module.named_buffers())
+    actual = checkpoint_map(module, tmp_path)
+    assert list(actual.parameters) == [name for name, _ in module.named_parameters()]
+    assert sorted(actual.buffers) == sorted(name for name, _ in module.named_buffers())
     (tmp_path / "config.json").write_text(json.dumps({}))
-    assert found.ignored == ()
+    assert actual.ignored == ()

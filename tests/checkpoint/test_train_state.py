@@ -8,14 +8,14 @@ from lohan.checkpoint.store_io import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_S
 
 
 def test_the_loss_scale_grows_after_clean_updates():
-    made = replace(TrainState.start("fp16"), clean_updates=GROWTH_INTERVAL - 2)
-    scale = made.loss_scale
-    made = made.updated(scaled=True, absent=())
-    assert made.loss_scale == scale
-    made = made.updated(scaled=True, absent=())
-    assert (made.loss_scale, made.clean_updates) == (2 * scale, 0)
-    made = made.overflowed()
-    assert (made.loss_scale, made.clean_updates, made.skipped_steps) == (scale, 0, 1)
+    result = replace(TrainState.start("fp16"), clean_updates=GROWTH_INTERVAL - 2)
+    scale = result.loss_scale
+    result = result.updated(scaled=True, absent=())
+    assert result.loss_scale == scale
+    result = result.updated(scaled=True, absent=())
+    assert (result.loss_scale, result.clean_updates) == (2 * scale, 0)
+    result = result.overflowed()
+    assert (result.loss_scale, result.clean_updates, result.skipped_steps) == (scale, 0, 1)
 
 
 def test_the_loss_scale_has_bounds():

@@ -44,9 +44,9 @@ class Desk:
 
     def tensors(self, edit: Callable[[dict[str, torch.Tensor]], object]) -> list[object]:
         def rewrite(folder: Path) -> None:
-            found = load_file(folder / "model.safetensors")
-            edit(found)
-            save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+            actual = load_file(folder / "model.safetensors")
+            edit(actual)
+            save_file(actual, folder / "model.safetensors", metadata={"format": "pt"})
 
         return self.model(rewrite)
 
@@ -92,9 +92,9 @@ def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
         file = folder / "model.safetensors"
         raw = file.read_bytes()
         length = int.from_bytes(raw[:8], "little")
-        made = json.loads(raw[8 : 8 + length])
-        change(made)
-        text = json.dumps(made).encode()
+        loaded = json.loads(raw[8 : 8 + length])
+        change(loaded)
+        text = json.dumps(loaded).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
     return edit

@@ -146,12 +146,12 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):
     train(load_config(None, overrides=given), Watch())
     run, exported = tmp_path / "run", tmp_path / "run" / "model"
     want = expected(exported, PROMPTS, max_new_tokens=9, do_sample=False)
-    asked = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    requested = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     before = snapshot(run / "store")
-    ended = lohan("generate", run, *asked, "--max-new-tokens", 9, "--host", "300KiB", "--json")
+    ended = lohan("generate", run, *requested, "--max-new-tokens", 9, "--host", "300KiB", "--json")
     assert ended.code == 0, ended.err
     assert [pair["text"] for pair in json.loads(ended.out)] == want
-    ended = lohan("generate", run, *asked[:2], "--max-new-tokens", 9, "--host", "300KiB")
+    ended = lohan("generate", run, *requested[:2], "--max-new-tokens", 9, "--host", "300KiB")
     alone = expected(exported, PROMPTS[:1], max_new_tokens=9, do_sample=False)
     assert ended.code == 0 and ended.out.strip() == alone[0].strip()
     after = snapshot(run / "store")
@@ -162,10 +162,10 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):
     assert ended.code == 0, ended.err
     net = AutoModelForCausalLM.from_pretrained(exported, dtype="auto").eval()
     dataset = prepare(data, model_dir=folder, cache_dir=tmp_path / "tokens", seq=16)
-    found = evaluate(net, dataset, batch=8, task=CausalLM())
-    assert found is not None
-    assert json.loads(ended.out)["loss"] == pytest.approx(found.loss, rel=1e-3)
-    assert json.loads(ended.out)["tokens"] == found.tokens == dataset.summary.trained_tokens
+    result = evaluate(net, dataset, batch=8, task=CausalLM())
+    assert result is not None
+    assert json.loads(ended.out)["loss"] == pytest.approx(result.loss, rel=1e-3)
+    assert json.loads(ended.out)["tokens"] == result.tokens == dataset.summary.trained_tokens
     ended = lohan("eval", exported, "--data", data, "--host", "300KiB", "--ssd", tmp_path)
     assert ended.code == 0 and "perplexity" in ended.out
     assert not list(tmp_path.glob("lohan-weights-*"))

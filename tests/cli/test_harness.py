@@ -97,7 +97,7 @@ def test_as_the_harness_itself(lohan, place, monkeypatch):
         batch_size=4,
         bootstrap_iters=0,
     )["results"]
-    said = (
+    words = (
         "--tasks",
         ",".join(TASKS),
         "--tasks-dir",
@@ -112,15 +112,15 @@ def test_as_the_harness_itself(lohan, place, monkeypatch):
         place,
         "--json",
     )
-    ended = lohan("eval", place / "model", *said)
+    ended = lohan("eval", place / "model", *words)
     assert ended.code == 0, ended
-    found = json.loads(ended.out)
-    assert found.keys() == set(TASKS)
-    for task, metrics in found.items():
-        own = {k: v for k, v in expected[task].items() if "stderr" not in k}
-        own = {k.removesuffix(",none"): v for k, v in own.items() if isinstance(v, float)}
-        assert metrics == pytest.approx(own, rel=1e-4), task
-    assert {"acc", "acc_norm"} <= found["colour_choice"].keys()
+    actual = json.loads(ended.out)
+    assert actual.keys() == set(TASKS)
+    for task, metrics in actual.items():
+        scores = {k: v for k, v in expected[task].items() if "stderr" not in k}
+        scores = {k.removesuffix(",none"): v for k, v in scores.items() if isinstance(v, float)}
+        assert metrics == pytest.approx(scores, rel=1e-4), task
+    assert {"acc", "acc_norm"} <= actual["colour_choice"].keys()
 
 
 @pytest.fixture
@@ -129,8 +129,10 @@ def without_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rejects_combinations_of_options_without_a_meaning(lohan, place, without_harness):
-    said = ("eval", place / "model", "--host", "64MiB")
-    refused(lohan(*said), "--data or --tasks")
-    refused(lohan(*said, "--tasks", "a", "--data", place / "data.jsonl"), "give one of them")
-    refused(lohan(*said, "--tasks", "a"), r"pip install 'lohan\[eval\]'")
-    refused(lohan(*said, "--data", place / "data.jsonl", "--limit", 3), "--limit goes with --tasks")
+    words = ("eval", place / "model", "--host", "64MiB")
+    refused(lohan(*words), "--data or --tasks")
+    refused(lohan(*words, "--tasks", "a", "--data", place / "data.jsonl"), "give one of them")
+    refused(lohan(*words, "--tasks", "a"), r"pip install 'lohan\[eval\]'")
+    refused(
+        lohan(*words, "--data", place / "data.jsonl", "--limit", 3), "--limit goes with --tasks"
+    )

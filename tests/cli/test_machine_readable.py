@@ -104,6 +104,6 @@ def test_train_and_store_commands_print_one_json_document(inputs, tmp_path):
 
 
 def test_presets_are_printed_as_json():
-    known = command("presets", "--json")
-    assert "rtx4090" in [machine["name"] for machine in known["machines"]]
-    assert "llama-3-8b" in known["models"]
+    presets = command("presets", "--json")
+    assert "rtx4090" in [machine["name"] for machine in presets["machines"]]
+    assert "llama-3-8b" in presets["models"]

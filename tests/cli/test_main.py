@@ -378,7 +378,7 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
     assert not (run / "store").exists()
     assert (run / "model" / "model.safetensors").exists() and (run / "metrics.jsonl").exists()
     refused(lohan("store", "ls", run.parent), "no store here or below")
-    gone = (
+    message = (
         f"the run in {run} has no store at {run / 'store'}, so it can neither go on nor be export",
         "what is left: its log, the exported model; train again with "
         f"`lohan train --config {run / 'run.toml'} --out DIR`",
@@ -390,7 +390,7 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
         arguments(model, data, run),
         ["export", run, "--out", place / "x"],
     ):
-        refused(lohan(*command), *gone)
+        refused(lohan(*command), *message)
     assert snapshot(run) == before
     ended = lohan("train", "--config", run / "run.toml", "--out", place / "again")
     assert ended.code == 0, ended.err
@@ -398,8 +398,8 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
 
 def test_nobody_to_ask(lohan, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    asked = rf"remove the store {run / 'store'}\?"
-    refused(lohan("store", "rm", run), rf"{asked} there is no terminal to answer on; add --yes")
+    question = rf"remove the store {run / 'store'}\?"
+    refused(lohan("store", "rm", run), rf"{question} there is no terminal to answer on; add --yes")
     assert (run / "store" / "manifest.json").exists()
 
 

@@ -102,10 +102,10 @@ def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_
 @pytest.fixture
 def unread():
     """Yield the write end of a pipe that nobody reads."""
-    end, ours = os.pipe()
+    end, actual = os.pipe()
     os.close(end)
-    yield ours
-    os.close(ours)
+    yield actual
+    os.close(actual)
 
 
 @pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("presets",), PLAN])

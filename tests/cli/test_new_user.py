@@ -80,8 +80,10 @@ def test_plan_warns_of_missing_room_for_export(
     drives = tuple(replace(drive, bytes=each) for drive in profile.drives)
     machine = tmp_path / "machine.toml"
     machine.write_text(replace(profile, drives=drives).to_toml())
-    told = lohan(*planned(shape, machine=machine)).out
-    assert re.search(r"^fits without the export: it takes .*, and 128.00 MiB are left", told, re.M)
+    reported = lohan(*planned(shape, machine=machine)).out
+    assert re.search(
+        r"^fits without the export: it takes .*, and 128.00 MiB are left", reported, re.M
+    )
     small = lohan(*planned(shape, "--json", machine=machine)).out
     assert json.loads(small)["fits_export"] is False
 

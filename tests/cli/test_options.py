@@ -13,21 +13,21 @@ RECORDED = Path(__file__).with_name("options.txt")
 
 
 def test_every_option_keeps_its_name_and_type():
-    found = []
+    collected = []
     for info in [*app.registered_commands, *store_app.registered_commands]:
         assert info.callback is not None
         command = info.name or info.callback.__name__
         for parameter in get_params_from_function(info.callback).values():
             names = "/".join(getattr(parameter.default, "param_decls", None) or [parameter.name])
             kind = re.sub(r"pathlib\.|<class '|'>", "", str(parameter.annotation))
-            found.append(f"{command} {names}: {kind}")
-    assert sorted(found) == RECORDED.read_text(encoding="utf-8").splitlines()
+            collected.append(f"{command} {names}: {kind}")
+    assert sorted(collected) == RECORDED.read_text(encoding="utf-8").splitlines()
 
 
 def test_every_command_is_found_by_its_name():
     """Each is imported alone when it is asked for."""
     names = [info.name or info.callback.__name__ for info in app.registered_commands]
-    assert sorted(names) == sorted(name for found in MODULES.values() for name in found)
+    assert sorted(names) == sorted(name for item in MODULES.values() for name in item)
     for name in names:
         alone = command_line([name]).registered_commands
         assert [info.name or info.callback.__name__ for info in alone] == [name]

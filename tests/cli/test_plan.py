@@ -100,10 +100,10 @@ def test_activations_are_those_of_the_settings(models: Path, run: Any) -> None:
 def test_schedule_in_text_and_json_is_the_same(models: Path, run: Any) -> None:
     args = ("--model", models / "llama", "--host", TIGHT, "--batch", 2, "--seq", 16, "--schedule")
     lines = run(*args).out.splitlines()
-    told = json.loads(run(*args, "--json").out)
-    plan = Plan.from_json(told["plan"])
-    assert plan.clip == 1.0 and plan.tier_bytes("host") <= told["host_budget_bytes"]
-    phases = told["schedule"]["phases"]
+    printed = json.loads(run(*args, "--json").out)
+    plan = Plan.from_json(printed["plan"])
+    assert plan.clip == 1.0 and plan.tier_bytes("host") <= printed["host_budget_bytes"]
+    phases = printed["schedule"]["phases"]
     assert list(phases) == ["forward", "backward"]
     for name, text in phases.items():
         count = len(from_text(text))
@@ -134,12 +134,12 @@ def test_wrong_input(run: Any, args: tuple[object, ...], message: str) -> None:
 
 def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[Plan, list[Any]]:
     """Plan and schedules of a real run, step by step."""
-    made: list[Schedule] = []
+    created: list[Schedule] = []
     steps: list[list[Schedule]] = []
     enqueue = Lanes.enqueue
 
     def record(self: Lanes, schedule: Schedule, context: Any = None) -> None:
-        made.append(schedule)
+        created.append(schedule)
         enqueue(self, schedule, context)
 
     batch = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -156,8 +156,8 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
         ) as session:
             for _ in range(5):
                 trained(input_ids=batch, labels=batch).loss.backward()
-                steps.append(made[:])
-                made.clear()
+                steps.append(created[:])
+                created.clear()
             plan = session.plan
     return plan, steps
 

@@ -27,12 +27,12 @@ def test_the_file_is_one_that_train_takes(tmp_path: Path, capsys: pytest.Capture
     model = save_tokenizer(write_inputs(tmp_path) / "model")
     out = tmp_path / "run.toml"
     init(model=str(model), data=rows(tmp_path, 85), file=out, machine="rtx4090")
-    made = load_config(out)
-    assert made.model == model
-    assert made.train.batch == 8  # ten steps a pass
-    assert made.train.seq == 128  # 81 tokens with the closing one, in steps of 64
-    assert made.budget.host is not None
-    assert len(made.budget.ssd) == 2
+    config = load_config(out)
+    assert config.model == model
+    assert config.train.batch == 8  # ten steps a pass
+    assert config.train.seq == 128  # 81 tokens with the closing one, in steps of 64
+    assert config.budget.host is not None
+    assert len(config.budget.ssd) == 2
     assert "the longest of the first 85 examples has 81 tokens" in out.read_text()
     assert f"lohan train --config {out}" in capsys.readouterr().out
     before = out.read_bytes()
@@ -54,8 +54,8 @@ def test_the_file_for_this_machine_trains_as_it_is(
         pairs = [{"prompt": f"{i}", "chosen": "a", "rejected": "bc"} for i in range(24)]
         data.write_text("\n".join(map(json.dumps, pairs)))
     if kind == "classification":
-        own = LlamaConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
-        LlamaForSequenceClassification(own).save_pretrained(model)
+        classifier_config = LlamaConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
+        LlamaForSequenceClassification(classifier_config).save_pretrained(model)
         data.write_text("\n".join(json.dumps({"text": "ab", "label": i % 2}) for i in range(24)))
         given = [tmp_path / "a", tmp_path / "b"]
         for place in given:
@@ -81,10 +81,10 @@ def test_the_file_for_this_machine_trains_as_it_is(
 def test_presets_need_no_folder(tmp_path: Path) -> None:
     out = tmp_path / "big.toml"
     init(model="qwen3-8b", data=rows(tmp_path, 3), file=out, machine="rtx4090", ssds=4)
-    made = tomllib.loads(out.read_text())
-    assert made["model"] == "MODEL-FOLDER"
-    assert len(made["budget"]["ssd"]) == 4
-    assert made["train"]["batch"] > 8
+    loaded = tomllib.loads(out.read_text())
+    assert loaded["model"] == "MODEL-FOLDER"
+    assert len(loaded["budget"]["ssd"]) == 4
+    assert loaded["train"]["batch"] > 8
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_other_tasks_have_a_file_too(tmp_path: Path) -> None:
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     out = tmp_path / "run.toml"
     init(model=str(tmp_path / "t5"), data=rows(tmp_path, 3), file=out, machine="rtx4090")
-    made = load_config(out)
-    assert (made.task, made.train.dtype, made.train.batch) == ("text-to-text", "bf16", 8)
+    config = load_config(out)
+    assert (config.task, config.train.dtype, config.train.batch) == ("text-to-text", "bf16", 8)

@@ -22,12 +22,12 @@ GPT = presets.model("gpt-13b")
 
 def test_an_answer_for_programs(tmp_path):
     file = tmp_path / "trace.json"
-    made = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, trace=file)
-    assert json.loads(json.dumps(made)) == made
-    assert made["feasible"] and made["tokens_per_s"] == pytest.approx(16384 / made["step_s"])
-    assert set(made["lane_busy_s"]) == {"compute", "h2d", "d2h", "ssd", "optimizer", "net"}
-    assert set(made["peak_bytes"]) == {"device", "host", "ssd"}
-    assert made["peak_bytes"]["ssd"] == 14 * GPT.parameters
+    result = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, trace=file)
+    assert json.loads(json.dumps(result)) == result
+    assert result["feasible"] and result["tokens_per_s"] == pytest.approx(16384 / result["step_s"])
+    assert set(result["lane_busy_s"]) == {"compute", "h2d", "d2h", "ssd", "optimizer", "net"}
+    assert set(result["peak_bytes"]) == {"device", "host", "ssd"}
+    assert result["peak_bytes"]["ssd"] == 14 * GPT.parameters
     assert len(json.loads(file.read_text())["traceEvents"]) > 100
 
 
@@ -50,8 +50,8 @@ def test_options_reach_the_policy():
 
 
 def test_auto_is_a_policy_too():
-    made = simulate_command(GPT, SERVER, "auto", batch=8, seq=1024)
-    assert made["feasible"] and made["step_s"] > 0
+    result = simulate_command(GPT, SERVER, "auto", batch=8, seq=1024)
+    assert result["feasible"] and result["step_s"] > 0
     tiny = replace(SERVER, host_bytes=10**9)
     refused = simulate_command(GPT, tiny, "auto", batch=8, seq=1024)
     assert not refused["feasible"] and "host" in refused["reason"]
@@ -65,10 +65,10 @@ def table(**changes):
 
 
 def test_a_table_over_batches():
-    made = table()
-    assert (made["over"], made["at"]) == ("batch", [8, 32])
-    assert made["policies"]["zero-offload"][1] is None and made["policies"]["lohan"][1] > 1000
-    lines = compare.describe_comparison(made)
+    result = table()
+    assert (result["over"], result["at"]) == ("batch", [8, 32])
+    assert result["policies"]["zero-offload"][1] is None and result["policies"]["lohan"][1] > 1000
+    lines = compare.describe_comparison(result)
     assert lines[0] == "gpt-13b on ratel-4090: tokens/s"
     assert lines[2].split() == ["batch", "8", "batch", "32"]
     assert lines[4].split()[-1] == "-" and lines[-1].startswith("- zero-offload: device memory")
@@ -119,11 +119,11 @@ def test_simulate_and_plan_agree():
     """The same settings, the defaults of both and of training, have one answer."""
     machine, model = presets.machine("rtx4090"), presets.model("gpt-13b")
     settings = load_config(None, overrides={"model": "gpt-13b", "data": ".", "out": "."})
-    asked = request_of(model, machine, settings, "time")
-    planned = plan_for_machine(asked)
-    batch, seq = asked.batch, asked.seq
-    made = simulate_command(model, machine, "auto", batch=batch, seq=seq)
-    assert made["step_s"] == planned.forecast.step_s
-    assert planned.plan.clip == asked.options.clip == TrainConfig.clip > 0
+    plan_request = request_of(model, machine, settings, "time")
+    planned = plan_for_machine(plan_request)
+    batch, seq = plan_request.batch, plan_request.seq
+    result = simulate_command(model, machine, "auto", batch=batch, seq=seq)
+    assert result["step_s"] == planned.forecast.step_s
+    assert planned.plan.clip == plan_request.options.clip == TrainConfig.clip > 0
     free = simulate_command(model, machine, "auto", batch=batch, seq=seq, clip=0.0)
-    assert free["step_s"] != made["step_s"]
+    assert free["step_s"] != result["step_s"]

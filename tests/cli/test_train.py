@@ -59,7 +59,7 @@ def test_another_optimizer_in_a_run(lohan, folder, tmp_path):
     assert lohan("eval", out, "--data", folder / "data.jsonl", "--host", "16MiB").code == 0
     file = RunFolder(out).config_file
     settings = file.read_text()
-    for old, new, asked in (
+    for old, new, requested in (
         ('moments = "int8"', 'moments = "fp32"', "lion with fp32 moments in fp32"),
         ("[train]", '[train]\ndtype = "bf16"', "lion with int8 moments in bf16"),
     ):
@@ -67,7 +67,7 @@ def test_another_optimizer_in_a_run(lohan, folder, tmp_path):
         ended = lohan("resume", out, "--steps", 8)
         refused(
             ended,
-            f"was made for lion with int8 moments in fp32, {file} asks for {asked}",
+            f"was made for lion with int8 moments in fp32, {file} asks for {requested}",
             'put back optimizer = "lion", moments = "int8", ema = 0, dtype = "fp32" under',
         )
         assert "--optimizer" not in ended.err and "--moments" not in ended.err
@@ -173,9 +173,9 @@ def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):
     rows = list(read_rows(out / "samples.jsonl"))
     assert [row["step"] for row in rows] == [3, 4]
     assert [pair["prompt"] for pair in rows[0]["samples"]] == PROMPTS
-    said = [pair["text"] for pair in rows[1]["samples"]]
-    assert said == expected(out / "model", PROMPTS, max_new_tokens=5, do_sample=False)
-    assert f"sample after step 4: {PROMPTS[0]}\n  {said[0]}" in ended.out
+    texts = [pair["text"] for pair in rows[1]["samples"]]
+    assert texts == expected(out / "model", PROMPTS, max_new_tokens=5, do_sample=False)
+    assert f"sample after step 4: {PROMPTS[0]}\n  {texts[0]}" in ended.out
     plain = tmp_path / "plain"
     assert lohan(*arguments(folder, plain, "--lr", "1e-2")).code == 0
     weights = "model/model.safetensors"
@@ -205,8 +205,8 @@ def test_every_option_is_a_setting(lohan, folder, tmp_path):
         for item in get_command(app).commands["train"].params  # type: ignore[attr-defined]
         for name in item.opts
     }
-    known = {info.dotted for info in fields_of()}
+    settings = {info.dotted for info in fields_of()}
     for name in options - {"--config", "--set", "--dry-run", "--json", "--help"}:
         key = name.removeprefix("--").replace("-", "_")
         section, _, rest = key.partition("_")
-        assert any(d.rpartition(".")[2] == key or d == f"{section}.{rest}" for d in known), name
+        assert any(d.rpartition(".")[2] == key or d == f"{section}.{rest}" for d in settings), name

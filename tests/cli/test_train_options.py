@@ -29,6 +29,6 @@ def test_every_option_reaches_its_setting(monkeypatch):
     with pytest.raises(Seen):
         train(**given)
     for name, value in given.items():
-        keys = {key for key, found in seen.items() if found == value}
+        keys = {key for key, item in seen.items() if item == value}
         wanted = {k for k in seen if name in (k.rpartition(".")[2], k.replace(".", "_"))}
         assert len(keys) == 1 and keys <= wanted, f"--{name}: {keys or 'nothing'}"

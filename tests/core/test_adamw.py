@@ -290,9 +290,9 @@ def test_split_rounds_like_torch_except_ties_upwards() -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, 10**6, dtype=np.uint64).astype(np.uint32)
     bits[:1000] = bits[:1000] & 0xFFFF0000 | 0x8000
     w, _, _ = split_and_join(bits)
-    theirs = bf16_bits(bits.view(np.float32))
+    expected = bf16_bits(bits.view(np.float32))
     finite, tie = (bits & 0x7F800000) != 0x7F800000, bits & 0xFFFF == 0x8000
-    assert np.array_equal(w[finite & ~tie], theirs[finite & ~tie])
+    assert np.array_equal(w[finite & ~tie], expected[finite & ~tie])
     assert np.array_equal(w[finite & tie], (bits[finite & tie] >> 16).astype(np.uint16) + 1)
 
 

@@ -29,8 +29,8 @@ def gradient_of(state: State, t: int) -> np.ndarray:
 
 def numbers(state: State, t: int) -> dict[str, Any]:
     """Return the keywords of update t: every update has its own rate, factor and seed."""
-    own = HYPER[state.rule] | ({"step": t} if state.rule == "adamw" else {})
-    return own | {"lr": 1e-3 * t, "grad_scale": 0.7 / t, "seed": 77 + t}
+    arguments = HYPER[state.rule] | ({"step": t} if state.rule == "adamw" else {})
+    return arguments | {"lr": 1e-3 * t, "grad_scale": 0.7 / t, "seed": 77 + t}
 
 
 def arrays(state: State) -> list[np.ndarray]:
@@ -39,10 +39,10 @@ def arrays(state: State) -> list[np.ndarray]:
 
 
 def one_by_one(state: State, count: int) -> Any:
-    kernel, made = getattr(_core, f"{state.rule}_{state.master}"), None
+    kernel, result = getattr(_core, f"{state.rule}_{state.master}"), None
     for t in range(1, count + 1):
         given = numbers(state, t)
-        made = kernel(
+        result = kernel(
             *arrays(state),
             gradient_of(state, t),
             scales=state.scales,
@@ -50,7 +50,7 @@ def one_by_one(state: State, count: int) -> Any:
             checksums=True,
             **given,
         )
-    return made
+    return result
 
 
 def in_one_pass(state: State, count: int, **more: Any) -> Any:

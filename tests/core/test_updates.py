@@ -56,10 +56,10 @@ def test_equals_numpy_bit_for_bit(rule: str, moments: str, isa: str) -> None:
     for t in range(1, 6):
         state.step(t)
         reference.step(state.gradient(t), t, seed=77 + t)
-        for mine, wanted in zip(state.m, reference.stored, strict=True):
-            assert mine.tobytes() == wanted.tobytes(), t
-        for mine, wanted in zip(state.scales, reference.scales, strict=False):
-            assert mine.tobytes() == wanted.tobytes(), t
+        for stored, wanted in zip(state.m, reference.stored, strict=True):
+            assert stored.tobytes() == wanted.tobytes(), t
+        for stored, wanted in zip(state.scales, reference.scales, strict=False):
+            assert stored.tobytes() == wanted.tobytes(), t
         assert state.p.tobytes() == reference.p.tobytes(), t
 
 

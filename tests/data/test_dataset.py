@@ -173,14 +173,14 @@ def test_tokenized_needs_no_tokenizer(tmp_path: Path) -> None:
         {"input_ids": [4, 5, 6, 7], "labels": [-100, -100, 6, 7]},
         {"input_ids": [4, 5, 6, 7], "labels": [-100, 5, -100, -100]},
     )
-    made = prepare(source, model_dir=tmp_path / "none", cache_dir=tmp_path / "c", seq=8)
-    assert [[list(part) for part in made.example(i)] for i in range(3)] == [
+    prepared = prepare(source, model_dir=tmp_path / "none", cache_dir=tmp_path / "c", seq=8)
+    assert [[list(part) for part in prepared.example(i)] for i in range(3)] == [
         [[1, 2, 3], [1, 2, 3]],
         [[4, 5, 6, 7], [-100, -100, 6, 7]],
         [[4, 5], [-100, 5]],
     ]
-    assert made.pad_id == 0
-    assert made.summary == data.Summary(
+    assert prepared.pad_id == 0
+    assert prepared.summary == data.Summary(
         examples=3, tokens=9, trained_tokens=5, longest=4, cut=0, dropped=0, skipped_turns=0
     )
 
@@ -195,8 +195,8 @@ def test_long_examples_are_cut_and_those_without_answer_dropped(tmp_path: Path) 
         {"input_ids": []},
         {"input_ids": [7, 8, 9]},
     )
-    made = prepare(source, model_dir=tmp_path, cache_dir=tmp_path / "c", seq=3)
-    assert made.summary == data.Summary(
+    prepared = prepare(source, model_dir=tmp_path, cache_dir=tmp_path / "c", seq=3)
+    assert prepared.summary == data.Summary(
         examples=2, tokens=6, trained_tokens=4, longest=3, cut=2, dropped=4, skipped_turns=0
     )
 
@@ -205,14 +205,14 @@ def test_json_list_and_suffix_in_capitals(tmp_path: Path) -> None:
     source = tmp_path / "d.JSON"
     source.write_text(json.dumps([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], indent=2))
     seen: list[tuple[int, int]] = []
-    made = prepare(
+    prepared = prepare(
         source,
         model_dir=tmp_path,
         cache_dir=tmp_path / "c",
         seq=4,
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert len(made) == 2
+    assert len(prepared) == 2
     assert seen[-1] == (source.stat().st_size,) * 2
 
 
@@ -236,20 +236,20 @@ def test_txt_is_one_stream_whatever_the_block(
     source = tmp_path / "d.txt"
     source.write_bytes(text.encode())
     seen: list[tuple[int, int]] = []
-    made = prepare(
+    prepared = prepare(
         source,
         model_dir=model_dir(bos=bos),
         cache_dir=tmp_path / "c",
         seq=50,
         progress=lambda done, total: seen.append((done, total)),
     )
-    stream = np.concatenate([made.example(i)[0] for i in range(len(made))])
+    stream = np.concatenate([prepared.example(i)[0] for i in range(len(prepared))])
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir(bos=bos))
     assert list(stream) == tokenizer(text.replace("\r\n", "\n"))["input_ids"]
-    lengths = np.diff(made.offsets)
+    lengths = np.diff(prepared.offsets)
     assert (lengths[:-1] == 50).all()
     assert seen[-1] == (source.stat().st_size,) * 2
-    assert all(np.array_equal(*made.example(i)) for i in range(len(made)))
+    assert all(np.array_equal(*prepared.example(i)) for i in range(len(prepared)))
 
 
 # ---------------------------------------------------------------- refusals
@@ -489,8 +489,8 @@ def test_steps_for_epochs(tmp_path: Path, epochs: float, batch: int, steps: int)
 def test_pad_token_of_the_tokenizer(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
     source = write(tmp_path / "d.jsonl", {"text": "ab"})
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir())
-    made = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=8)
-    assert made.pad_id == tokenizer.pad_token_id
+    prepared = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=8)
+    assert prepared.pad_id == tokenizer.pad_token_id
     encoder = Encoder(model_dir())
     encoder.tokenizer("test")
     assert encoder.pad_id(tokenizer.pad_token_id) == tokenizer.eos_token_id
@@ -566,10 +566,10 @@ def test_large_file_streams(tmp_path: Path) -> None:
     source = tmp_path / "d.jsonl"
     source.write_text(line * 3000)
     tracemalloc.start()
-    made = prepare(source, model_dir=tmp_path, cache_dir=tmp_path / "c", seq=256)
+    prepared = prepare(source, model_dir=tmp_path, cache_dir=tmp_path / "c", seq=256)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(made) == 3000
+    assert len(prepared) == 3000
     assert source.stat().st_size > 3_000_000
     assert peak < 1_000_000
 
@@ -593,16 +593,16 @@ def test_rows_survive_tokenising_and_truncation(
         with pytest.raises(DataError, match="no example is left"):
             prepare(source, model_dir=folder, cache_dir=folder / "c", seq=seq, vocab_size=1000)
         return
-    made = prepare(source, model_dir=folder, cache_dir=folder / "c", seq=seq, vocab_size=1000)
-    assert len(made) == len(kept)
-    assert made.summary.dropped == len(rows) - len(kept)
+    prepared = prepare(source, model_dir=folder, cache_dir=folder / "c", seq=seq, vocab_size=1000)
+    assert len(prepared) == len(kept)
+    assert prepared.summary.dropped == len(rows) - len(kept)
     for index, (ids, labels) in enumerate(kept):
-        got_ids, got_labels = (list(part) for part in made.example(index))
+        got_ids, got_labels = (list(part) for part in prepared.example(index))
         assert got_ids == ids[: len(got_ids)]
         assert got_labels == labels[: len(got_labels)]
         assert all(label == IGNORE for label in labels[len(got_labels) :])
     trained = sum(label != IGNORE for _, labels in kept for label in labels[1:])
-    assert made.summary.trained_tokens == trained
+    assert prepared.summary.trained_tokens == trained
 
 
 # ---------------------------------------------------------------- the example set
@@ -612,11 +612,11 @@ def test_example_set_of_the_project() -> None:
     folder = Path(__file__).parents[2] / "examples" / "data"
     lines = (folder / "captains_log.jsonl").read_text(encoding="ascii").splitlines()
     rows = [json.loads(line) for line in lines]
-    asked = {row["instruction"] for row in rows}
-    assert 200 <= len(rows) == len(asked) == len({row["output"] for row in rows})
+    requested = {row["instruction"] for row in rows}
+    assert 200 <= len(rows) == len(requested) == len({row["output"] for row in rows})
     assert all(list(row) == ["instruction", "output"] for row in rows)
     assert all(row["output"].startswith("Captain's log: ") for row in rows)
     assert all(row["output"].endswith(" Fair winds!") for row in rows)
     held_out = (folder / "prompts.txt").read_text(encoding="ascii").splitlines()
     assert 3 <= len(held_out) <= 5
-    assert asked.isdisjoint(held_out)
+    assert requested.isdisjoint(held_out)

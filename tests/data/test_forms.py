@@ -92,7 +92,7 @@ def test_includes_context_history_and_system_prompt_without_loss(model_dir: Mode
     }
     text, shown = encode(model_dir(template=CHATML), row)
     turns = [("system", "s"), ("user", "h"), ("assistant", "o"), ("user", "i\n\nc")]
-    before = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    before = "".join(f"<|im_start|>{role}\n{message}<|im_end|>\n" for role, message in turns)
     assert text.startswith(f"{before}<|im_start|>assistant\na<|im_end|>")
     assert shown.replace("~", "") == "a<|im_end|>"
 
@@ -130,9 +130,9 @@ def test_templates_see_tools(model_dir: Models, tools: Any) -> None:
 
 
 def test_templates_by_name_and_file(model_dir: Models, tmp_path: Path) -> None:
-    own = tmp_path / "own.jinja"
-    own.write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}")
-    for name, begins in (("alpaca", "### Instruction:\nhi"), (str(own), "hi|yo|")):
+    template_file = tmp_path / "own.jinja"
+    template_file.write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}")
+    for name, begins in (("alpaca", "### Instruction:\nhi"), (str(template_file), "hi|yo|")):
         encoder = Encoder(model_dir(), template=name)
         ids, _ = encode_row({"messages": MESSAGES}, encoder=encoder, place="x")
         assert encoder.tokenizer("x").decode(ids).startswith(begins)
@@ -140,8 +140,8 @@ def test_templates_by_name_and_file(model_dir: Models, tmp_path: Path) -> None:
         Encoder(model_dir(), template="nowhere").tokenizer("x")
 
 
-def tokens(made: Dataset) -> list[list[int]]:
-    return [made.example(index)[0].tolist() for index in range(made.summary.examples)]
+def tokens(dataset: Dataset) -> list[list[int]]:
+    return [dataset.example(index)[0].tolist() for index in range(dataset.summary.examples)]
 
 
 def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) -> None:
@@ -168,20 +168,20 @@ def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) 
     (folder / "dataset_infos.json").write_text("{}")
     for name, part in (("train-0", rows[:3]), ("train-1", rows[3:]), ("test-0", rows)):
         (folder / "data" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-    found = []
+    collected = []
     for name in (*files, *(f"{name}.gz" for name in files), folder.name):
-        made = prepare(
+        prepared = prepare(
             tmp_path / name, model_dir=model_dir(), cache_dir=tmp_path / f"{name}.c", seq=64
         )
-        found.append(tokens(made))
-    assert len(found[0]) == len(rows) and len(found) == 11
-    assert all(one == found[0] for one in found)
+        collected.append(tokens(prepared))
+    assert len(collected[0]) == len(rows) and len(collected) == 11
+    assert all(one == collected[0] for one in collected)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.json.gz", "folder", "a.txt"])
 def test_the_end_of_a_file_is_told_once(name: str, tmp_path: Path) -> None:
     """Also of one that is read in a single block: a display says then that it is done."""
-    rows, told = [{"prompt": "a", "completion": "b"}] * 200, []
+    rows, messages = [{"prompt": "a", "completion": "b"}] * 200, []
     text = json.dumps(rows) if ".json." in f"{name}." else "prompt,completion\n" + "a,b\n" * 200
     text = "".join(json.dumps(row) + "\n" for row in rows) if name == "a.jsonl" else text
     source = tmp_path / name
@@ -192,9 +192,11 @@ def test_the_end_of_a_file_is_told_once(name: str, tmp_path: Path) -> None:
     else:
         source.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     read = reading.text_blocks if name == "a.txt" else reading.read_rows
-    for _ in read(source, lambda *seen: told.append(seen)):
-        assert not told or told[-1][0] < told[-1][1]
-    assert told[-1][0] == told[-1][1] and sum(done == total for done, total in told) == 1
+    for _ in read(source, lambda *seen: messages.append(seen)):
+        assert not messages or messages[-1][0] < messages[-1][1]
+    assert (
+        messages[-1][0] == messages[-1][1] and sum(done == total for done, total in messages) == 1
+    )
 
 
 def test_folders_and_packed_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -267,9 +269,9 @@ def test_files_and_weights(tmp_path: Path, text: str) -> None:
     wanted = Source(tmp_path / text)
     if text == "a.jsonl:2":
         wanted = Source(tmp_path / "a.jsonl", 2.0)
-    found = configured(str(tmp_path / text)).data
-    assert found == (wanted,)
-    assert str(found[0]) == str(tmp_path / text)
+    actual = configured(str(tmp_path / text)).data
+    assert actual == (wanted,)
+    assert str(actual[0]) == str(tmp_path / text)
 
 
 def configured(*data: str) -> Config:
@@ -278,10 +280,10 @@ def configured(*data: str) -> Config:
 
 def test_configs_with_several_files_come_back() -> None:
     for data in (["/a.jsonl:2", "/b.jsonl:0.5"], ["/a.jsonl", "/b.jsonl"], ["/a.jsonl"]):
-        made = configured(*data)
-        again = Config.from_mapping(tomllib.loads(made.to_toml()), base_dir=Path("/elsewhere"))
-        assert again == made
-    assert 'data = "/a.jsonl"' in made.to_toml()  # one file stands as it always did
+        result = configured(*data)
+        again = Config.from_mapping(tomllib.loads(result.to_toml()), base_dir=Path("/elsewhere"))
+        assert again == result
+    assert 'data = "/a.jsonl"' in result.to_toml()  # one file stands as it always did
 
 
 def mixed(folder: Path, tmp_path: Path, *weights: float | None, seq: int = 64) -> Dataset:
@@ -294,22 +296,22 @@ def mixed(folder: Path, tmp_path: Path, *weights: float | None, seq: int = 64) -
 
 
 def test_without_weights_every_example_comes_once(model_dir: Models, tmp_path: Path) -> None:
-    made = mixed(model_dir(), tmp_path, None, None)
-    assert len(made) == 20
-    assert sorted(int(i) for s in range(5) for i in made.indices(s, 4)) == list(range(20))
+    result = mixed(model_dir(), tmp_path, None, None)
+    assert len(result) == 20
+    assert sorted(int(i) for s in range(5) for i in result.indices(s, 4)) == list(range(20))
 
 
 def test_shares_hold_whatever_the_sizes(model_dir: Models, tmp_path: Path) -> None:
-    made = mixed(model_dir(), tmp_path, 3.0, 1.0)
-    rows = np.concatenate([made.indices(step, 10) for step in range(BLOCK // 10)])
+    result = mixed(model_dir(), tmp_path, 3.0, 1.0)
+    rows = np.concatenate([result.indices(step, 10) for step in range(BLOCK // 10)])
     assert np.count_nonzero(rows < 5) == 750
     # Within a source, every example comes once before any comes again.
     small = [int(row) for row in rows if row < 5]
     assert all(sorted(small[i : i + 5]) == list(range(5)) for i in range(0, 750, 5))
     # A step's rows are what they are whatever was asked before; batches of another size cut the
     # same sequence, so ranks that share a batch see it too.
-    assert made.indices(7, 10).tolist() == rows[70:80].tolist()
-    assert np.concatenate([made.indices(s, 4) for s in range(20)]).tolist() == rows[:80].tolist()
+    assert result.indices(7, 10).tolist() == rows[70:80].tolist()
+    assert np.concatenate([result.indices(s, 4) for s in range(20)]).tolist() == rows[:80].tolist()
 
 
 def test_shares_hold_after_a_split_and_packing(model_dir: Models, tmp_path: Path) -> None:
@@ -317,9 +319,9 @@ def test_shares_hold_after_a_split_and_packing(model_dir: Models, tmp_path: Path
     packed = train.pack()
     assert packed.packed
     assert len(packed) < len(train)
-    for made in (train, packed):
-        rows = np.concatenate([made.indices(step, 10) for step in range(BLOCK // 10)])
-        first = [made.rows[int(row)][0] < 5 for row in rows]  # type: ignore[index]
+    for item in (train, packed):
+        rows = np.concatenate([item.indices(step, 10) for step in range(BLOCK // 10)])
+        first = [item.rows[int(row)][0] < 5 for row in rows]  # type: ignore[index]
         assert sum(first) == 500
     both = {int(i) for part in (train, held) for i in part.rows.members}  # type: ignore[union-attr]
     assert both == set(range(20))
@@ -338,20 +340,20 @@ def test_some_files_with_weights_are_refused() -> None:
 
 
 def test_weights_are_part_of_the_cache(model_dir: Models, tmp_path: Path) -> None:
-    made = mixed(model_dir(), tmp_path, 1.0, 2.0)
+    result = mixed(model_dir(), tmp_path, 1.0, 2.0)
     sources = [Source(tmp_path / "0.jsonl", 1.0), Source(tmp_path / "1.jsonl", 5.0)]
-    other = prepare(sources, model_dir=model_dir(), cache_dir=made.folder, seq=64, seed=3)
+    other = prepare(sources, model_dir=model_dir(), cache_dir=result.folder, seq=64, seed=3)
     assert other.weights == (1.0, 5.0)
 
 
 def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None:
     source = write(tmp_path / "d.jsonl", *ROWS)
-    made = prepare(
+    prepared = prepare(
         source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=64, template="alpaca"
     )
-    assert made.rendered["template"] == "alpaca"
-    assert made.rendered["prompt"] == "### Instruction:\nq0\n\n### Response:\n"
-    assert made.rendered["answer"].startswith("a0")
+    assert prepared.rendered["template"] == "alpaca"
+    assert prepared.rendered["prompt"] == "### Instruction:\nq0\n\n### Response:\n"
+    assert prepared.rendered["answer"].startswith("a0")
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -367,11 +369,11 @@ def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
         folder.mkdir(exist_ok=True)
         write(folder / f"train-{number}.jsonl", {**row, "tools": [{"name": "clock"}]}, row)
     plain = CHATML.partition("{% endfor %}")[2]
-    for template, told in ((plain, True), (CHATML, False)):
-        made = prepare(
+    for template, reported in ((plain, True), (CHATML, False)):
+        prepared = prepare(
             folder,
             model_dir=model_dir(template=template),
-            cache_dir=tmp_path / f"c{told}",
+            cache_dir=tmp_path / f"c{reported}",
             seq=64,
             preferences=pairs,
         )
@@ -386,18 +388,22 @@ def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
             },
         )
         task, of = (
-            (Preference(), Preferences(made, np.arange(4), 5)) if pairs else (CausalLM(), made)
+            (Preference(), Preferences(prepared, np.arange(4), 5))
+            if pairs
+            else (CausalLM(), prepared)
         )
         text = task.describe(of, config)  # type: ignore[arg-type]
         assert f"{folder}: 2 files, train-0.jsonl to train-1.jsonl" in text
-        assert ("examples with tools" in text) is told
+        assert ("examples with tools" in text) is reported
         assert f"warning: 4 {'pairs' if pairs else 'examples'} and a batch of 5" in text
 
 
 def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None:
     rows = [*ROWS[:2], {"messages": [{"role": "user", "content": "x" * 90}, *MESSAGES[1:]]}]
     source = write(tmp_path / "d.jsonl", *rows)
-    made = prepare(source, model_dir=model_dir(template=CHATML), cache_dir=tmp_path / "c", seq=64)
+    prepared = prepare(
+        source, model_dir=model_dir(template=CHATML), cache_dir=tmp_path / "c", seq=64
+    )
     config = load_config(
         None,
         overrides={
@@ -408,7 +414,7 @@ def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None
             "train.seq": 64,
         },
     )
-    text = CausalLM().describe(made, config)
+    text = CausalLM().describe(prepared, config)
     assert "warning: 1 of 3 examples dropped: their first 64 tokens hold no answer" in text
     assert "warning: 2 examples and a batch of 4: a step sees some of them more than once" in text
     assert text.endswith("  >>>a0<|im_end|>")

@@ -74,8 +74,10 @@ def test_loss_in_a_row_is_the_loss_alone(kind, attention, data, tmp_path):
                 for example in packed.rows[int(index)]:
                     ids, want = (torch.from_numpy(x).long() for x in alone.example(int(example)))
                     span = slice(at, at + len(ids))
-                    own = model(input_ids=ids[None]).logits[0]
-                    torch.testing.assert_close(logits[row, span], own, rtol=1e-4, atol=1e-5)
+                    logits_alone = model(input_ids=ids[None]).logits[0]
+                    torch.testing.assert_close(
+                        logits[row, span], logits_alone, rtol=1e-4, atol=1e-5
+                    )
                     assert torch.equal(batch["input_ids"][row, span], ids)
                     assert labels[row, at] == IGNORE
                     assert torch.equal(labels[row, span][1:], want[1:])

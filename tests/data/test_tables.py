@@ -41,9 +41,9 @@ def test_the_same_examples_as_json_lines(kind, tmp_path):
         table.save_to_disk(str(source))
         source = next(source.glob("*.arrow"))
     expected = prepared(tmp_path / "rows.jsonl", tmp_path / "a")
-    found = prepared(source, tmp_path / "b")
-    assert contents(found) == contents(expected)
-    assert found.summary.examples == expected.summary.examples == 40
+    actual = prepared(source, tmp_path / "b")
+    assert contents(actual) == contents(expected)
+    assert actual.summary.examples == expected.summary.examples == 40
 
 
 def test_other_rows_are_other_data(tmp_path):

@@ -27,9 +27,9 @@ def trained(folder: Path, pre_tokenizer: object, *, template: str | None = None)
         vocab_size=400, special_tokens=[AddedToken("?")], initial_alphabet=alphabet
     )
     core.train_from_iterator([" ".join(WORDS)] * 3, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
-    made.chat_template = template
-    made.save_pretrained(folder)
+    result = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+    result.chat_template = template
+    result.save_pretrained(folder)
     return Encoder(folder)
 
 
@@ -52,8 +52,8 @@ def test_long_text_has_the_tokens_of_the_whole(pre_tokenizer: object, tmp_path: 
 
     def tokenize(part: str) -> list[int]:
         lengths.append(len(part))
-        found: list[int] = tokenizer(part, add_special_tokens=False)["input_ids"]
-        return found
+        actual: list[int] = tokenizer(part, add_special_tokens=False)["input_ids"]
+        return actual
 
     whole = tokenize(long)
     lengths.clear()

@@ -98,13 +98,15 @@ def test_bf16_with_micro_batches(tmp_path):
 
 def language_run(place: Path, seed: int | None = None, **options: object) -> tuple[Result, Plan]:
     seen: list[Plan] = []
-    made = batches(3, batch=4, seq=24)
+    train_batches = batches(3, batch=4, seq=24)
     model = small_model("llama")
 
     def note(model: torch.nn.Module, step: int) -> None:
         seen.append(session_plan(model))
 
-    result = train(model, made, place, seed=seed, batch=made[0], between=note, **options)
+    result = train(
+        model, train_batches, place, seed=seed, batch=train_batches[0], between=note, **options
+    )
     return result, seen[0]
 
 
@@ -119,8 +121,8 @@ def test_activations_are_offloaded(activations, micro_batch, tmp_path):
     """Kept results leave slice by slice and come back slice by slice."""
     options = {"activations": activations, "micro_batch": micro_batch, "clip": 0.3}
     wanted, _ = language_run(tmp_path / "cpu", **options)
-    found, plan = language_run(tmp_path / "there", 8, device=emulated(), **options)
-    found.check(wanted)
+    actual, plan = language_run(tmp_path / "there", 8, device=emulated(), **options)
+    actual.check(wanted)
     assert bool(plan.kept) == (activations == "all")
 
 
@@ -137,8 +139,8 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
         return self.memory.with_ledger(replace(plan, spilled_sites=away))
 
     monkeypatch.setattr(Sizer, "grown", moved)
-    found, plan = language_run(tmp_path / "there", 9, device=emulated(), **options)
-    found.check(wanted)
+    actual, plan = language_run(tmp_path / "there", 9, device=emulated(), **options)
+    actual.check(wanted)
     assert plan.spilled_sites and plan.kept
 
 
@@ -147,14 +149,22 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
 
 def test_a_quarter_of_what_the_model_needs(tmp_path):
     """Weights, gradients and AdamW's moments alone, without activations."""
-    made = batches(2, batch=4, seq=16)
+    train_batches = batches(2, batch=4, seq=16)
     quarter = sum(p.numel() for p in deep_model().parameters()) * 16 // 4
     device = EmulatedDevice(quarter)
     options = {"micro_batch": 2, "clip": 0.5}
-    wanted = train(deep_model(), made, tmp_path / "cpu", **options)
+    wanted = train(deep_model(), train_batches, tmp_path / "cpu", **options)
     place = tmp_path / "there"
-    found = train(deep_model(), made, place, seed=10, device=device, batch=made[0], **options)
-    found.check(wanted)
+    result = train(
+        deep_model(),
+        train_batches,
+        place,
+        seed=10,
+        device=device,
+        batch=train_batches[0],
+        **options,
+    )
+    result.check(wanted)
     assert 0 < device.memory.peak <= quarter
 
 
@@ -184,20 +194,22 @@ def test_leftover_memory_caches_weights():
 
 
 def test_a_device_that_is_too_small_is_refused(tmp_path):
-    made = batches(1, batch=1, seq=8)
+    train_batches = batches(1, batch=1, seq=8)
     with pytest.raises(BudgetError, match=r"device budget too small.*--device-memory"):
-        attached(small_model("llama"), tmp_path, batch=made[0], device=EmulatedDevice(64 * 1024))
+        attached(
+            small_model("llama"), tmp_path, batch=train_batches[0], device=EmulatedDevice(64 * 1024)
+        )
 
 
 def test_out_of_memory_is_an_error_of_torch_and_gives_up_the_step(tmp_path):
-    made = batches(2, batch=2, seq=8)
+    train_batches = batches(2, batch=2, seq=8)
     device = EmulatedDevice(64 * MiB)
     with attached(small_model("llama"), tmp_path, device=device) as session:
         device.memory.budget = device.memory.live + 1024
         with pytest.raises(torch.OutOfMemoryError, match="emulated device out of memory"):
-            session.model(**made[0])
+            session.model(**train_batches[0])
         device.memory.budget = 64 * MiB
-        session.model(**made[1]).loss.backward()
+        session.model(**train_batches[1]).loss.backward()
         assert session.step == 1
 
 
@@ -205,9 +217,9 @@ def test_host_memory_that_cannot_be_pinned(tmp_path):
     """It is said once, with the reason and what it costs; results are the same."""
     case, tuning = Case(kind="plain"), TINY
     device = EmulatedDevice(64 * MiB, pinnable=4096)
-    with pytest.warns(RuntimeWarning, match=r"cannot pin .*Cannot allocate memory.*half") as said:
+    with pytest.warns(RuntimeWarning, match=r"cannot pin .*Cannot allocate memory.*half") as caught:
         check(case, tmp_path, tuning, mode="balanced", seed=11, device=device)
-    assert len([w for w in said if "cannot pin" in str(w.message)]) == 1
+    assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
 
 
 # -- choosing -------------------------------------------------------------------------------------
@@ -215,9 +227,9 @@ def test_host_memory_that_cannot_be_pinned(tmp_path):
 
 def test_choosing_a_device():
     assert isinstance(open_device("cpu"), CpuDevice)
-    made = open_device("emulated", memory=3 * MiB, link=2e9)
-    assert made.memory_bytes() == 3 * MiB and made.rates["h2d"] == made.rates["d2h"] == 2e9
-    for name, options, says in (
+    result = open_device("emulated", memory=3 * MiB, link=2e9)
+    assert result.memory_bytes() == 3 * MiB and result.rates["h2d"] == result.rates["d2h"] == 2e9
+    for name, options, message in (
         ("emulated", {}, "--device-memory"),
         ("cpu", {"memory": 1}, "no memory of its own"),
         ("cpu", {"link": 1.0}, "--link"),
@@ -226,7 +238,7 @@ def test_choosing_a_device():
         ("gpu", {}, "--device cpu"),
         ("cuda:1", {}, "--device cpu"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             open_device(name, **options)
 
 

@@ -44,15 +44,17 @@ def wait_for(*files: Path) -> None:
 
 
 def test_every_rank_is_told_what_torchrun_tells_and_the_end_is_theirs(tmp_path):
-    said: list[str] = []
-    ran = launch(3, program(tmp_path, "say('env', json.dumps(dict(os.environ)))"), note=said.append)
-    assert ran == 0 and not said
-    told = [json.loads((tmp_path / f"env{rank}").read_text()) for rank in range(3)]
-    assert [env["RANK"] for env in told] == ["0", "1", "2"]
-    assert [env["LOCAL_RANK"] for env in told] == ["0", "1", "2"]
-    assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in told} == {("3", "3")}
-    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in told}) == 1
-    assert is_rank(told[0]) and not is_rank({})
+    messages: list[str] = []
+    ran = launch(
+        3, program(tmp_path, "say('env', json.dumps(dict(os.environ)))"), note=messages.append
+    )
+    assert ran == 0 and not messages
+    reported = [json.loads((tmp_path / f"env{rank}").read_text()) for rank in range(3)]
+    assert [env["RANK"] for env in reported] == ["0", "1", "2"]
+    assert [env["LOCAL_RANK"] for env in reported] == ["0", "1", "2"]
+    assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in reported} == {("3", "3")}
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in reported}) == 1
+    assert is_rank(reported[0]) and not is_rank({})
 
 
 def test_cores_are_shared_unless_the_user_says_how_many():
@@ -72,18 +74,18 @@ def test_prints_a_message_of_all_ranks_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = "from lohan.cli.main import fail\nfrom lohan.errors import ConfigError\n"
     body += "fail(ConfigError(sys.argv[1].format(rank=rank)))\n"
-    for words, said in (("too small a batch", 1), ("drive {rank} is full", 2)):
+    for words, text in (("too small a batch", 1), ("drive {rank} is full", 2)):
         assert launch(2, [*program(tmp_path, body), words], note=print) == 2
         lines = capfd.readouterr().err.splitlines()
-        assert len(lines) == said and all(line.startswith("lohan, rank ") for line in lines)
+        assert len(lines) == text and all(line.startswith("lohan, rank ") for line in lines)
     assert is_first_to_print("the same", {}) and is_first_to_print("the same", {})
 
 
 def test_ranks_that_a_ctrl_c_has_ended(tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
     body = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGINT)\n"
-    assert launch(2, program(tmp_path, body), note=said.append) == 130
-    assert said == ["lohan: interrupted"]
+    assert launch(2, program(tmp_path, body), note=messages.append) == 130
+    assert messages == ["lohan: interrupted"]
 
 
 def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
@@ -95,9 +97,9 @@ def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
         "say('there')\n"
         "time.sleep(60)\n"
     )
-    said: list[str] = []
-    assert launch(2, program(tmp_path, body), note=said.append, grace_s=0.3) == 2
-    assert said == ["rank 0 was ended by SIGKILL", "rank 1 was ended by SIGKILL"]
+    messages: list[str] = []
+    assert launch(2, program(tmp_path, body), note=messages.append, grace_s=0.3) == 2
+    assert messages == ["rank 0 was ended by SIGKILL", "rank 1 was ended by SIGKILL"]
 
 
 def launcher(tmp_path: Path, body: str) -> subprocess.Popen[bytes]:

@@ -21,9 +21,9 @@ def test_collectives_of_one_are_identities():
 
 def test_an_error_of_one_is_its_own():
     error = DataError("no rows")
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError) as actual:
         ALONE.broadcast_made(lambda: (_ for _ in ()).throw(error))
-    assert found.value is error
+    assert actual.value is error
     with pytest.raises(DataError), ALONE.all_or_none():
         raise error
 

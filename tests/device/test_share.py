@@ -37,7 +37,7 @@ class Means:
 def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
     parts = [ROWS[slice(*RankInfo(rank, 2).rows(len(ROWS)))] for rank in range(2)]
     assert [len(part) for part in parts] == [3, 2]
-    said = [(float(part.sum()), {}, len(part)) for part in parts]  # of a mean, so many times
+    texts = [(float(part.sum()), {}, len(part)) for part in parts]  # of a mean, so many times
     gradients = []
     for rank in range(2):
         weight = torch.ones((), requires_grad=True)
@@ -45,7 +45,7 @@ def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
             ranks=RankInfo(rank, 2),
             world=2,
             several=True,
-            all_gather_object=lambda own, rank=rank: _checked(own, said, rank),
+            all_gather_object=lambda own, rank=rank: _checked(own, texts, rank),
         )
         session: Any = SimpleNamespace(model=weight, process_group=process_group, head=None)
         task: Any = Means
@@ -56,6 +56,6 @@ def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
     assert sum(gradients) / 2 == pytest.approx(float(ROWS.mean()))  # ranks take the mean
 
 
-def _checked(own: Any, said: list[Any], rank: int) -> list[Any]:
-    assert own[0] == pytest.approx(said[rank][0]) and own[1:] == said[rank][1:]
-    return said
+def _checked(rank_part: Any, parts: list[Any], rank: int) -> list[Any]:
+    assert rank_part[0] == pytest.approx(parts[rank][0]) and rank_part[1:] == parts[rank][1:]
+    return parts

@@ -34,17 +34,17 @@ def test_the_run_of_one_rank(name, forge, tmp_path):
         means = [sum(pair) / 2 for pair in zip(*(r["losses"] for r in both), strict=True)]
         assert means == pytest.approx(alone["losses"], rel=1e-5)
     assert both[0]["norm"] == both[1]["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-    ours, theirs = forked_ranks.assembled(both), forked_ranks.assembled([alone])
-    assert ours.keys() == theirs.keys()
-    for tensor, values in theirs.items():
-        assert ours[tensor] == pytest.approx(values, abs=2e-6), tensor
+    actual, expected = forked_ranks.assembled(both), forked_ranks.assembled([alone])
+    assert actual.keys() == expected.keys()
+    for tensor, values in expected.items():
+        assert actual[tensor] == pytest.approx(values, abs=2e-6), tensor
 
 
 def test_a_gradient_on_one_rank_only(forge, tmp_path):
     """Counts as zero where there is none; a parameter without any on all ranks stays as it is."""
     ended = forked_ranks.case(forge, 2, "partly_used", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    ours = forked_ranks.assembled(forked_ranks.found(tmp_path, 2))
+    actual = forked_ranks.assembled(forked_ranks.found(tmp_path, 2))
     torch.manual_seed(0)
     model = team_cases.Partial()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -58,7 +58,7 @@ def test_a_gradient_on_one_rank_only(forge, tmp_path):
         adamw.step()
         adamw.zero_grad()
     for name, tensor in model.named_parameters():
-        assert ours[name] == pytest.approx(tensor.flatten().tolist(), abs=2e-6), name
+        assert actual[name] == pytest.approx(tensor.flatten().tolist(), abs=2e-6), name
         assert ("never" in name) == torch.equal(tensor, start[name])
 
 
@@ -90,8 +90,8 @@ def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     assert first["lohan"] == second["lohan"]
     for name, expected in first["transformers"].items():
         assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
-    ours, theirs = weights(tmp_path / "lohan"), weights(tmp_path / "transformers")
-    assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) < 2e-5
+    actual, reference = weights(tmp_path / "lohan"), weights(tmp_path / "transformers")
+    assert max((actual[n] - reference[n]).abs().max().item() for n in reference) < 2e-5
     kept = sorted(p.name for p in (tmp_path / "lohan" / "checkpoint-3").glob("lohan-state*"))
     assert len(kept) == 2
 
@@ -113,9 +113,9 @@ def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
     load_trainers(forge)
     ended = forked_ranks.case(forge, 2, "trainers_with_a_drive", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    for found in forked_ranks.found(tmp_path, 2):
-        assert len(found["whole 0"]) == 3
-        assert found["parts 0"] + found["parts 1"] == found["whole 0"]
+    for item in forked_ranks.found(tmp_path, 2):
+        assert len(item["whole 0"]) == 3
+        assert item["parts 0"] + item["parts 1"] == item["whole 0"]
     names = {path.name.partition("-rank")[0] for path in (tmp_path / "drive").iterdir()}
     assert names == {read_mark(tmp_path / out).store for out in ("whole", "parts")}
 
@@ -123,11 +123,11 @@ def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
 @pytest.mark.slow
 def test_trainers_of_preferences_under_torchrun(forge, tmp_path):
     pytest.importorskip("trl", reason="they need the extra: pip install 'lohan[trl]'")
-    found = {}
+    collected = {}
     for world in (1, 2):
         ended = forked_ranks.case(forge, world, "preference_trainers", tmp_path / str(world))
         assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
-        found[world] = forked_ranks.found(tmp_path / str(world), world)
-    for name, expected in found[1][0].items():
-        for ours, theirs in zip(found[2][0][name], expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4), name
+        collected[world] = forked_ranks.found(tmp_path / str(world), world)
+    for name, expected in collected[1][0].items():
+        for actual, reference in zip(collected[2][0][name], expected, strict=True):
+            assert actual == pytest.approx(reference, rel=1e-4), name

@@ -51,27 +51,29 @@ def request(machine: Profile = SPARK, host: int = 32 * GB) -> PlanRequest:
 
 
 def test_plans_with_one_budget_and_no_copies():
-    made = plan_for_machine(request())
-    assert made.plan.tier_bytes("device") == 0 and made.plan.device_slots == 0
-    assert made.plan.tier_bytes("host") <= 32 * GB
-    lanes = {action.lane for phase in made.phases.values() for action in phase}
+    machine_plan = plan_for_machine(request())
+    assert machine_plan.plan.tier_bytes("device") == 0 and machine_plan.plan.device_slots == 0
+    assert machine_plan.plan.tier_bytes("host") <= 32 * GB
+    lanes = {action.lane for phase in machine_plan.phases.values() for action in phase}
     assert not lanes & {"h2d", "d2h"}
 
 
 def test_counts_overhead_of_the_gpu_in_host_memory():
-    made = plan_for_machine(request())
-    owners = {entry.owner: entry.bytes for entry in made.plan.ledger if entry.tier == "host"}
+    machine_plan = plan_for_machine(request())
+    owners = {
+        entry.owner: entry.bytes for entry in machine_plan.plan.ledger if entry.tier == "host"
+    }
     assert all(owners[owner] > 0 for owner in CARD_OWNERS)
 
 
 def test_updates_run_beside_compute_of_a_gpu_in_host_memory():
     """On the CPU, updates take the cores from compute, so that the same plan takes both."""
     machine = faster_drives(SPARK, 1000.0)
-    made = plan_for_machine(request(machine)).forecast
-    assert made is not None and made.shared_s == 0
-    on_cores = on_machine(made, replace(machine, unified=False))
-    assert made.step_s < on_cores.step_s
-    assert on_cores.shared_s == made.busy_s["compute"] + made.busy_s["optimizer"]
+    forecast = plan_for_machine(request(machine)).forecast
+    assert forecast is not None and forecast.shared_s == 0
+    on_cores = on_machine(forecast, replace(machine, unified=False))
+    assert forecast.step_s < on_cores.step_s
+    assert on_cores.shared_s == forecast.busy_s["compute"] + forecast.busy_s["optimizer"]
 
 
 def test_rejects_device_memory_of_a_machine_that_has_none(tmp_path):

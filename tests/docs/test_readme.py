@@ -45,8 +45,8 @@ def commands(text: str) -> list[list[str]]:
     """Words of every `lohan ...` in shell blocks and in code spans."""
     lines = "\n".join(blocks(text, "sh")).replace("\\\n", " ").splitlines()
     spans = re.findall(r"`(lohan [^`]+)`", text)
-    found = [shlex.split(line, comments=True) for line in (*lines, *spans)]
-    return [words[1:] for words in found if words[:1] == ["lohan"]]
+    actual = [shlex.split(line, comments=True) for line in (*lines, *spans)]
+    return [words[1:] for words in actual if words[:1] == ["lohan"]]
 
 
 def answered(text: str) -> list[tuple[str, str]]:
@@ -98,24 +98,24 @@ def test_commands_and_options_exist(document: Path) -> None:
             command, words = command.commands[words[0]], words[1:]
         named = words and not words[0].startswith("-")
         assert not (named and hasattr(command, "commands")), f"{document.name}: lohan {words}"
-        known = {"--help"} | {
+        existing = {"--help"} | {
             name for item in command.params for name in (*item.opts, *item.secondary_opts)
         }
         for word in words:
             if word.startswith("-"):
-                assert word in known, f"{document.name}: {word} is no option of this command"
+                assert word in existing, f"{document.name}: {word} is no option of this command"
 
 
 def test_lone_options_are_those_of_train() -> None:
     """Options that the text names by themselves, such as `--host`."""
     command: Any = typer.main.get_command(app)
-    known = {
+    existing = {
         name
         for sub in command.commands["train"].params
         for name in (*sub.opts, *sub.secondary_opts)
     }
     named = {span.split()[0] for span in re.findall(r"`(--[^`]+)`", README)}
-    assert named and named <= known
+    assert named and named <= existing
 
 
 def test_make_targets_exist() -> None:
@@ -131,9 +131,9 @@ def test_tree_is_that_of_the_package() -> None:
     """A line for every package and the files of the root."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tree = next(block for block in blocks(page, "") if "csrc/" in block)
-    ours = tree.partition("lohan/\n")[2].partition("\ncsrc/")[0]
-    named = set(re.findall(r"^  (\w+)/ ", ours, flags=re.M))
-    files = set(re.findall(r"(\w+)\.py", ours.splitlines()[0]))
+    actual = tree.partition("lohan/\n")[2].partition("\ncsrc/")[0]
+    named = set(re.findall(r"^  (\w+)/ ", actual, flags=re.M))
+    files = set(re.findall(r"(\w+)\.py", actual.splitlines()[0]))
     package = ROOT / "lohan"
     assert named == {path.parent.name for path in package.glob("*/__init__.py")}
     assert files == {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
@@ -176,11 +176,11 @@ def test_reference_pages_are_up_to_date() -> None:
 
 
 def test_picture_is_drawn_from_a_trace(tmp_path: Path) -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "lanes_picture.py"))
+    result = runpy.run_path(str(ROOT / "docs" / "lanes_picture.py"))
     steps = [("F", 0, 1), ("B", 1, 3), ("F", 3, 4), ("B", 4, 6)]
     spans = [Span("compute", f"{kind}0", start, stop) for kind, start, stop in steps]
     write_chrome_trace(tmp_path / "trace.json", [*spans, Span("ssd", "W0.0", 5, 6)])
-    picture = made["svg"](made["read"](tmp_path / "trace.json"), "a <title>")
+    picture = result["svg"](result["read"](tmp_path / "trace.json"), "a <title>")
     root = ElementTree.fromstring(picture)
     texts = [item.text for item in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a <title>", "3.0 s", "100%", "33%"} <= set(texts)
@@ -200,33 +200,33 @@ def test_quickstart_works_as_printed(tmp_path, monkeypatch, lohan) -> None:
         ended = lohan(*words)
         allowed = {0, 1} if words[0] == "doctor" else {0}  # this machine may lack something
         assert ended.code in allowed, (words, ended)
-    made = {"my-run/report.html", "my-run/model/config.json", "my-run/trace.json", "tuned"}
-    assert all((tmp_path / name).exists() for name in made)
+    result = {"my-run/report.html", "my-run/model/config.json", "my-run/trace.json", "tuned"}
+    assert all((tmp_path / name).exists() for name in result)
     rows = (tmp_path / "my-run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 31))
 
 
 def messages() -> list[str]:
     """Texts in the package, with a mark where a value is put in."""
-    found = []
+    collected = []
     for path in (ROOT / "lohan").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
-                found.append("".join(map(str, parts)))
+                collected.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                collected.append(node.value)
+    return collected
 
 
 def test_messages_of_the_troubleshooting_page_exist() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `([^`]+)` \|", page, flags=re.M)
-    assert len(told) > 40
-    known = messages()
-    for message in told:
+    reported = re.findall(r"^\| `([^`]+)` \|", page, flags=re.M)
+    assert len(reported) > 40
+    existing = messages()
+    for message in reported:
         parts = [part for part in message.split("…") if part.strip()]
-        assert any(all(part in text for part in parts) for text in known), message
+        assert any(all(part in text for part in parts) for text in existing), message
 
 
 def test_nouns_are_where_the_design_says() -> None:
@@ -236,10 +236,10 @@ def test_nouns_are_where_the_design_says() -> None:
     assert len(rows) > 10
     for nouns, modules in rows:
         files = [name.replace(".", "/") for name in re.findall(r"`([\w.]+)`", modules)]
-        found = [ROOT / "lohan" / f"{name}.py" for name in files]
+        actual = [ROOT / "lohan" / f"{name}.py" for name in files]
         texts = [
             part.read_text(encoding="utf-8")
-            for file in found
+            for file in actual
             for part in ([file] if file.is_file() else file.with_suffix("").glob("*.py"))
         ]
         for noun in re.findall(r"`(\w+)`", nouns):

@@ -65,14 +65,14 @@ def test_equals_in_memory_adamw(kind, lora, options, tmp_path):
 
 
 def test_dropout_is_the_same_with_and_without_overlap(tmp_path):
-    data, found = batches(3, batch=3, seq=12), []
+    data, collected = batches(3, batch=3, seq=12), []
     for number, options in enumerate([{"overlap": False}, {"activations": "all"}]):
         model = adapted(small_model("llama"), lora_dropout=0.3)
         torch.manual_seed(11)
         place = tmp_path / str(number)
-        found.append(lohan_run(model, data, place, batch=data[0], **options))
-    assert found[0][0] == found[1][0]
-    assert_same(found[0][1], found[1][1])
+        collected.append(lohan_run(model, data, place, batch=data[0], **options))
+    assert collected[0][0] == collected[1][0]
+    assert_same(collected[0][1], collected[1][1])
 
 
 def folder(tmp_path: Path) -> Path:
@@ -122,23 +122,23 @@ def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
 
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    found = dict(loaded.named_parameters())
+    collected = dict(loaded.named_parameters())
     for name, weight in last.items():
-        assert torch.equal(found[name].detach(), weight), name
+        assert torch.equal(collected[name].detach(), weight), name
     with torch.no_grad():
         wanted = loaded(input_ids=data[0]["input_ids"]).logits
     assert torch.allclose(logits, wanted, atol=1e-4)
 
 
 def test_the_fresh_start_is_the_one_that_torchs_seed_gives(tmp_path):
-    base, found = folder(tmp_path), []
+    base, collected = folder(tmp_path), []
     for number, seed in enumerate((3, 3, 4)):
         model = adapted(lohan.load(base))
         torch.manual_seed(seed)
         with attached(model, tmp_path / str(number)) as session:
-            found.append(master_weights(session))
-    assert_same(found[0], found[1])
-    assert any(not torch.equal(found[0][name], found[2][name]) for name in found[0])
+            collected.append(master_weights(session))
+    assert_same(collected[0], collected[1])
+    assert any(not torch.equal(collected[0][name], collected[2][name]) for name in collected[0])
 
 
 def test_adapters_in_memory_over_a_base_that_is_not(tmp_path):
@@ -217,13 +217,13 @@ def test_rejects_adapters_that_need_base_weights_of_a_meta_model(lora, message, 
 
 
 def losses(model: nn.Module, data, step) -> list[float]:
-    found = []
+    collected = []
     for batch in data:
         loss = model(**batch).loss
         loss.backward()
         step()
-        found.append(loss.item())
-    return found
+        collected.append(loss.item())
+    return collected
 
 
 @pytest.mark.parametrize(
@@ -234,26 +234,26 @@ def test_virtual_tokens_over_a_base_that_streams(config, tmp_path):
     more = {"encoder_hidden_size": 16} if config == "PromptEncoderConfig" else {}
     config = getattr(peft, config)(task_type="CAUSAL_LM", num_virtual_tokens=4, **more)
     plain = peft.get_peft_model(small_model("llama"), config)
-    ours, data = copy.deepcopy(plain), batches(3, batch=2, seq=8)
+    actual, data = copy.deepcopy(plain), batches(3, batch=2, seq=8)
     learning = [p for p in plain.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=1e-2, weight_decay=0.0)
     expected = losses(plain, data, lambda: (optimizer.step(), optimizer.zero_grad()))
     with lohan.attach(
-        ours,
+        actual,
         optimizer=lohan.AdamW(lr=1e-2),
         batch=data[0],
         budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
     ) as session:
-        assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
+        assert losses(actual, data, int) == pytest.approx(expected, rel=1e-5)
         session.export(tmp_path / "ours")
-        losses(ours, data[:1], int)
+        losses(actual, data[:1], int)
         assert session.step == 4
     plain.save_pretrained(tmp_path / "theirs")
-    found, wanted = (
+    result, wanted = (
         peft.PeftModel.from_pretrained(small_model("llama"), tmp_path / name)(**data[0]).loss
         for name in ("ours", "theirs")
     )
-    assert torch.allclose(found, wanted, rtol=1e-5)
+    assert torch.allclose(result, wanted, rtol=1e-5)
 
 
 def test_virtual_tokens_over_a_model_without_weights(tmp_path):
@@ -296,17 +296,17 @@ def test_adapters_on_tensors_of_experts(options, tmp_path):
     learning = [p for p in plain.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=1e-2, weight_decay=0.0)
     expected = losses(plain, data, lambda: (optimizer.step(), optimizer.zero_grad()))
-    ours = experts()
+    actual = experts()
     with lohan.attach(
-        ours,
+        actual,
         optimizer=lohan.AdamW(lr=1e-2),
         batch=data[0],
         budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
         **options,
     ):
-        assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
+        assert losses(actual, data, int) == pytest.approx(expected, rel=1e-5)
         with pytest.raises(lohan.LohanError, match="ParamWrapper cannot be merged while"):
-            ours.merge_and_unload()
+            actual.merge_and_unload()
 
 
 def test_adapters_without_a_peft_model_are_refused(tmp_path):

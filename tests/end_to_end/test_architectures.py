@@ -73,19 +73,19 @@ CASES += [("mixtral", MODES[3]), ("t5", MODES[3])]
 @pytest.fixture(scope="module")
 def one_after_the_other(tmp_path_factory):
     """Each in the simplest form, which all others must equal bit for bit."""
-    made = {}
+    created = {}
     for kind in LAYERS:
         model, data = of(kind, 3)
         torch.manual_seed(7)
         place = tmp_path_factory.mktemp(kind)
-        made[kind] = (
+        created[kind] = (
             model,
             data,
             lohan_run(
                 copy.deepcopy(model), data, place, batch=data[0], micro_batch=2, overlap=False
             ),
         )
-    return made
+    return created
 
 
 @pytest.mark.parametrize(

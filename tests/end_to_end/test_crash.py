@@ -95,9 +95,9 @@ def test_instants_are_there_in_runs_that_write_less() -> None:
     longer = [*4 * write, *commit, *6 * write, *4 * commit]
     shorter = [*4 * write, *commit, *3 * write, *4 * commit]
     for at in range(len(longer)):
-        found = from_last_commit(longer, at)
-        assert crossed(longer, found) == at
-        assert crossed(shorter, found) is not None, "the process ends before it is killed"
+        actual = from_last_commit(longer, at)
+        assert crossed(longer, actual) == at
+        assert crossed(shorter, actual) is not None, "the process ends before it is killed"
     assert crossed(shorter, len(longer) - 1) is None  # which is why
 
 
@@ -106,7 +106,7 @@ def crossed(names: list[str], kill_at: Boundary) -> int | None:
     if isinstance(kill_at, int):
         return kill_at if kill_at < len(names) else None
     name, count, more = kill_at
-    first = [i for i, found in enumerate(names) if found == name][count]
+    first = [i for i, item in enumerate(names) if item == name][count]
     return first + more if first + more < len(names) else None
 
 
@@ -330,13 +330,13 @@ def test_resume_of_a_finished_run_exports_nothing_again(forge, inputs, whole, tm
         assert f"fine-tuned model: {out / 'model'}" in ended.out and result(out) == whole[0]
         return weights.stat().st_ino != before, ended.out
 
-    again, said = resumed()
-    assert not again and f"the run is finished, at step {STEPS} of {STEPS}" in said
-    assert "written per step" not in said and "exporting" not in said
+    again, output = resumed()
+    assert not again and f"the run is finished, at step {STEPS} of {STEPS}" in output
+    assert "written per step" not in output and "exporting" not in output
     for lost in (weights, out / "model" / "config.json"):
         lost.unlink()
-        again, said = resumed()
-        assert again and lost.exists() and "the run is finished" not in said
+        again, output = resumed()
+        assert again and lost.exists() and "the run is finished" not in output
         assert not resumed()[0]
     settings = (out / "run.toml").read_text()
     (out / "run.toml").write_text(f"{settings}\n# by hand\n")
@@ -384,16 +384,16 @@ WAYS = {
 @pytest.fixture(scope="module")
 def ways(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
     """Run both update modes without clipping; they differ only in when updates happen."""
-    found = {}
+    collected = {}
     for way, more in WAYS.items():
         folder = tmp_path_factory.mktemp(way)
-        found[way] = uninterrupted(forge, inputs, folder, *more)
+        collected[way] = uninterrupted(forge, inputs, folder, *more)
         events = json.loads((folder / "run" / "trace.json").read_text())["traceEvents"]
         spans = {e["name"]: e["ts"] + e["dur"] for e in events if e["ph"] == "X"}
         held = [name for name in spans if name.startswith("H")]
         assert bool(held) is (way == "balanced"), "the budget decides whether updates wait"
-    assert found["optimized"][0] == found["balanced"][0] != whole[0]
-    return found
+    assert collected["optimized"][0] == collected["balanced"][0] != whole[0]
+    return collected
 
 
 # In the commit of the n-th step (0 is the load): before the sync of the state, before and after the

@@ -52,17 +52,19 @@ def there() -> AcceleratorDevice:
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_equal_to_in_memory_adamw(kind, micro_batch, tmp_path):
     """Kernels differ from the CPU's, so only within rounding."""
-    model, made = small_model(kind), batches(6, batch=3, seq=16)
-    expected_losses, expected = plain_run(model, made)
-    losses, weights = lohan_run(model, made, tmp_path, micro_batch=micro_batch, device=there())
+    model, train_batches = small_model(kind), batches(6, batch=3, seq=16)
+    expected_losses, expected = plain_run(model, train_batches)
+    losses, weights = lohan_run(
+        model, train_batches, tmp_path, micro_batch=micro_batch, device=there()
+    )
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     assert_close(weights, expected, limit=1e-4)
 
 
 def test_bf16_and_fp16_learn(tmp_path):
     for dtype in (torch.bfloat16, torch.float16):
-        model, made = small_model("llama", dtype=dtype), batches(1, batch=3, seq=16) * 8
-        losses, _ = lohan_run(model, made, tmp_path / str(dtype), device=there())
+        model, result = small_model("llama", dtype=dtype), batches(1, batch=3, seq=16) * 8
+        losses, _ = lohan_run(model, result, tmp_path / str(dtype), device=there())
         assert losses[-1] < losses[0]
 
 
@@ -78,21 +80,21 @@ def test_overlap_changes_no_bit(kind, clip, tmp_path):
     """Lanes late at random, every buffer used again and again."""
     wanted = run(tmp_path / "plain", kind, TINY, clip=clip, overlap=False, update_mode="serial")
     for seed, mode in enumerate(UPDATE_MODES):
-        found = run(tmp_path / mode, kind, TINY, clip=clip, update_mode=mode, seed=seed)
-        if found.norms[0] is None:
-            found = replace(found, norms=wanted.norms)
-        found.check(wanted)
+        result = run(tmp_path / mode, kind, TINY, clip=clip, update_mode=mode, seed=seed)
+        if result.norms[0] is None:
+            result = replace(result, norms=wanted.norms)
+        result.check(wanted)
 
 
 @pytest.mark.parametrize("micro_batch", [1, None])
 def test_activations_change_no_bit(micro_batch, tmp_path):
-    made = batches(3, batch=4, seq=24)
+    train_batches = batches(3, batch=4, seq=24)
     results = [
         train(
             small_model("llama"),
-            made,
+            train_batches,
             tmp_path / activations,
-            batch=made[0],
+            batch=train_batches[0],
             seed=1,
             micro_batch=micro_batch,
             activations=activations,
@@ -104,11 +106,11 @@ def test_activations_change_no_bit(micro_batch, tmp_path):
 
 
 def test_memory_stays_within_its_budget(tmp_path):
-    made = batches(3, batch=8, seq=64)
+    train_batches = batches(3, batch=8, seq=64)
     device = AcceleratorDevice(64 * MiB)
     with suppress(RuntimeError, AttributeError):  # a backend that does not keep count
         torch.accelerator.reset_peak_memory_stats()
-    train(small_model("llama"), made, tmp_path, batch=made[0], device=device)
+    train(small_model("llama"), train_batches, tmp_path, batch=train_batches[0], device=device)
     with suppress(RuntimeError, AttributeError):
         assert torch.accelerator.max_memory_allocated() <= 64 * MiB
 

@@ -95,8 +95,8 @@ def test_a_wrong_heartbeat_is_one_clear_error(
     )
     beating._live()
     assert ended == [2]
-    said = capsys.readouterr().err
-    assert "where a rank's heartbeat should be" in said and "\x1b" not in said
+    output = capsys.readouterr().err
+    assert "where a rank's heartbeat should be" in output and "\x1b" not in output
     assert count_of(b"41") == 41
 
 
@@ -209,9 +209,9 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
 def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main.fail(LohanError("tensor \x1b]0;owned\x07\x1b[2J\x9b31m \ud800 is missing"))
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "is missing" in said
-    assert not {"\x1b", "\x07", "\x9b"} & set(said.replace("\x1b[31m", "").replace("\x1b[0m", ""))
+    output = capsys.readouterr().err
+    assert end.value.code == 2 and "is missing" in output
+    assert not {"\x1b", "\x07", "\x9b"} & set(output.replace("\x1b[31m", "").replace("\x1b[0m", ""))
     assert printable("a\n\tb\x1b") == "a\n\tb\ufffd"
 
 
@@ -307,9 +307,9 @@ def test_tables_with_columns_of_other_types(tmp_path: Path) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     place = tmp_path / "s"
-    with Store.create(place, [Region("a", (4096,))]) as made:
-        made.wait(made.write("a", 0, aligned_buffer(4096)))
-        made.commit({"progress": {"step": 3}})
+    with Store.create(place, [Region("a", (4096,))]) as result:
+        result.wait(result.write("a", 0, aligned_buffer(4096)))
+        result.commit({"progress": {"step": 3}})
     return place
 
 

@@ -75,10 +75,10 @@ def test_a_packed_base_is_resumed_and_evaluated(lohan, inputs, tmp_path):
     assert ended.code == 0, ended.err
     assert "merged model after step 4: " in ended.out
     again = lohan("eval", tmp_path / "merged", "--data", inputs[3], "--host", "64MiB", "--json")
-    found = [json.loads(ended.out)["loss"] for ended in (evaluated, again)]
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    actual = [json.loads(ended.out)["loss"] for ended in (evaluated, again)]
+    assert actual[0] == pytest.approx(actual[1], rel=1e-6)
     plain = lohan("eval", inputs[1], "--data", inputs[3], "--host", "64MiB", "--json")
-    assert json.loads(plain.out)["loss"] > found[0] + 0.01
+    assert json.loads(plain.out)["loss"] > actual[0] + 0.01
     refused = lohan("export", tmp_path / "merged", "--out", tmp_path / "twice", "--merge")
     assert refused.code == 2
 

@@ -65,11 +65,11 @@ def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_
     exported = forge.run("export", launched, "--out", tmp_path / "model")
     assert exported.code == 0, exported.err
     assert "weights after step 5" in exported.out
-    own, again = (
+    single, again = (
         (p / "model.safetensors").read_bytes() for p in (launched / "model", tmp_path / "model")
     )
-    assert own == again
-    found = [
+    assert single == again
+    actual = [
         forge.run(
             "eval",
             where,
@@ -83,8 +83,8 @@ def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_
         )
         for where in (launched, tmp_path / "model")
     ]
-    assert [e.code for e in found] == [0, 0], found
-    losses = [json.loads(e.out)["loss"] for e in found]
+    assert [e.code for e in actual] == [0, 0], actual
+    losses = [json.loads(e.out)["loss"] for e in actual]
     assert losses[0] == losses[1]
     listed = forge.run("store", "ls", launched).out.splitlines()
     assert len(listed) == 2 and all("step 5, clean" in line for line in listed)
@@ -159,9 +159,9 @@ def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):
     for entry in followed["ledger"]:
         line = f"{entry['tier']:6}  {entry['owner']:30} {format_bytes(entry['bytes']):>11}"
         assert line in shown.out
-    made = plan_traced(RunFolder(launched).config())
-    assert made.plan.world == followed["world"] == 2
-    assert made.parameters > made.blocks.parameters
+    machine_plan = plan_traced(RunFolder(launched).config())
+    assert machine_plan.plan.world == followed["world"] == 2
+    assert machine_plan.parameters > machine_plan.blocks.parameters
 
 
 def test_verify_with_several_ranks(forge, inputs, tmp_path):

@@ -42,9 +42,9 @@ class SeenPool(HostPool):
         SeenPool.last = self.allocated
 
     def allocate(self, owner: str, count: int, *args: object, **kwargs: object) -> HostBuffer:
-        made = super().allocate(owner, count, *args, **kwargs)
-        self.allocated[owner] = self.allocated.get(owner, 0) + len(made.bytes)
-        return made
+        result = super().allocate(owner, count, *args, **kwargs)
+        self.allocated[owner] = self.allocated.get(owner, 0) + len(result.bytes)
+        return result
 
 
 def slow_writes(action: Action) -> None:

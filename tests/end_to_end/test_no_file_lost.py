@@ -105,8 +105,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
             code = int(end.code or 0)
         except KeyboardInterrupt:
             code = 130
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        output = capsys.readouterr()
+        return code, output.out + output.err
 
     return run
 
@@ -186,15 +186,15 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
     before, out = tree(place), Path(str(command[6]))
     with monkeypatch.context() as patched:
         stop_at(patched, case[4])
-        code, said = call(*command)
-    assert_kept(before, place, (case, said))
-    assert "Traceback" not in said, said
+        code, output = call(*command)
+    assert_kept(before, place, (case, output))
+    assert "Traceback" not in output, output
     if case[4] != "ends":
-        assert code != 0, said
-    assert code == 0 or case not in INIT, said
+        assert code != 0, output
+    assert code == 0 or case not in INIT, output
     if code == 2:
         new = [name for name in tree(place) if name not in before]
-        assert not new, (case, new, said)
+        assert not new, (case, new, output)
     # What a user puts into the folder of a run stays too.
     for name in ("model/README.md", "data/mine.txt", "mine.txt"):
         if (out / name).parent.is_dir():
@@ -219,9 +219,9 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
         *others,
         ["store", "rm", out, "--yes"],
     ):
-        _, said = call(*again)
-        assert_kept(before, place, (case, again, said))
-        assert "Traceback" not in said, (again, said)
+        _, output = call(*again)
+        assert_kept(before, place, (case, again, output))
+        assert "Traceback" not in output, (again, output)
 
 
 def other_commands(out: Path, command: list[object]) -> list[list[object]]:
@@ -282,10 +282,10 @@ def test_names_of_all_kinds(inputs, tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a [v2]", "st*r?", "-dash", "ümläut", "x" * 200):
         ssd = Path(f"drive {name}"[:200])
-        code, said = call(
+        code, output = call(
             *words(inputs / "model", inputs / "train.jsonl", f"./{name}", "--ssd", ssd)
         )
-        assert code == 0, said
+        assert code == 0, output
         run = f"./{name}"
         for command in (
             ["resume", run, "--steps", 2],
@@ -296,8 +296,8 @@ def test_names_of_all_kinds(inputs, tmp_path, call, monkeypatch):
             ["store", "verify", run],
             ["store", "rm", run, "--yes"],
         ):
-            code, said = call(*command)
-            assert code == 0, (command, said)
+            code, output = call(*command)
+            assert code == 0, (command, output)
 
 
 def test_a_store_is_found_under_any_path_of_its_run(inputs, tmp_path, call):
@@ -306,15 +306,15 @@ def test_a_store_is_found_under_any_path_of_its_run(inputs, tmp_path, call):
     assert call(*command)[0] == 0
     (tmp_path / "link").symlink_to(out)
     for steps, path in ((2, tmp_path / "a" / ".." / "a" / "run"), (3, tmp_path / "link")):
-        code, said = call("resume", path, "--steps", steps)
-        assert code == 0, said
+        code, output = call("resume", path, "--steps", steps)
+        assert code == 0, output
     shutil.copytree(out, tmp_path / "copy")
-    code, said = call("resume", tmp_path / "copy", "--steps", 4)
-    assert code == 2 and "is a copy of the run" in said
+    code, output = call("resume", tmp_path / "copy", "--steps", 4)
+    assert code == 2 and "is a copy of the run" in output
     shutil.rmtree(tmp_path / "copy")
     out.rename(tmp_path / "moved")
-    code, said = call("resume", tmp_path / "moved", "--steps", 4)
-    assert code == 0, said
+    code, output = call("resume", tmp_path / "moved", "--steps", 4)
+    assert code == 0, output
 
 
 def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call):
@@ -324,8 +324,8 @@ def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call
     text = (out / "run.toml").read_text()
     (out / "run.toml").write_text(text.replace("export = false", "export = true", 1))
     before = tree(out / "model")
-    code, said = call("resume", out, "--steps", 2)
-    assert code == 2 and "step 2/2" not in said and "is not an export" in said, said
+    code, output = call("resume", out, "--steps", 2)
+    assert code == 2 and "step 2/2" not in output and "is not an export" in output, output
     assert tree(out / "model") == before
 
 
@@ -333,8 +333,8 @@ def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call
 def test_a_store_where_the_model_would_be_exported_is_refused(inputs, tmp_path, call, place):
     out = tmp_path / "run"
     command = words(inputs / "model", inputs / "train.jsonl", out, "--ssd", out / place)
-    code, said = call(*command)
-    assert code == 2 and f"--ssd {out / place} lies in {out / 'model'}" in said, said
+    code, output = call(*command)
+    assert code == 2 and f"--ssd {out / place} lies in {out / 'model'}" in output, output
     assert not out.exists()
 
 
@@ -351,18 +351,18 @@ def test_rejects_export_over_the_config_of_random_weights(option, inputs, tmp_pa
     given = start / "config.json" if option == "--init" else config
     command = words(given, inputs / "train.jsonl", out, "--tokenizer", tokens)
     command[1] = "--init"
-    code, said = call(*command)
-    assert code == 0, said
+    code, output = call(*command)
+    assert code == 0, output
     before = tree(start)
-    code, said = call("export", out, "--out", start, "--overwrite")
-    assert code == 2 and f"--out {start} holds {option}" in said, said
+    code, output = call("export", out, "--out", start, "--overwrite")
+    assert code == 2 and f"--out {start} holds {option}" in output, output
     assert tree(start) == before
     inside = tmp_path / "other" / "model"
     shutil.copytree(start, inside)
     other = [str(word).replace(str(start), str(inside)) for word in command]
     other[6] = str(inside.parent)
-    code, said = call(*other)
-    assert code == 2 and ("lies in" in said or "holds 'model'" in said), said
+    code, output = call(*other)
+    assert code == 2 and ("lies in" in output or "holds 'model'" in output), output
     assert tree(inside) == {str(inside / Path(name).name): what for name, what in before.items()}
 
 
@@ -375,8 +375,8 @@ def test_an_unwritable_trace_does_not_cost_the_export(inputs, tmp_path, call):
     (out / "trace.json" / "x").touch()
     text = (out / "run.toml").read_text()
     (out / "run.toml").write_text(text.replace("export = false", "export = true", 1))
-    code, said = call("resume", out, "--steps", 2)
-    assert code == 0 and "the trace cannot be written: Is a directory" in said, said
+    code, output = call("resume", out, "--steps", 2)
+    assert code == 0 and "the trace cannot be written: Is a directory" in output, output
     assert (out / "model" / "model.safetensors").is_file()
 
 
@@ -561,10 +561,10 @@ def test_commands_that_keep_nothing_leave_all_as_it_was(
     with monkeypatch.context() as patched:
         if interrupted:
             patched.setattr(Store, "create" if name == "eval" else "commit", stopped)
-        code, said = call(*command)
-    assert "Traceback" not in said, said
-    assert interrupted or name in ("generate", "doctor") or code == 0, said  # it has no tokenizer
-    assert tree(here) == before, said
+        code, output = call(*command)
+    assert "Traceback" not in output, output
+    assert interrupted or name in ("generate", "doctor") or code == 0, output  # it has no tokenizer
+    assert tree(here) == before, output
 
 
 # -- files that options name ----------------------------------------------------------------------
@@ -589,21 +589,21 @@ def test_a_file_that_an_option_names_is_replaced_only_if_it_is_ours(
     monkeypatch.setattr(profile, "_measure", lambda *_: lambda _: machine)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     command, suffix = outputs(kind)
-    mine, ours, link = (tmp_path / f"{name}{suffix}" for name in ("mine", "ours", "link"))
-    mine.write_text(machine.to_toml() if kind == "profile" else '{"traceEvents": []}')
-    link.symlink_to(mine)
+    user_file, actual, link = (tmp_path / f"{name}{suffix}" for name in ("mine", "ours", "link"))
+    user_file.write_text(machine.to_toml() if kind == "profile" else '{"traceEvents": []}')
+    link.symlink_to(user_file)
     before = tree(tmp_path)
-    for target in (mine, link, tmp_path, tmp_path / "no" / mine.name):
-        code, said = call(*command, target)
-        assert code == 2 and "choose another" in said, said
+    for target in (user_file, link, tmp_path, tmp_path / "no" / user_file.name):
+        code, output = call(*command, target)
+        assert code == 2 and "choose another" in output, output
     assert_kept(before, tmp_path, kind)
     for _ in range(2):  # a new one, then its own
-        code, said = call(*command, ours)
-        assert code == 0, said
+        code, output = call(*command, actual)
+        assert code == 0, output
     link.unlink()
-    link.symlink_to(ours)
+    link.symlink_to(actual)
     assert call(*command, link)[0] == 0 and link.is_symlink()
-    assert_kept({str(mine): before[str(mine)]}, tmp_path, kind)
+    assert_kept({str(user_file): before[str(user_file)]}, tmp_path, kind)
 
 
 def test_a_trace_of_all_ranks_is_replaced_only_if_it_is_ours(tmp_path):
@@ -621,15 +621,15 @@ def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
     (tmp_path / "nowhere.toml").symlink_to(tmp_path / "missing")
     before = tree(tmp_path)
     command = ["init", "--model", inputs / "model", "--data", inputs / "train.jsonl"]
-    for name, says in (
+    for name, message in (
         ("mine.toml", "is there already"),
         ("nowhere.toml", "is there already"),
         (".", "is there already"),
         ("no/x.toml", "no such folder"),
         ("x" * 300, "cannot be written: File name too long"),
     ):
-        code, said = call(*command, "--machine", "rtx4090", "--file", tmp_path / name)
-        assert code == 2 and says in said, said
+        code, output = call(*command, "--machine", "rtx4090", "--file", tmp_path / name)
+        assert code == 2 and message in output, output
     assert tree(tmp_path) == before
 
 

@@ -87,7 +87,7 @@ def net() -> Net:
 def data(steps, *, skip=None):
     """`skip`: step -> block left out."""
     generator = torch.Generator().manual_seed(5)
-    made = []
+    created = []
     for step in range(steps):
         batch = {
             "x": torch.randn(6, 5, 10, generator=generator),
@@ -95,8 +95,8 @@ def data(steps, *, skip=None):
         }
         if skip and step in skip:
             batch["skip"] = torch.tensor(skip[step])
-        made.append(batch)
-    return made
+        created.append(batch)
+    return created
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4])

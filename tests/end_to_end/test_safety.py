@@ -77,8 +77,8 @@ def test_shards_stay_inside_the_folder(name, lohan, copy, data, place):
 
 def others(path: Path) -> list[str]:
     """Return the paths that group or others may access."""
-    found = [path, *path.rglob("*")]
-    return [str(p) for p in found if stat.S_IMODE(p.lstat().st_mode) & 0o077]
+    collected = [path, *path.rglob("*")]
+    return [str(p) for p in collected if stat.S_IMODE(p.lstat().st_mode) & 0o077]
 
 
 def test_runs_are_private_but_for_the_model(lohan, model, data, place):
@@ -108,8 +108,8 @@ def test_keeps_permissions_of_existing_folders(lohan, model, data, place):
     (place / "run").mkdir(mode=0o755)
     (place / "run").chmod(0o755)
     assert lohan(*arguments(model, data, place / "run")).code == 0
-    found = set(others(place / "run"))
-    assert {path for path in found if "/model" not in path} == {str(place / "run")}
+    collected = set(others(place / "run"))
+    assert {path for path in collected if "/model" not in path} == {str(place / "run")}
 
 
 def test_stores_of_the_python_api_are_private(place):

@@ -247,8 +247,8 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     (session,), (pool,) = sessions, pools
     assert 0 < pool.peak_bytes <= session.plan.tier_bytes("host") <= pool.budget_bytes == 2**20
     per_step = (session.counters.bytes_written - written[0]) // 2
-    told = next(line for line in shown.notes if "written per step" in line)
-    assert told == f"{format_bytes(per_step)} written per step"
+    reported = next(line for line in shown.notes if "written per step" in line)
+    assert reported == f"{format_bytes(per_step)} written per step"
     assert not any("wear" in line or "rated life" in line for line in shown.notes)  # it is nothing
     printed = [line for line in shown.notes if line.startswith(("host ", "ssd "))]
     for entry in session.plan.ledger:

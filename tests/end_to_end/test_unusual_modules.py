@@ -219,10 +219,10 @@ def test_counters_advance_once_per_step(options, tmp_path):
     expected_losses, expected = plain_run(model, data)
     if options.pop("planned", False):
         options = {"batch": data[0], "activations": "all"}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always", RuntimeWarning)
         losses, weights = lohan_run(model, data, tmp_path, **options)
-    whole = [str(w.message) for w in told if "micro-batches are off" in str(w.message)]
+    whole = [str(w.message) for w in messages if "micro-batches are off" in str(w.message)]
     assert len(whole) == ("micro_batch" in options)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)
@@ -347,8 +347,8 @@ class WithTower(nn.Module):
         self.tower = CLIPVisionModel(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.tower(pixel_values=x, output_hidden_states=True).hidden_states
-        return x + found[-2].mean((1, 2))[:, None, None, None]
+        actual = self.tower(pixel_values=x, output_hidden_states=True).hidden_states
+        return x + actual[-2].mean((1, 2))[:, None, None, None]
 
 
 class Towers(nn.Module):
@@ -369,9 +369,9 @@ def test_hidden_states_of_a_model_inside_a_block(check, tmp_path):
     model = Towers()
     data = [{"x": torch.randn(2, 3, 8, 8)} for _ in range(3)]
     losses, weights = plain_run(model, data)
-    ours, found = lohan_run(model, data, tmp_path, blocks=["blocks"], check=check)
-    assert ours == pytest.approx(losses, rel=1e-5)
-    assert_close(found, weights)
+    actual, result = lohan_run(model, data, tmp_path, blocks=["blocks"], check=check)
+    assert actual == pytest.approx(losses, rel=1e-5)
+    assert_close(result, weights)
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"overlap": False}])

@@ -70,9 +70,9 @@ def test_gradients_add_up_as_in_pytorch(kind, clip, options, tmp_path):
                         assert session.step == number
             assert session.step == number + 1
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
-        found = model.state_dict()
+        actual = model.state_dict()
         for name, value in weights.items():
-            assert torch.allclose(found[name], value, atol=2e-5), name
+            assert torch.allclose(actual[name], value, atol=2e-5), name
 
 
 def test_an_error_inside_drops_what_was_added(tmp_path):
@@ -80,7 +80,7 @@ def test_an_error_inside_drops_what_was_added(tmp_path):
     rows = batches(3, batch=2, seq=8)
     other = copy.deepcopy(model)
     budgets = [lohan.Budget(host="64MiB", ssd=[tmp_path / name]) for name in "ab"]
-    found = []
+    collected = []
     for run, budget in zip((model, other), budgets, strict=True):
         with lohan.attach(
             run, optimizer=lohan.SGD(lr=0.1, momentum=0.0), budget=budget, batch=rows[0]
@@ -97,8 +97,8 @@ def test_an_error_inside_drops_what_was_added(tmp_path):
             assert session.step == 0
             run(**rows[1]).loss.backward()
             assert session.step == 1
-            found.append(run.state_dict())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+            collected.append(run.state_dict())
+    assert all(torch.equal(collected[0][name], collected[1][name]) for name in collected[0])
 
 
 def test_moves_caches_out_of_memory_for_sums(tmp_path):
@@ -131,9 +131,9 @@ def test_moves_caches_out_of_memory_for_sums(tmp_path):
         assert session.host_bytes == budget_bytes - sums_bytes
         assert session.executor.pool.peak_bytes <= budget_bytes
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
-        found = model.state_dict()
+        actual = model.state_dict()
         for name, value in weights.items():
-            assert torch.allclose(found[name], value, atol=2e-5), name
+            assert torch.allclose(actual[name], value, atol=2e-5), name
 
 
 def test_refuses_sums_that_leave_no_room_for_a_plan(tmp_path):

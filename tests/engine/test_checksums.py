@@ -18,16 +18,16 @@ from tests.support.small_models import attached, lr
 @pytest.fixture
 def taken(monkeypatch):
     """Keys of what was written, by where its checksum came from."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
+    collected: dict[bool, set[str]] = {True: set(), False: set()}
     write = Store.write
 
     def noted(store, key, chunk, buffer, *, crc=None):
         if not key.startswith("g/"):
-            found[crc is not None].add(key)
+            collected[crc is not None].add(key)
         return write(store, key, chunk, buffer, crc=crc)
 
     monkeypatch.setattr(Store, "write", noted)
-    return found
+    return collected
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -47,12 +47,12 @@ def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypa
     checksum that it was written with.
     """
     tuned(monkeypatch, Tuning(cached=0.4, spilled=0.5))
-    made = data(4, kind="tied", dtype=dtype, still={2: 1})
+    dataset = data(4, kind="tied", dtype=dtype, still={2: 1})
     options = {"optimizer": optimizer, "clip": 0.01, "overlap": overlap}
     with attached(net("tied", dtype=dtype), tmp_path, **options) as session:
         for keys in taken.values():
             keys.clear()  # of the store's first generation
-        for batch in made:
+        for batch in dataset:
             session.model(**batch).backward()
         session.commit()
         groups = [g for g in session.executor.blocks.groups if g.key != RESIDENT]
@@ -82,7 +82,7 @@ def test_damaged_bytes_are_noticed(tmp_path):
         session.commit()
         store, key = session.store, "s/blocks.2"
         extent, slot = store.layout.find(key, 0), store.generation % 2
-        dirs, said = store.dirs, store.checksum(key, 0)
+        dirs, text = store.dirs, store.checksum(key, 0)
     with (dirs[extent.directory] / SLOTS[slot]).open("r+b") as raw:
         raw.seek(extent.offset + 1000)
         byte = raw.read(1)[0]
@@ -90,7 +90,7 @@ def test_damaged_bytes_are_noticed(tmp_path):
         raw.write(bytes([byte ^ 4]))
     with Store.open(dirs) as again:
         (problem,) = verify(again)
-        assert key in str(problem) and f"{said:#010x} expected" in str(problem)
+        assert key in str(problem) and f"{text:#010x} expected" in str(problem)
     with (
         pytest.raises(ChecksumError, match="the drive returned other bytes"),
         attached(net(), tmp_path, resume=True) as session,

@@ -28,14 +28,14 @@ STEPS = 5
 
 
 def clipped_run(
-    model: nn.Module, made: list[dict[str, torch.Tensor]], limit: float
+    model: nn.Module, train_batches: list[dict[str, torch.Tensor]], limit: float
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, norms before clipping, and fp32 weights of the in-memory run."""
     model = copy.deepcopy(model)
     wide = copy.deepcopy(model).float()
     optimizer = torch.optim.AdamW(decay_groups(wide, 0.1), lr=1.0, betas=(0.9, 0.95), eps=1e-3)
     losses, norms = [], []
-    for step, batch in enumerate(made):
+    for step, batch in enumerate(train_batches):
         loss = loss_of(model, batch)
         loss.backward()
         losses.append(loss.item())
@@ -71,7 +71,7 @@ def test_the_plan_knows_the_room_for_held_gradients(clip, tmp_path):
     assert len(reserved) == 1 and (reserved.pop() > 0) is (clip > 0)
 
 
-def run(model, made, place, *, limit):
+def run(model, train_batches, place, *, limit):
     """Train with clipping and return losses, norms and weights.
 
     The large eps keeps Adam from dividing by the size of the gradient, so that a wrong factor
@@ -80,7 +80,7 @@ def run(model, made, place, *, limit):
     adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     losses, norms = [], []
     with attached(model, place, optimizer=adamw, clip=limit, engine=memory_engine()) as session:
-        for batch in made:
+        for batch in train_batches:
             loss = loss_of(model, batch)
             loss.backward()
             losses.append(loss.item())
@@ -222,11 +222,11 @@ def test_sum_of_squares_refuses_other_types(x):
 def test_sum_of_squares_has_the_same_bits_with_any_number_of_threads():
     x = torch.randn(2**18 + 77, generator=torch.Generator().manual_seed(1))
     before = _core.threads()
-    found = set()
+    collected = set()
     try:
         for threads in (1, 2, 3, 7):
             _core.set_threads(threads)
-            found |= {(_core.sum_squares(x), _core.sum_squares(x.bfloat16())) for _ in range(5)}
+            collected |= {(_core.sum_squares(x), _core.sum_squares(x.bfloat16())) for _ in range(5)}
     finally:
         _core.set_threads(before)
-    assert len(found) == 1
+    assert len(collected) == 1

@@ -53,7 +53,7 @@ def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, mon
     """On late lanes, with norms that cross the limit and, in fp16, with steps that overflow."""
     limit, expected = case.waiting
     tuned(monkeypatch, tuning)
-    found = train(
+    result = train(
         case.model(),
         case.data(),
         tmp_path,
@@ -63,7 +63,7 @@ def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, mon
         scale=case.scales.__getitem__,
         budget=budget(tmp_path, every),
     )
-    found.check(expected)
+    result.check(expected)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatc
     """Updates run in backward, in place; on a device in one of the modes."""
     tuned(monkeypatch, Tuning(cached=0.4, device_slots=1))
     more = {"device": EmulatedDevice(64 * MiB)} if mode == "balanced" else {}
-    found = train(
+    result = train(
         net(), data(8), tmp_path, seed=5, update_mode=mode, budget=budget(tmp_path, 3), **more
     )
-    replace(found, norms=plain.norms).check(plain)  # serial ones have the norm too
+    replace(result, norms=plain.norms).check(plain)  # serial ones have the norm too
 
 
 def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
@@ -102,8 +102,8 @@ def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
             written.append(session.counters.bytes_written - before)
             seen.append((session.store.meta["progress"]["step"], committed_bytes(session)))
         assert [step for step, _ in seen] == [1, 2, 2, 2, 5, 5, 5, 8, 8]
-        for (step, found), (next_step, then) in pairwise(seen):
-            assert (found == then) is (step == next_step)
+        for (step, item), (next_step, then) in pairwise(seen):
+            assert (item == then) is (step == next_step)
         assert written[2] == written[3] == written[5] < 0.8 * written[1] == 0.8 * written[4]
         session.commit()
         assert session.store.meta["progress"]["step"] == 9
@@ -112,13 +112,13 @@ def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
 def committed_bytes(session: lohan.Session) -> bytes:
     """Return what a crash would leave of a streamed group and of a cached one."""
     store = session.store
-    made = []
+    created = []
     for region in store.regions:
         if not region.scratch:
             buffer = aligned_buffer(region.chunks[0])
             store.wait(store.read(region.key, 0, buffer))
-            made.append(buffer.tobytes())
-    return b"".join(made)
+            created.append(buffer.tobytes())
+    return b"".join(created)
 
 
 # -- going back -------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
         go_on(session, data(8), 7)
         fails = model.blocks[0].linear.register_full_backward_hook(_fail)
-        with warnings.catch_warnings(record=True) as said, pytest.raises(ArithmeticError):
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(ArithmeticError):
             warnings.simplefilter("always")
             go_on(session, data(8), 8)
         fails.remove()
         assert session.step == session.store.meta["progress"]["step"] == back_to
-        lost = [str(w.message) for w in said if "could be committed" in str(w.message)]
+        lost = [str(w.message) for w in caught if "could be committed" in str(w.message)]
         assert bool(lost) is (back_to == 5)
         assert not lost or ("2 steps before it" in lost[0] and "after step 5" in lost[0])
         go_on(session, data(8), 8)
@@ -242,14 +242,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
     """Ranks commit the same steps, and all rows are in the log."""
-    made = []
+    created = []
     for every in ("step", "3"):
         out = tmp_path / every
         more = ("--host", "3MiB", "--commit-every", every, "--steps", 7)
         ended = forked_ranks.run(forge, 2, "train", *arguments(inputs, out, *more))
         assert [one.code for one in ended] == [0, 0], forked_ranks.said(ended)
-        made.append(result(out))
-    assert made[0] == made[1]
+        created.append(result(out))
+    assert created[0] == created[1]
 
 
 def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
@@ -264,14 +264,14 @@ def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
         "--set",
         "budget.snapshot_every=4",
     )
-    made = []
+    created = []
     for every in ("step", "100"):
         out = tmp_path / every
         given = arguments(inputs, out, *more, "--commit-every", every)
         assert (ended := forge.run("train", *given)).code == 0, ended.err
         rows = forked_ranks.rows(out)
-        made.append((result(out), [row["eval_loss"] for row in rows if "eval_loss" in row]))
+        created.append((result(out), [row["eval_loss"] for row in rows if "eval_loss" in row]))
         (file,) = (out / "snapshots").rglob("manifest.json")
         manifest = json.loads(file.read_text())
         assert manifest["meta"]["progress"]["step"] == 4
-    assert made[0] == made[1] and made[0][1]
+    assert created[0] == created[1] and created[0][1]

@@ -40,10 +40,10 @@ def backend():
     torch._dynamo.reset()
 
 
-def run(model, made, place, **options):
-    with attached(model, place, batch=made[0], **options) as session:
+def run(model, train_batches, place, **options):
+    with attached(model, place, batch=train_batches[0], **options) as session:
         losses = []
-        for batch in made:
+        for batch in train_batches:
             loss = model(**batch).loss
             loss.backward()
             losses.append(loss.item())
@@ -56,11 +56,11 @@ def run(model, made, place, **options):
 
 
 def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
-    model, made = small_model("llama"), batches(STEPS, batch=2, seq=16)
-    expected, _ = plain_run(model, made)
+    model, train_batches = small_model("llama"), batches(STEPS, batch=2, seq=16)
+    expected, _ = plain_run(model, train_batches)
     losses, compiled = run(
         model,
-        made,
+        train_batches,
         tmp_path,
         device=Compiling(),
         compile=backend,
@@ -82,10 +82,10 @@ def test_recomputation_ends_where_backward_begins(lengths, tmp_path):
     products: list[int] = []  # of each compiled forward
     backwards: list[int] = []
 
-    def counting(found):
+    def counting(graphs):
         def compiler(graph, _):
             count = sum("mm.default" in str(node.target) for node in graph.graph.nodes)
-            found.extend([count] if count else [])  # the embedding has none
+            graphs.extend([count] if count else [])  # the embedding has none
             return make_boxed_func(graph.forward)
 
         return compiler
@@ -95,12 +95,14 @@ def test_recomputation_ends_where_backward_begins(lengths, tmp_path):
         bw_compiler=counting(backwards),
         inference_compiler=counting([]),
     )
-    model, made = small_model("llama"), batches(len(lengths), batch=2, seq=max(lengths))
-    made = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(made, lengths, strict=True)]
-    expected, _ = plain_run(model, made)
+    model, train_batches = small_model("llama"), batches(len(lengths), batch=2, seq=max(lengths))
+    train_batches = [
+        {k: v[:, :n] for k, v in b.items()} for b, n in zip(train_batches, lengths, strict=True)
+    ]
+    expected, _ = plain_run(model, train_batches)
     losses, compiled = run(
         model,
-        made,
+        train_batches,
         tmp_path,
         device=Compiling(),
         compile=backend,
@@ -117,20 +119,22 @@ def test_recomputation_ends_where_backward_begins(lengths, tmp_path):
 
 def test_other_lengths_are_compiled_once_more_and_not_one_by_one(tmp_path, backend):
     """Padded batches have many lengths: the second makes a form for all."""
-    model, made = small_model("llama"), batches(8, batch=2, seq=32)
+    model, train_batches = small_model("llama"), batches(8, batch=2, seq=32)
     lengths = (32, 16, 20, 24, 28, 18, 22, 30)
-    made = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(made, lengths, strict=True)]
+    train_batches = [
+        {k: v[:, :n] for k, v in b.items()} for b, n in zip(train_batches, lengths, strict=True)
+    ]
     counts = []
     with attached(
         model,
         tmp_path,
-        batch=made[0],
+        batch=train_batches[0],
         device=Compiling(),
         compile=backend,
         activations="recompute",
         micro_batch=1,
     ) as session:
-        for batch in made:
+        for batch in train_batches:
             session.model(**batch).loss.backward()
             counts.append(backend.frame_count)
     assert counts[0] < counts[3] == counts[-1], counts
@@ -138,10 +142,10 @@ def test_other_lengths_are_compiled_once_more_and_not_one_by_one(tmp_path, backe
 
 def test_kept_activations_stay_outside(tmp_path, backend):
     """Results are taken from operations one by one, so such a block is not compiled."""
-    model, made = small_model("llama"), batches(STEPS, batch=2, seq=16)
-    expected, _ = plain_run(model, made)
+    model, train_batches = small_model("llama"), batches(STEPS, batch=2, seq=16)
+    expected, _ = plain_run(model, train_batches)
     losses, compiled = run(
-        model, made, tmp_path, device=Compiling(), compile=backend, activations="all"
+        model, train_batches, tmp_path, device=Compiling(), compile=backend, activations="all"
     )
     assert losses == pytest.approx(expected, rel=1e-4)
     assert not any("layers" in name for name in compiled)
@@ -153,9 +157,9 @@ def test_random_numbers_stay_those_of_forward(tmp_path, backend):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.2
-    made = batches(2, batch=2, seq=16)
+    train_batches = batches(2, batch=2, seq=16)
     _, compiled = run(
-        model, made, tmp_path, device=Compiling(), compile=backend, activations="recompute"
+        model, train_batches, tmp_path, device=Compiling(), compile=backend, activations="recompute"
     )
     assert compiled and not any(".h." in name for name in compiled)
 

@@ -32,51 +32,51 @@ def step_of(session: lohan.Session, batch: dict[str, torch.Tensor]) -> float:
 
 
 def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
-    made = data(2)
-    said: list[str] = []
+    dataset = data(2)
+    messages: list[str] = []
     device = Optimist(250 * KiB, says=400 * KiB)
-    with attached(net(), tmp_path, batch=made[0], device=device) as session:
+    with attached(net(), tmp_path, batch=dataset[0], device=device) as session:
         before = session.plan
-        losses = [OomGuard(session, said.append).run(lambda: step_of(session, made[0]))]
+        losses = [OomGuard(session, messages.append).run(lambda: step_of(session, dataset[0]))]
         assert session.plan.tier_bytes("device") < before.tier_bytes("device")
         assert session.context.device_bytes == 300 * KiB
-        losses.append(step_of(session, made[1]))
+        losses.append(step_of(session, dataset[1]))
         assert session.step == 2 and device.memory.peak <= 250 * KiB
         micro_batch = session.plan.micro_batch
-    assert len(said) == 1
-    assert "ran out of memory in step 1" in said[0] and "300.00 KiB" in said[0]
+    assert len(messages) == 1
+    assert "ran out of memory in step 1" in messages[0] and "300.00 KiB" in messages[0]
     with attached(net(), tmp_path / "cpu", micro_batch=micro_batch) as session:
-        assert [step_of(session, batch) for batch in made] == losses
+        assert [step_of(session, batch) for batch in dataset] == losses
 
 
 def test_twice_is_too_often(tmp_path):
-    made = data(1)
+    dataset = data(1)
     device = Optimist(90 * KiB, says=200 * KiB)
-    with attached(net(), tmp_path, batch=made[0], device=device) as session:
+    with attached(net(), tmp_path, batch=dataset[0], device=device) as session:
         with pytest.raises(
             BudgetError, match=r"in step 1 with a plan for 150.00 KiB.*--device-memory"
         ):
-            OomGuard(session, lambda text: None).run(lambda: step_of(session, made[0]))
+            OomGuard(session, lambda text: None).run(lambda: step_of(session, dataset[0]))
         assert session.step == 0
 
 
 def test_no_room_for_the_slots(tmp_path):
-    made = data(1)
+    dataset = data(1)
     with pytest.raises(BudgetError, match=r"no room for \d weight slots.*--device-memory"):
-        attached(net(), tmp_path, batch=made[0], device=Optimist(60 * KiB, says=500 * KiB))
+        attached(net(), tmp_path, batch=dataset[0], device=Optimist(60 * KiB, says=500 * KiB))
 
 
 def test_the_second_try_draws_what_the_first_one_drew(tmp_path):
-    made, drawn = data(1)[0], list[float]()
+    dataset, drawn = data(1)[0], list[float]()
 
     def step() -> float:
         drawn.append(torch.rand(()).item())
         if len(drawn) == 1:
             raise torch.OutOfMemoryError("all of it is taken")
-        return step_of(session, made)
+        return step_of(session, dataset)
 
     with attached(
-        net(), tmp_path, batch=made, device=Optimist(400 * KiB, says=400 * KiB)
+        net(), tmp_path, batch=dataset, device=Optimist(400 * KiB, says=400 * KiB)
     ) as session:
         OomGuard(session, lambda text: None).run(step)
         assert session.step == 1
@@ -86,26 +86,26 @@ def test_the_second_try_draws_what_the_first_one_drew(tmp_path):
 @pytest.mark.parametrize("failing", [2, 3])
 def test_the_first_step_that_overlaps_is_guarded_too(failing, tmp_path):
     """Then memory that ends is an error with a next move; a smaller plan has what was used less."""
-    made, said, tries = data(3), list[str](), list[int]()
+    dataset, messages, tries = data(3), list[str](), list[int]()
 
     def step() -> float:
         number = session.step + 1
         tries.append(number)
         if number == failing and tries.count(number) == 1:
             raise torch.OutOfMemoryError("all of it is taken")
-        return step_of(session, made[number - 1])
+        return step_of(session, dataset[number - 1])
 
     device = Optimist(400 * KiB, says=4000 * KiB)
-    with attached(net(), tmp_path, batch=made[0], device=device) as session:
-        guard, before = OomGuard(session, said.append), session.plan.tier_bytes("device")
+    with attached(net(), tmp_path, batch=dataset[0], device=device) as session:
+        guard, before = OomGuard(session, messages.append), session.plan.tier_bytes("device")
         guard.run(step)
         if failing == 2:
             while session.step < 2:
                 guard.run(step)
-            assert len(said) == 1 and "memory in step 2" in said[0]
+            assert len(messages) == 1 and "memory in step 2" in messages[0]
             assert session.plan.tier_bytes("device") < before
             return
         guard.run(step)
         with pytest.raises(BudgetError, match=r"in step 3 .*--device-memory.*resume the run"):
             guard.run(step)
-        assert not said
+        assert not messages

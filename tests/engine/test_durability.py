@@ -67,8 +67,8 @@ def test_export_has_the_last_step(model: Path, tmp_path: Path, expected: Any) ->
         assert session.plan.host_cached_weights and session.plan.host_cached_state
         train(module, session, 4)
         session.export(tmp_path / "out")
-    found = weights(tmp_path / "out")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = weights(tmp_path / "out")
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_a_closed_session_goes_on(model: Path, tmp_path: Path, expected: Any) -> None:
@@ -82,8 +82,8 @@ def test_a_closed_session_goes_on(model: Path, tmp_path: Path, expected: Any) ->
         assert session.step == 2
         train(module, session, 2)
         session.export(tmp_path / "out")
-    found = weights(tmp_path / "out")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = weights(tmp_path / "out")
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_nothing_is_written_twice(model: Path, tmp_path: Path) -> None:

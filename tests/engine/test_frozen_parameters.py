@@ -74,7 +74,7 @@ def test_equals_in_memory_adamw(which, options, tmp_path):
 )
 def test_every_mode_gives_the_bits_of_one_after_the_other(which, clip, tmp_path):
     data = batches(3, batch=3, seq=12)
-    found = []
+    collected = []
     for number, options in enumerate(
         [{"overlap": False}, {}, {"update_mode": "serial"}, {"device": "emulated"}]
     ):
@@ -83,10 +83,10 @@ def test_every_mode_gives_the_bits_of_one_after_the_other(which, clip, tmp_path)
         run = lohan_run(
             partly(which), data, tmp_path, batch=data[0], budget=budget, clip=clip, **options
         )
-        found.append(run)
-    for losses, weights in found[1:]:
-        assert losses == found[0][0]
-        assert_same(weights, found[0][1])
+        collected.append(run)
+    for losses, weights in collected[1:]:
+        assert losses == collected[0][0]
+        assert_same(weights, collected[0][1])
 
 
 def test_no_state_and_no_traffic(tmp_path):

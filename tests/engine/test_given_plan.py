@@ -35,8 +35,8 @@ def planned(tmp_path_factory) -> tuple[list[float], dict[str, bytes], Plan]:
 
 def changed(plan: Plan, **fields) -> Plan:
     """Return a plan that keeps nothing in memory, which the planner would not make."""
-    bare = {"host_cached_weights": (), "host_cached_state": (), "window": 0, "ring": 1}
-    return replace(plan, **{**bare, **fields})
+    empty_fields = {"host_cached_weights": (), "host_cached_state": (), "window": 0, "ring": 1}
+    return replace(plan, **{**empty_fields, **fields})
 
 
 @pytest.mark.parametrize("way", ["object", "json", "file", "output of lohan plan"])
@@ -50,9 +50,9 @@ def test_follows_given_plan_with_same_bits(way, planned, tmp_path):
         text = json.dumps({"model": "m", "plan": given} if way != "file" else given)
         (tmp_path / "plan.json").write_text(text)
         given = tmp_path / "plan.json"
-    found = run(tmp_path / "run", batch=DATA[0], plan=given)
-    assert found[:2] == (losses, stored)
-    followed = found[2]
+    result = run(tmp_path / "run", batch=DATA[0], plan=given)
+    assert result[:2] == (losses, stored)
+    followed = result[2]
     assert (followed.ring, followed.window, followed.update_mode) == (1, 0, "naive")
     assert not followed.host_cached_weights and followed.ledger != plan.ledger
 

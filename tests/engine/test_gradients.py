@@ -17,9 +17,9 @@ from tests.support.small_models import SMALL, attached, batches, master_weights
 
 @pytest.fixture
 def device():
-    made = EmulatedDevice(16 * MiB, h2d=1e9, d2h=1e9)
-    yield made
-    made.close()
+    result = EmulatedDevice(16 * MiB, h2d=1e9, d2h=1e9)
+    yield result
+    result.close()
 
 
 def test_offloaded_gradients_return_unchanged(device):
@@ -30,11 +30,11 @@ def test_offloaded_gradients_return_unchanged(device):
     )
     gradient_offload = GradientOffload(device, 1 * MiB)
     for _ in range(2):  # memory is used again in the next step
-        made = {1: torch.randn(2, 4), 0: torch.randn(8)}
-        gradient_offload.set_aside(3, group, made)
+        created = {1: torch.randn(2, 4), 0: torch.randn(8)}
+        gradient_offload.set_aside(3, group, created)
         assert sorted(gradient_offload.aside[3]) == [0, 1]
         back = gradient_offload.fetch_aside(3)
-        assert all(torch.equal(back[index], made[index]) for index in made)
+        assert all(torch.equal(back[index], created[index]) for index in created)
         assert not gradient_offload.aside and gradient_offload.fetch_aside(3) == {}
     assert device.memory.peak <= 2 * 16 * FLOAT
 
@@ -51,13 +51,13 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
             waiting.append(self._collector.sink.waiting())
         return backward(self, wrapped, call, grads)
 
-    made = batches(3, batch=4, seq=16)
+    train_batches = batches(3, batch=4, seq=16)
     with monkeypatch.context() as patch:
         patch.setattr(BlockRunner, "backward", watched)
-        session = attached(model, place, batch=made[0], micro_batch=micro_batch, **options)
+        session = attached(model, place, batch=train_batches[0], micro_batch=micro_batch, **options)
         with session:
             losses = []
-            for batch in made:
+            for batch in train_batches:
                 loss = model(**batch).loss
                 loss.backward()
                 losses.append(loss.item())
@@ -67,10 +67,10 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_tied_weights_on_a_device(micro_batch, tmp_path, monkeypatch):
     on_cpu = tied_run(tmp_path / "cpu", monkeypatch, micro_batch=micro_batch)
-    there = tied_run(
+    on_device = tied_run(
         tmp_path / "device", monkeypatch, micro_batch=micro_batch, device=EmulatedDevice(64 * MiB)
     )
-    assert on_cpu[0] == there[0]
-    assert all(torch.equal(on_cpu[1][name], there[1][name]) for name in on_cpu[1])
+    assert on_cpu[0] == on_device[0]
+    assert all(torch.equal(on_cpu[1][name], on_device[1][name]) for name in on_cpu[1])
     assert all(groups for groups in on_cpu[2]), "the head's wait for the embedding's"
-    assert not any(there[2])
+    assert not any(on_device[2])

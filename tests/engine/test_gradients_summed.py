@@ -57,11 +57,11 @@ def test_sums_are_fp32(tied, micro_batch, expected, tmp_path):
 
 
 def test_no_gradient_is_made_of_what_is_frozen(tmp_path, monkeypatch):
-    made: list[str] = []
+    created: list[str] = []
     add = GradientSink.add
 
     def noted(sink: GradientSink, group: str, *args: Any, **named: Any) -> None:
-        made.append(group)
+        created.append(group)
         add(sink, group, *args, **named)
 
     monkeypatch.setattr(GradientSink, "add", noted)
@@ -70,7 +70,7 @@ def test_no_gradient_is_made_of_what_is_frozen(tmp_path, monkeypatch):
     with attached(model, tmp_path) as session:
         model(torch.ones(2, WIDTH)).backward()
         trained = {group.key for group in session.executor.blocks.trained}
-    assert len(trained) == 1 and set(made) == trained
+    assert len(trained) == 1 and set(created) == trained
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,14 @@ def test_gradients_go_to_ssd_as_wide_as_they_are(
 
         monkeypatch.setattr(Store, name, noted)
     for overlap in (True, False):
-        made = data(3, kind="tied", dtype=dtype)
-        options = {"clip": 0.01, "batch": made[0], "micro_batch": micro_batch, "overlap": overlap}
-        results.append(train(net("tied", dtype=dtype), made, tmp_path / str(overlap), **options))
+        dataset = data(3, kind="tied", dtype=dtype)
+        options = {
+            "clip": 0.01,
+            "batch": dataset[0],
+            "micro_batch": micro_batch,
+            "overlap": overlap,
+        }
+        results.append(train(net("tied", dtype=dtype), dataset, tmp_path / str(overlap), **options))
         assert {name for name, *_ in moved} == {"read", "write"}
         assert {"entry", "exit", "blocks.0"} < {key for _, key, *_ in moved}
         for _, key, count, size in moved:  # a chunk of the store has room for fp32

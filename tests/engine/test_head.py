@@ -43,11 +43,11 @@ from tests.support.small_models import (
 
 def text(steps: int = 2, seq: int = 10) -> list[dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(1)
-    made = []
+    created = []
     for _ in range(steps):
         ids = torch.randint(3, VOCAB, (3, seq), generator=g)
-        made.append({"input_ids": ids, "labels": ids.masked_fill(ids < 9, -100)})
-    return made
+        created.append({"input_ids": ids, "labels": ids.masked_fill(ids < 9, -100)})
+    return created
 
 
 def bart() -> nn.Module:

@@ -129,10 +129,10 @@ def test_a_batch_longer_than_planned_keeps_nothing(tmp_path, monkeypatch):
         return run_and_save(*given)
 
     monkeypatch.setattr(recompute, "run_and_save", counted)
-    rows, found = batches(5, batch=4, seq=96), []
+    rows, collected = batches(5, batch=4, seq=96), []
     sizes = ((4, 24), (4, 32), (4, 24), (4, 20), (1, 96))  # the last has the tokens of the first
     ids = [row["input_ids"][:m, :n] for row, (m, n) in zip(rows, sizes, strict=True)]
-    data = [{"input_ids": own, "labels": own} for own in ids]
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in ids]
     for activations in ("all", "recompute"):
         model = small_model("llama")
         model.set_attn_implementation("eager")  # scores grow with the square of the length
@@ -143,9 +143,9 @@ def test_a_batch_longer_than_planned_keeps_nothing(tmp_path, monkeypatch):
                 kept.append(0)
                 loss = model(**batch).loss
                 loss.backward()
-                found.append(loss.item())
+                collected.append(loss.item())
             session.flush()
-    assert found[:5] == found[5:]
+    assert collected[:5] == collected[5:]
     blocks = kept[0]
     assert blocks > 0 and kept == [blocks, 0, blocks, blocks, 0, *[0] * 5]
 

@@ -61,11 +61,11 @@ class Recorder:
 
 @pytest.fixture
 def make():
-    made: list[Lanes] = []
+    created: list[Lanes] = []
 
     def lanes(runner: Recorder, *, way: str = "threads", stall_s: float = 30.0) -> Lanes:
         """`way`: updates on a thread of their own, on the caller's, or everything there."""
-        made.append(
+        created.append(
             Lanes(
                 runner,
                 overlap=way != "plain",
@@ -74,10 +74,10 @@ def make():
                 updates_on_caller=way == "caller",
             )
         )
-        return made[-1]
+        return created[-1]
 
     yield lanes
-    for one in made:
+    for one in created:
         one.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("lohan-")]
 

@@ -41,7 +41,7 @@ class LoggedTuning(Tuning):
     cached_weights: float = 1.0
 
     def apply(self, plan: Plan, blocks: Blocks) -> Plan:
-        made = super().apply(plan, blocks)
+        tensor = super().apply(plan, blocks)
         keys = [group.key for group in blocks.groups if group.key != RESIDENT]
         weights = [
             key
@@ -60,9 +60,9 @@ class LoggedTuning(Tuning):
             if int((i + 1) * self.cached_state) > int(i * self.cached_state)
         ]
         if not plan.log_gradients:
-            return made
+            return tensor
         return replace(
-            made,
+            tensor,
             host_cached_weights=tuple(weights),
             host_cached_state=tuple(state),
             spilled_gradients=tuple(keys),
@@ -158,8 +158,8 @@ def test_averaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_blocks_without_a_gradient_in_some_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = data(STEPS, skip={2: 1, 5: 0}, still={3: 2, 6: 3})
-    compare(tmp_path, monkeypatch, kind="plain", made=made)
+    dataset = data(STEPS, skip={2: 1, 5: 0}, still={3: 2, 6: 3})
+    compare(tmp_path, monkeypatch, kind="plain", made=dataset)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -175,11 +175,11 @@ def test_on_a_device_with_its_own_memory(
 ) -> None:
     """Compared there with the same run without a log, since sums on a device differ."""
     tuned(monkeypatch, LoggedTuning())
-    made = data(STEPS, kind=kind)
+    dataset = data(STEPS, kind=kind)
     runs = [
         train(
             net(kind),
-            made,
+            dataset,
             tmp_path / str(every),
             clip=0.5,
             device=EmulatedDevice(64 * MiB),
@@ -192,13 +192,13 @@ def test_on_a_device_with_its_own_memory(
 
 def test_steps_of_several_backward_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(monkeypatch, LoggedTuning())
-    made = data(10, kind="tied")
+    dataset = data(10, kind="tied")
 
     def run(place: Path, **options: Any) -> dict[str, bytes]:
         with attached(net("tied"), place, engine=memory_engine(), **options) as session:
             for step in range(5):
                 with session.accumulate():
-                    for batch in made[2 * step : 2 * step + 2]:
+                    for batch in dataset[2 * step : 2 * step + 2]:
                         session.model(**batch).backward()
             assert session.step == 5
             return stored_bytes(session)
@@ -210,14 +210,14 @@ def test_steps_of_several_backward_calls(tmp_path: Path, monkeypatch: pytest.Mon
 def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the base are frozen and stream; those of the adapters are logged."""
     peft = pytest.importorskip("peft")
-    made = data(STEPS, kind="llama")
+    dataset = data(STEPS, kind="llama")
 
     def run(place: Path, **options: Any) -> dict[str, bytes]:
         torch.manual_seed(4)
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         model = peft.get_peft_model(net("llama"), lora)
         with attached(model, place, engine=memory_engine(), **options) as session:
-            for batch in made:
+            for batch in dataset:
                 session.model(**batch).loss.backward()
             return stored_bytes(session)
 
@@ -227,12 +227,12 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_skipped_steps_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(monkeypatch, LoggedTuning())
-    made = data(STEPS, kind="llama", dtype=torch.float16)
+    dataset = data(STEPS, kind="llama", dtype=torch.float16)
     overflow = {2: float("inf"), 5: float("nan")}
 
     def run(place: Path, **options: Any) -> Result:
         model = net("llama", dtype=torch.float16)
-        return train(model, made, place, scale=lambda step: overflow.get(step, 1.0), **options)
+        return train(model, dataset, place, scale=lambda step: overflow.get(step, 1.0), **options)
 
     expected = run(tmp_path / "plain", overlap=False)
     logged = run(tmp_path / "logged", budget=budget(tmp_path / "logged", 3))
@@ -246,13 +246,13 @@ def test_a_killed_run_resumes_after_its_last_step(
 ) -> None:
     """The files as they were at a moment are those of a process that was killed then."""
     tuned(monkeypatch, LoggedTuning())
-    made, files = data(STEPS, kind="tied"), dict[str, bytearray]()
-    expected = train(net("tied"), made, tmp_path / "plain", overlap=False)
+    dataset, files = data(STEPS, kind="tied"), dict[str, bytearray]()
+    expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
     place, copy = tmp_path / "logged", tmp_path / "killed"
     engine = "threads"
     session = attached(net("tied"), place, budget=budget(place, 4), engine=engine)
     torch.manual_seed(11)
-    for batch in made[:killed_after]:
+    for batch in dataset[:killed_after]:
         session.model(**batch).backward()
     session.flush()
     for path in sorted(place.rglob("*")):
@@ -268,11 +268,11 @@ def test_a_killed_run_resumes_after_its_last_step(
     model = net("tied")
     with attached(model, copy, budget=budget(copy, 2), engine=engine, resume=True) as resumed:
         assert resumed.step == killed_after
-        for batch in made[killed_after:7]:
+        for batch in dataset[killed_after:7]:
             model(**batch).backward()
     with attached(net("tied"), copy, engine=engine, resume=True) as resumed:
         assert resumed.step == 7
-        for batch in made[7:]:
+        for batch in dataset[7:]:
             resumed.model(**batch).backward()
         assert stored_bytes(resumed) == expected.stored
 
@@ -281,13 +281,13 @@ def test_a_failed_step_loses_no_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned(monkeypatch, LoggedTuning())
-    made = data(STEPS, kind="tied")
-    expected = train(net("tied"), made, tmp_path / "plain", overlap=False)
+    dataset = data(STEPS, kind="tied")
+    expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
     place = tmp_path / "logged"
     options = {"budget": budget(place, 4), "engine": memory_engine()}
     with attached(net("tied"), place, **options) as session:
         torch.manual_seed(11)
-        for step, batch in enumerate(made):
+        for step, batch in enumerate(dataset):
             if step in (2, 3, 6):
                 with pytest.raises(RuntimeError, match="of the user"):
 
@@ -310,15 +310,15 @@ def test_evaluation_and_reading_weights_between_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned(monkeypatch, LoggedTuning())
-    made = data(STEPS, kind="tied")
+    dataset = data(STEPS, kind="tied")
 
     def run(place: Path, **options: Any) -> tuple[list[Any], dict[str, bytes]]:
         seen: list[Any] = []
         with attached(net("tied"), place, engine=memory_engine(), **options) as session:
-            for batch in made:
+            for batch in dataset:
                 session.model(**batch).backward()
                 with torch.no_grad():
-                    seen.append(session.model(**made[0]).item())
+                    seen.append(session.model(**dataset[0]).item())
                 seen.append(session.weight("blocks.1.out.weight").sum().item())
                 seen.append(session.weight("shift").sum().item())
             return seen, stored_bytes(session)
@@ -348,12 +348,12 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned(monkeypatch, LoggedTuning())
-    made = data(3, kind="tied")
-    expected = train(net("tied"), made, tmp_path / "plain", overlap=False)
+    dataset = data(3, kind="tied")
+    expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
     place = tmp_path / "logged"
     session = attached(net("tied"), place, budget=budget(place, 4), engine="threads")
     session.executor.commit_clock._steps = 10  # no more settling
-    for batch in made:
+    for batch in dataset:
         session.model(**batch).backward()
     session.flush()
     session._stop()  # as a process that dies: nothing is folded

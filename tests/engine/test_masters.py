@@ -15,7 +15,7 @@ def test_masters_begin_with_every_bit_of_the_model(dtype, tmp_path):
     model = small_model("gpt2")
     expected = {name: p.detach() for name, p in copy.deepcopy(model).named_parameters()}
     with attached(model, tmp_path, dtype=dtype) as session:
-        found = master_weights(session)
-    assert_same(found, expected)
+        actual = master_weights(session)
+    assert_same(actual, expected)
     weight = expected["transformer.h.0.mlp.c_fc.weight"]
     assert not torch.equal(weight, weight.half().float())

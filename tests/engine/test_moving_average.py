@@ -66,10 +66,10 @@ def run(net, steps, place: Path, *, optimizer=None, resume=False, host="64MiB", 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_is_that_of_the_weights_after_every_step(mode, tmp_path):
     steps = batches(5, batch=2, seq=16)
-    found, expected = run(small_model("llama", dtype=BUDGET[mode]), steps, tmp_path)
-    assert found.keys() == expected.keys()
+    result, expected = run(small_model("llama", dtype=BUDGET[mode]), steps, tmp_path)
+    assert result.keys() == expected.keys()
     for name, wanted in expected.items():
-        assert torch.allclose(found[name], wanted, atol=1e-7, rtol=1e-6), name
+        assert torch.allclose(result[name], wanted, atol=1e-7, rtol=1e-6), name
 
 
 def test_takes_no_part_in_training_and_works_with_other_optimizers(tmp_path):
@@ -99,8 +99,8 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     if name == "other chunks":
         monkeypatch.setattr("lohan.engine.buffers.AVERAGED_PARAMETERS", 1000)
         tuned(monkeypatch, Tuning())
-    found, _ = run(small_model("llama"), steps, tmp_path / "other", **options)
-    assert all(torch.equal(found[n], usual[n]) for n in usual)
+    result, _ = run(small_model("llama"), steps, tmp_path / "other", **options)
+    assert all(torch.equal(result[n], usual[n]) for n in usual)
 
 
 def test_a_resumed_run_has_the_same(tmp_path):
@@ -116,8 +116,8 @@ def test_a_resumed_run_has_the_same(tmp_path):
 def test_experts_and_tensors_without_gradients_move_too(tmp_path):
     """Where a tensor got no gradient its weights stay, and the average still comes closer."""
     net = model_of("mixtral")
-    found, expected = run(net, data_of("mixtral", 3), tmp_path)
-    assert all(torch.allclose(found[n], w, atol=1e-7, rtol=1e-6) for n, w in expected.items())
+    result, expected = run(net, data_of("mixtral", 3), tmp_path)
+    assert all(torch.allclose(result[n], w, atol=1e-7, rtol=1e-6) for n, w in expected.items())
 
 
 def test_counts_in_the_plan(tmp_path):
@@ -146,7 +146,7 @@ def test_counts_in_the_plan(tmp_path):
 
 def test_the_command_line(cli, model, data, tmp_path):
     out = tmp_path / "run"
-    said = (
+    words = (
         "--model",
         model,
         "--data",
@@ -164,7 +164,7 @@ def test_the_command_line(cli, model, data, tmp_path):
         "--schedule",
         "constant",
     )
-    ended = cli("train", *said, "--out", out, "--ema", 0.5)
+    ended = cli("train", *words, "--out", out, "--ema", 0.5)
     assert ended.code == 0 and "averaged weights: " in ended.out, ended
     again = cli("export", out, "--ema", "--out", tmp_path / "averaged")
     assert again.code == 0 and "averaged weights after step 3" in again.out, again
@@ -178,7 +178,7 @@ def test_the_command_line(cli, model, data, tmp_path):
     assert config["hidden_size"] == CONFIG.hidden_size
     plan = cli("plan", "--model", model, "--host", "64MiB", "--ema", 0.5)
     assert plan.code == 0 and "averaged weights" in plan.out, plan
-    assert cli("train", *said, "--out", tmp_path / "plain").code == 0
+    assert cli("train", *words, "--out", tmp_path / "plain").code == 0
     refused = cli("export", tmp_path / "plain", "--ema", "--out", tmp_path / "none")
     assert refused.code == 2 and "holds no averaged weights" in refused.err, refused
 

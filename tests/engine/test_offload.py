@@ -12,9 +12,9 @@ from lohan.util.units import MiB
 
 
 def kept(values: torch.Tensor) -> SavedOps:
-    made = SavedOps(tensors=[values])
-    made.seal()
-    return made
+    result = SavedOps(tensors=[values])
+    result.seal()
+    return result
 
 
 def test_a_result_that_changed_on_its_way_does_not_shift_the_others(tmp_path):

@@ -92,8 +92,8 @@ def test_new_operation_is_priced_and_simulated():
 def test_its_bytes_count_in_a_measured_profile():
     busy = {"F0": "compute", "B0": "compute", "U0.0": "optimizer", "Z0.1": "ssd"}
     spans = [Span(lane, name, n, n + 1) for n, (name, lane) in enumerate(busy.items())]
-    made = profile_of_step(spans, WORK, host_bytes=2**30)
-    assert made is not None and made.ssd_read == 400
+    profile = profile_of_step(spans, WORK, host_bytes=2**30)
+    assert profile is not None and profile.ssd_read == 400
 
 
 def test_the_engine_runs_it_by_one_branch_and_traces_it(archive, tmp_path, monkeypatch):

@@ -194,7 +194,7 @@ def test_16_bit_weights(name, moments, dtype, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "moments"), [("adamw", "int8"), ("lion", "bf16")])
 def test_threads_instructions_and_chunks_change_nothing(name, moments, tmp_path, monkeypatch):
     """Rounding by chance goes by the tensor, the element and the step, by nothing else."""
-    rows, found = batches(3, batch=2, seq=12), []
+    rows, collected = batches(3, batch=2, seq=12), []
     isa, threads = _core.isa(), _core.threads()
     sizes = set()
     try:
@@ -208,13 +208,13 @@ def test_threads_instructions_and_chunks_change_nothing(name, moments, tmp_path,
                 sizes.add(session.plan.chunk_params)
                 for row in rows:
                     loss_of(model, row).backward()
-                found.append(master_weights(session))
+                collected.append(master_weights(session))
     finally:
         _core.set_isa(isa)
         _core.set_threads(threads)
     assert len(sizes) == 2
-    for other in found[1:]:
-        assert [n for n in other if not torch.equal(other[n], found[0][n])] == []
+    for other in collected[1:]:
+        assert [n for n in other if not torch.equal(other[n], collected[0][n])] == []
 
 
 @kinds

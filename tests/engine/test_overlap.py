@@ -140,15 +140,15 @@ class Fork(Net):
         self, x: torch.Tensor, target: torch.Tensor, still: torch.Tensor | None = None
     ) -> torch.Tensor:
         hidden = self.entry(x) + self.shift
-        made: list[torch.Tensor] = []
+        created: list[torch.Tensor] = []
         for number, block in enumerate(self.blocks):
-            run = threading.Thread(target=lambda block=block: made.append(block(hidden)))
+            run = threading.Thread(target=lambda block=block: created.append(block(hidden)))
             if still is not None and int(still) == number:
                 run.start()
                 run.join()
             else:
                 run.run()
-        return nn.functional.mse_loss(self.exit(sum(made)), target)
+        return nn.functional.mse_loss(self.exit(sum(created)), target)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
@@ -169,8 +169,8 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ActionScheduler, "_learn", recorded)
     wanted = run("plain", PLAIN, overlap=False, update_mode=mode)
-    found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, update_mode=mode)
-    found.check(wanted)
+    result = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, update_mode=mode)
+    result.check(wanted)
     assert back[:STEPS] == back[STEPS:]
     assert [sites == back[0] for sites in back[:STEPS]] == [True, False, False, False]
     assert back[1] == back[2] and sorted(back[3]) == sorted(back[1]) != back[3]
@@ -222,10 +222,10 @@ def test_language_model_that_generates_between_steps(kind, clip, tmp_path, monke
     def run(name: str, tuning: Tuning, **options: object) -> Result:
         def between(model: nn.Module, step: int) -> None:
             prompt = batches[step]["input_ids"][:1, :4]
-            made = model.generate(
+            result = model.generate(
                 prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, use_cache=True
             )
-            seen.setdefault(name, []).append(made.tolist())
+            seen.setdefault(name, []).append(result.tolist())
 
         tuned(monkeypatch, tuning)
         return train(net(kind), batches, tmp_path / name, between=between, clip=clip, **options)
@@ -257,10 +257,10 @@ def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("clip", [0.0, CLIP])
 def test_a_wrong_schedule_never_runs(clip, tmp_path, monkeypatch):
     """Backward forgets what an update waits for: the first step, which is on demand, finds out."""
-    made = schedule.backward
+    result = schedule.backward
 
     def hasty(*args: object, **kwargs: object) -> tuple[Schedule, BufferState]:
-        actions, table = made(*args, **kwargs)
+        actions, table = result(*args, **kwargs)
         return tuple(a.waiting_for(()) if a.kind in "UH" else a for a in actions), table
 
     check_order.cache_clear()

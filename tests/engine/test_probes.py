@@ -37,17 +37,17 @@ from tests.support.quick_profile import SIZES, TINY
 
 def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
     seen: list[tuple[str, int, int]] = []
-    found = profile([tmp_path], progress=lambda *step: seen.append(step), effort=TINY)
-    assert [tokens for tokens, _ in found.compute] == [4, 16]
-    assert [tokens for tokens, _ in found.backward] == [4, 16]
-    figures = [rate for _, rate in (*found.compute, *found.backward)]
-    figures += [found.head_flops, found.adam, found.action_s, found.commit_s, found.host_bytes]
+    result = profile([tmp_path], progress=lambda *step: seen.append(step), effort=TINY)
+    assert [tokens for tokens, _ in result.compute] == [4, 16]
+    assert [tokens for tokens, _ in result.backward] == [4, 16]
+    figures = [rate for _, rate in (*result.compute, *result.backward)]
+    figures += [result.head_flops, result.adam, result.action_s, result.commit_s, result.host_bytes]
     assert all(figure > 0 for figure in figures)
-    (drive,) = found.drives
+    (drive,) = result.drives
     assert drive.name == str(tmp_path) and drive.bytes > 0
     assert min(drive.read, drive.write, drive.mixed) > 0
-    assert 0 <= found.io_share < 1 and 0 <= found.compute_share < 1 and found.ssd_limit == 0
-    assert not found.has_link and found.device == "cpu"
+    assert 0 <= result.io_share < 1 and 0 <= result.compute_share < 1 and result.ssd_limit == 0
+    assert not result.has_link and result.device == "cpu"
     assert list(tmp_path.iterdir()) == []
     for task in {task for task, _, _ in seen}:
         counts = [(done, total) for name, done, total in seen if name == task]
@@ -61,15 +61,15 @@ def test_a_device_is_measured_through_its_seam(tmp_path):
     """
     device = EmulatedDevice(256 * MiB, h2d=2e8, d2h=1e8, flops=1e9)
     try:
-        found = profile([tmp_path], effort=replace(TINY, link_bytes=8 * MiB), device=device)
+        result = profile([tmp_path], effort=replace(TINY, link_bytes=8 * MiB), device=device)
     finally:
         device.close()
-    assert found.device == "emulated" and found.has_link
-    assert found.device_bytes == 256 * MiB and found.io_share == 0
-    assert 0 < found.h2d <= 2e8 * 1.1 and 0 < found.d2h <= 1e8 * 1.1
-    assert found.host_rate > 0
-    rates = [rate for _, rate in (*found.compute, *found.backward)]
-    assert all(0 < rate <= 1.1e9 for rate in (*rates, found.head_flops))
+    assert result.device == "emulated" and result.has_link
+    assert result.device_bytes == 256 * MiB and result.io_share == 0
+    assert 0 < result.h2d <= 2e8 * 1.1 and 0 < result.d2h <= 1e8 * 1.1
+    assert result.host_rate > 0
+    rates = [rate for _, rate in (*result.compute, *result.backward)]
+    assert all(0 < rate <= 1.1e9 for rate in (*rates, result.head_flops))
     assert device.memory.peak <= 256 * MiB
 
 
@@ -78,19 +78,19 @@ def test_folders_of_one_drive_do_not_add_up(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    found = profile(folders, effort=TINY)
-    assert [drive.name for drive in found.drives] == list(map(str, folders))
-    assert found.ssd_limit < sum(drive.mixed for drive in found.drives)
+    result = profile(folders, effort=TINY)
+    assert [drive.name for drive in result.drives] == list(map(str, folders))
+    assert result.ssd_limit < sum(drive.mixed for drive in result.drives)
 
 
 def test_no_drive_is_a_profile_too():
-    found = profile([], effort=TINY)
-    assert found.drives == () and found.io_share == 0 and found.ssd_limit == 0
+    result = profile([], effort=TINY)
+    assert result.drives == () and result.io_share == 0 and result.ssd_limit == 0
 
 
 def test_a_slow_machine_measures_fewer_points():
-    found = profile([], effort=replace(TINY, compute_seconds=0.0))
-    assert [tokens for tokens, _ in found.compute] == [4]
+    result = profile([], effort=replace(TINY, compute_seconds=0.0))
+    assert [tokens for tokens, _ in result.compute] == [4]
 
 
 @pytest.mark.parametrize("fits", [8, 0])
@@ -105,9 +105,9 @@ def test_blocks_that_the_device_cannot_hold_are_left_out(fits, monkeypatch):
 
     monkeypatch.setattr(BlockProbe, "forward_s", limited)
     if fits:
-        found = profile([], effort=TINY)
-        assert [tokens for tokens, _ in found.compute] == [4]
-        assert [tokens for tokens, _ in found.backward] == [4]
+        result = profile([], effort=TINY)
+        assert [tokens for tokens, _ in result.compute] == [4]
+        assert [tokens for tokens, _ in result.backward] == [4]
     else:
         with pytest.raises(LohanError, match=r"4 tokens does not fit into .* --device-memory"):
             profile([], effort=TINY)
@@ -227,8 +227,8 @@ def test_blocks_are_as_wide_as_those_of_the_model():
     probe_flops = 2 * (4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner)
     assert probe_flops == pytest.approx(model.blocks[0].flops, rel=1e-3)
     small = gpt_shape(2, 4, 64, vocabulary=96, positions=64)
-    found = profile([], model=small, effort=replace(TINY, sizes=Sizes.of(small)))
-    assert found.block_width == 64
+    result = profile([], model=small, effort=replace(TINY, sizes=Sizes.of(small)))
+    assert result.block_width == 64
     with pytest.raises(ConfigError, match=r"llama-3-8b.*more than half of .*leave --model out"):
         effort_for(EmulatedDevice(256 * MiB), model)
     assert effort_for(EmulatedDevice(4 * GiB), model).sizes.copies == 1

@@ -76,9 +76,9 @@ def test_the_latest_is_one_of_this_format(ssd, monkeypatch):
         before.setattr(profile_command, "PREFIX", "machine-1-")
         cached_profile([ssd], measure=Measure())
     assert latest_profile() is None
-    made = cached_profile([ssd], measure=Measure())
+    profile = cached_profile([ssd], measure=Measure())
     latest = latest_profile()
-    assert latest is not None and latest.adam == made.adam
+    assert latest is not None and latest.adam == profile.adam
 
 
 def test_every_device_has_a_profile_of_its_own(ssd):
@@ -97,12 +97,12 @@ def test_every_device_has_a_profile_of_its_own(ssd):
 
 
 def test_a_made_up_link_is_what_the_plan_uses():
-    known = machine_of("ratel-4090")
+    preset = machine_of("ratel-4090")
     device = EmulatedDevice(2**20, h2d=2e9, d2h=1e9)
-    made = machine_with(device, known)
+    profile = machine_with(device, preset)
     device.close()
-    assert (made.h2d, made.d2h, made.device_bytes) == (2e9, 1e9, 2**20)
-    assert machine_with(CpuDevice(), known) is None, "a GPU's speed says nothing of the cpu's"
+    assert (profile.h2d, profile.d2h, profile.device_bytes) == (2e9, 1e9, 2**20)
+    assert machine_with(CpuDevice(), preset) is None, "a GPU's speed says nothing of the cpu's"
 
 
 def test_free_memory_is_looked_up_each_time(ssd, monkeypatch):
@@ -118,8 +118,8 @@ def test_another_folder_of_the_same_drive_has_the_same_figures(ssd):
     cached_profile([ssd], measure=measure)
     other = ssd / "deeper"
     other.mkdir()
-    found = cached_profile([other], measure=measure)
-    assert measure.count == 1 and found.drives[0].name == str(other)
+    actual = cached_profile([other], measure=measure)
+    assert measure.count == 1 and actual.drives[0].name == str(other)
     cached_profile([ssd, other], measure=measure)
     assert measure.count == 2
 
@@ -169,16 +169,16 @@ def test_a_preset_can_be_described():
 
 def test_the_command_measures_at_the_width_of_a_model(ssd, lohan, monkeypatch):
     """Through the whole command, with a smaller effort."""
-    asked = []
+    requests = []
 
     def tiny(device, model=None):
-        asked.append(model)
+        requests.append(model)
         return TINY
 
     monkeypatch.setattr("lohan.engine.probes.effort_for", tiny)
     ended = lohan("profile", "--ssd", ssd, "--device", "cpu", "--model", "llama-3-8b")
     assert ended.code == 0, ended
-    assert asked[0].hidden == 4096
+    assert requests[0].hidden == 4096
     assert f"a block of {TINY.sizes.hidden} features" in ended.out
     refused = lohan("profile", "--ssd", ssd, "--device", "cpu", "--model", "lama-3-8b")
     assert refused.code == 2 and "llama-3-8b" in refused.err

@@ -70,8 +70,8 @@ def net_run(clip: float, mode: str, late: str | None, **options: Any) -> Any:
         if clip:  # one ring buffer; some chunks whose state is not read before their update
             tuning = replace(tuning, ring=1, spilled=0.6, cached=0.4)
         tuned(patch, tuning)
-        made = data(STEPS, kind="tied")
-        return outcome(net("tied"), made, late, clip=clip, update_mode=mode, **options)
+        dataset = data(STEPS, kind="tied")
+        return outcome(net("tied"), dataset, late, clip=clip, update_mode=mode, **options)
 
 
 @cache
@@ -82,8 +82,8 @@ def net_on_cpu(clip: float) -> Any:
 @pytest.mark.parametrize("late", LANES)
 @pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", 0.3)])
 def test_weights_and_gradients(mode, clip, late):
-    found = net_run(clip, mode, late, device=EmulatedDevice(64 * MiB))
-    assert found == net_on_cpu(clip)
+    actual = net_run(clip, mode, late, device=EmulatedDevice(64 * MiB))
+    assert actual == net_on_cpu(clip)
 
 
 # -- activations ----------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeping_run(clip: float, late: str | None, **options: Any) -> Any:
-    made = data(STEPS)
+    dataset = data(STEPS)
     with pytest.MonkeyPatch.context() as patch:
         keeping(patch)
         return outcome(
             net(),
-            made,
+            dataset,
             late,
-            batch=made[0],
+            batch=dataset[0],
             micro_batch=1,
             activations="all",
             clip=clip,
@@ -145,12 +145,12 @@ def test_delayed_lanes_change_no_activation(late):
 
 def skipping_run(**options: Any) -> Any:
     """In the second step a forward is dropped, so two forwards are expected in the third."""
-    made, model = data(STEPS, kind="gpt2"), net("gpt2")
+    dataset, model = data(STEPS, kind="gpt2"), net("gpt2")
     with TemporaryDirectory() as place, attached(model, Path(place), **options) as session:
         if session.context.device.has_own_memory:
             make_late(session, "compute")
         losses = []
-        for number, batch in enumerate(made):
+        for number, batch in enumerate(dataset):
             if number == 1:
                 model(**batch)
             loss = model(**batch).loss

@@ -46,8 +46,8 @@ def double_loss(model: nn.Module) -> None:
 
 def replace_loss(model: nn.Module) -> None:
     def own(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-        said, wanted = logits[:, :-1].float(), labels[:, 1:]
-        return nn.functional.cross_entropy(said.reshape(-1, vocab_size), wanted.reshape(-1)) ** 2
+        text, wanted = logits[:, :-1].float(), labels[:, 1:]
+        return nn.functional.cross_entropy(text.reshape(-1, vocab_size), wanted.reshape(-1)) ** 2
 
     model.loss_function = own
 

@@ -50,15 +50,15 @@ def test_rates_come_from_the_spans():
         Span("ssd", "R0", 0.0, 2.0),
         Span("ssd", "W0.0", 1.0, 4.0),
     ]
-    found = profile_of_step(spans, WORK, host_bytes=10**9)
-    assert found is not None
-    assert found.flops_at(8) == pytest.approx(200 / 2)
+    actual = profile_of_step(spans, WORK, host_bytes=10**9)
+    assert actual is not None
+    assert actual.flops_at(8) == pytest.approx(200 / 2)
     # 6 s of backward, 160 FLOPs of it repeated at 100 per second
-    assert found.backward_flops_at(8) == pytest.approx(400 / (6 - 1.6))
-    assert found.head_flops == pytest.approx(30 / 3)
-    assert found.adam == pytest.approx((32 + 18) / 2)
+    assert actual.backward_flops_at(8) == pytest.approx(400 / (6 - 1.6))
+    assert actual.head_flops == pytest.approx(30 / 3)
+    assert actual.adam == pytest.approx((32 + 18) / 2)
     # 50 weights read, 32 weights and their state written
-    assert found.ssd_read == found.ssd_mixed == pytest.approx((50 * 4 + 32 * 12) / 4)
+    assert actual.ssd_read == actual.ssd_mixed == pytest.approx((50 * 4 + 32 * 12) / 4)
 
 
 def test_measures_the_rate_between_ranks():
@@ -71,13 +71,13 @@ def test_measures_the_rate_between_ranks():
         Span("net", "X0", 2.0, 5.0),
     ]
     alone = profile_of_step(spans, WORK, host_bytes=1)
-    found = profile_of_step(spans, replace(WORK, world=2), host_bytes=1)
-    assert found is not None and alone is not None
-    assert found.net == alone.net == 0.0, "as fast as links that are not known"
+    actual = profile_of_step(spans, replace(WORK, world=2), host_bytes=1)
+    assert actual is not None and alone is not None
+    assert actual.net == alone.net == 0.0, "as fast as links that are not known"
     linked = [*spans, Span("h2d", "L0", 0.0, 1.0), Span("d2h", "D0", 2.0, 3.0)]
     for work, net in ((WORK, 0.0), (replace(WORK, world=2), 2 * 50 * 4 / 4)):
-        found = profile_of_step(linked, work, host_bytes=1, device_bytes=1)
-        assert found is not None and found.net == pytest.approx(net)
+        actual = profile_of_step(linked, work, host_bytes=1, device_bytes=1)
+        assert actual is not None and actual.net == pytest.approx(net)
 
 
 def test_replans_while_only_the_head_is_trained(tmp_path):
@@ -110,8 +110,8 @@ def test_a_step_without_updates_says_nothing():
 def test_lanes_are_compared_one_by_one():
     predicted = {"compute": 2.0, "ssd": 1.0, "optimizer": 0.01, "h2d": 0.0}
     measured = {"compute": 2.3, "ssd": 1.3, "optimizer": 0.05, "h2d": 0.0}
-    found = replan.surprises(predicted, measured, step_s=3.0)
-    assert found == "ssd was busy for 1.3 s of a step, 1 s were predicted"
+    actual = replan.surprises(predicted, measured, step_s=3.0)
+    assert actual == "ssd was busy for 1.3 s of a step, 1 s were predicted"
     assert replan.surprises(predicted, {**measured, "ssd": 1.1}, step_s=3.0) == ""
     both = replan.surprises(predicted, {**measured, "compute": 1.0}, step_s=3.0)
     assert both.startswith("compute was busy for 1 s of a step, 2 s were predicted; ssd was busy")
@@ -166,11 +166,11 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
     monkeypatch.setattr(replan, "REPLAN_SPEEDUP", 0.0)  # any other plan is worth it
-    made = replan.make_plan
+    machine_plan = replan.make_plan
 
     def other(problem):
         """Plan as for a machine with slow compute, which would keep activations."""
-        return made(replace(problem, options=replace(problem.options, activations="all")))
+        return machine_plan(replace(problem, options=replace(problem.options, activations="all")))
 
     monkeypatch.setattr(replan, "make_plan", other)
     got, notes = train(inputs, tmp_path / "replanned", clip=clip)
@@ -186,7 +186,7 @@ def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
     This works also if a step is several calls, with evaluations between them, which do not
     count.
     """
-    data, losses, said = batches(5, batch=2, seq=16), {}, []
+    data, losses, messages = batches(5, batch=2, seq=16), {}, []
     seen: list[Any] = []  # spans of each look
     measured = PlanContext.measured
     monkeypatch.setattr(
@@ -197,7 +197,7 @@ def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
             for name in ("make_plan", "WORTH"):  # put back at the end
                 monkeypatch.setattr(replan, name, getattr(replan, name))
             replan_at_once.always()
-        model, own = small_model("llama"), losses.setdefault(overlap, [])
+        model, run_losses = small_model("llama"), losses.setdefault(overlap, [])
         with attached(
             model, tmp_path / str(overlap), batch=data[0], activations="holistic", overlap=overlap
         ) as session:
@@ -206,17 +206,17 @@ def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
                     for _ in range(accumulated):
                         loss = model(**batch).loss
                         loss.backward()
-                own.append(loss.item())
+                run_losses.append(loss.item())
                 del loss
                 for _ in range(number):
                     with torch.no_grad():
                         model(**batch)
                 if overlap:
-                    said.append(session.replan())
+                    messages.append(session.replan())
             assert bool(session.plan.kept) is overlap
     assert losses[True] == losses[False]
-    assert [number for number, words in enumerate(said, 1) if words] == [3], said
-    assert said[2].startswith("measured the first steps; a new plan should make steps")
+    assert [number for number, words in enumerate(messages, 1) if words] == [3], messages
+    assert messages[2].startswith("measured the first steps; a new plan should make steps")
     names = [span.name for span in seen[0] if span.lane == "compute"]
     assert {names.count(name) for name in names} == {1}
     assert any(name[0] == "F" for name in names) and any(name[0] == "B" for name in names)
@@ -266,8 +266,8 @@ def test_a_known_machine_keeps_activations_from_the_first_step(inputs, tmp_path,
     assert got == want
     # The machine is not what its profile says, and the run tells which lane and by how much. What
     # later steps say depends on how busy this machine is.
-    found = next(note for note in shown if "were predicted" in note)
-    assert found.startswith(f"after step {COMPARED_STEP}: ")
-    compute = next(part for part in found.split("; ") if "compute was busy for " in part)
+    actual = next(note for note in shown if "were predicted" in note)
+    assert actual.startswith(f"after step {COMPARED_STEP}: ")
+    compute = next(part for part in actual.split("; ") if "compute was busy for " in part)
     measured, predicted = (float(compute.split(" s ")[i].split()[-1]) for i in (0, 1))
     assert 0 < measured < predicted / 100

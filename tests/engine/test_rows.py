@@ -57,14 +57,14 @@ def model() -> MultipleChoice:
 
 
 def test_multiple_choice_draws_the_random_numbers_of_pytorch(tmp_path: Path) -> None:
-    batches, made = data(3), model()
+    batches, result = data(3), model()
     torch.manual_seed(7)
-    expected, _ = plain_run(made, batches)
+    expected, _ = plain_run(result, batches)
     losses = []
-    with attached(made, tmp_path, batch=batches[0]) as session:
+    with attached(result, tmp_path, batch=batches[0]) as session:
         torch.manual_seed(7)
         for batch in batches:
-            loss = made(**batch)
+            loss = result(**batch)
             loss.backward()
             losses.append(loss.item())
         assert session.plan.micro_batch == 6  # rows: 2 samples of 3 choices

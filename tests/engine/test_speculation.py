@@ -77,9 +77,9 @@ def check(
                 torch.set_rng_state(before)
             losses.append(loss.item())
             norms.append(executor.grad_norm)
-            found = executor.clipping.counts
+            actual = executor.clipping.counts
             counts.append(
-                tuple(found[key] for key in ("speculated", "rolled_back") if key in found)
+                tuple(actual[key] for key in ("speculated", "rolled_back") if key in actual)
             )
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
@@ -159,19 +159,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
     """Runs with dropout whose norms cross the limit twice, against one action after the other."""
-    made = {}
+    created = {}
     for way in ("--overlap", "--no-overlap"):
         out = tmp_path / way
         given = ("--steps", 10, "--schedule", "constant", "--lr", "1e-2", *more, way)
         ended = forked_ranks.run(forge, world, "train", *arguments(inputs, out, *given))
         assert [one.code for one in ended] == [0] * world, forked_ranks.said(ended)
-        made[way] = forked_ranks.rows(out), exported(out)
-    rows, weights = made["--overlap"]
+        created[way] = forked_ranks.rows(out), exported(out)
+    rows, weights = created["--overlap"]
     assert (
         sum(row["rolled_back"] for row in rows) == 2 and sum(row["speculated"] for row in rows) > 4
     )
     assert sum(row["clipped"] for row in rows) >= 2
-    plain, expected = made["--no-overlap"]
+    plain, expected = created["--no-overlap"]
     assert weights == expected
     assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
     assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in plain]

@@ -56,8 +56,8 @@ def test_attached_anew_a_model_has_what_it_has_learnt(closed, tmp_path):
         first.close()
     with attached(model, tmp_path / "b") as second:
         assert first.closed and second.step == 0
-        found = stored(second, tmp_path / "two")
-        assert all(torch.equal(found[name], learnt[name]) for name in learnt)
+        actual = stored(second, tmp_path / "two")
+        assert all(torch.equal(actual[name], learnt[name]) for name in learnt)
         before, after = learn(model, 1)[0], learn(model, 1)[0]
         assert after < before and second.step == 2
 
@@ -189,7 +189,7 @@ def test_a_card_of_the_users_stays(tmp_path):
 
 
 def save_shards(folder: Path, number: int) -> None:
-    with joining(folder) as made, replacing(made, check=lambda: None, mark=SAVED) as new:
+    with joining(folder) as result, replacing(result, check=lambda: None, mark=SAVED) as new:
         for name in SHARDS:
             (new / name).write_text(str(number))
 
@@ -198,8 +198,8 @@ def loads(folder: Path) -> str:
     """Return what a loader finds: nothing without an index, and never shards of two saves."""
     if not (folder / SHARDS[-1]).exists():
         return "none"
-    (found,) = {(folder / name).read_text() for name in SHARDS[1:]}
-    return found
+    (actual,) = {(folder / name).read_text() for name in SHARDS[1:]}
+    return actual
 
 
 SHARDS = (
@@ -340,11 +340,11 @@ def test_parameters_on_the_root_learn_though_no_block_does(blocks, clip, tmp_pat
         clip=clip,
         budget=lohan.Budget(host="16MiB", ssd=[tmp_path]),
     ) as session:
-        found = []
+        collected = []
         for x, y in data:
             loss = model(x, y)
             loss.backward()
-            found.append(loss.item())
+            collected.append(loss.item())
         assert session.step == len(data)
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert collected == pytest.approx(expected, rel=1e-5)
         assert torch.allclose(model.state_dict()["a"], plain.a, atol=1e-6)

@@ -32,12 +32,12 @@ def run(place: Path, *, own_loop: bool, **options: Any) -> tuple[list[float], An
                 return (out if isinstance(out, torch.Tensor) else out.loss) * scale
 
             if own_loop:
-                found = loss(batch)
-                found.backward()
+                actual = loss(batch)
+                actual.backward()
                 assert not session.must_run_again
             else:
-                found = session.train_step(batch, loss)
-            losses.append(found.item())
+                actual = session.train_step(batch, loss)
+            losses.append(actual.item())
             again += len(calls) - 1
         assert session.step == STEPS
         return losses, stored_bytes(session), again

@@ -164,13 +164,13 @@ def test_a_block_with_gradients_inside_runs_in_memory(tmp_path: Path) -> None:
     model, batches = Plain(Forces), Plain.data(2)
     expected, weights = plain_run(model, batches)
     names = [name for name, child in model.named_modules() if isinstance(child, Forces)]
-    found = []
+    collected = []
     with attached(model, tmp_path, resident=names) as session:
         for batch in batches:
             loss = loss_of(model, batch)
             loss.backward()
-            found.append(loss.item())
-        assert found == pytest.approx(expected, rel=1e-5)
+            collected.append(loss.item())
+        assert collected == pytest.approx(expected, rel=1e-5)
         assert_close(master_weights(session), weights)
 
 

@@ -104,10 +104,10 @@ class Reads(Around):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_values_read_after_every_step_are_current(overlap, tmp_path):
-    theirs, ours = Reads(), Reads()
-    expected = in_memory(made(), theirs)
-    assert_close(out_of_core(made(), ours, tmp_path, overlap=overlap), expected)
-    assert ours.log == pytest.approx(theirs.log, rel=1e-5)
+    reference, actual = Reads(), Reads()
+    expected = in_memory(made(), reference)
+    assert_close(out_of_core(made(), actual, tmp_path, overlap=overlap), expected)
+    assert actual.log == pytest.approx(reference.log, rel=1e-5)
 
 
 class Penalty(Around):
@@ -167,9 +167,9 @@ def test_load_state_dict_writes_to_the_store(dtype, closed, tmp_path):
         if closed:
             session.close()
         assert not model.load_state_dict(other.state_dict()).missing_keys
-        found = model.state_dict()
+        actual = model.state_dict()
         for name, value in other.state_dict().items():
-            assert torch.equal(found[name], value), name
+            assert torch.equal(actual[name], value), name
             assert torch.equal(model.get_parameter(name), value), name
         model.load_state_dict({"entry.weight": torch.zeros(12, 12)}, strict=False)
         assert not model.entry.weight.any()
@@ -297,11 +297,11 @@ class Hooks(Around):
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.05, "micro_batch": 3, "overlap": False}])
 def test_gradient_hooks_run_over_complete_gradients(options, tmp_path):
-    theirs, ours = Hooks(), Hooks()
-    expected = in_memory(made(), theirs, clip=options.get("clip", 0.0))
-    assert_close(out_of_core(made(), ours, tmp_path, **options), expected)
-    assert len(ours.norms) == len(DATA)
-    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+    reference, actual = Hooks(), Hooks()
+    expected = in_memory(made(), reference, clip=options.get("clip", 0.0))
+    assert_close(out_of_core(made(), actual, tmp_path, **options), expected)
+    assert len(actual.norms) == len(DATA)
+    assert actual.norms == pytest.approx(reference.norms, rel=1e-4)
 
 
 def test_hooks_survive_a_new_plan_and_see_each_added_batch(tmp_path):
@@ -373,8 +373,8 @@ def test_backward_without_updates_leaves_ordinary_gradients(tmp_path):
         for batch in DATA[:2]:
             loss_of(model, batch).backward()
         assert session.step == 0
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+        for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(actual.grad, expected.grad, rtol=1e-4, atol=1e-7)
         session.updates_in_backward = True
         loss_of(model, DATA[0]).backward()
         assert session.step == 1
@@ -386,11 +386,11 @@ def test_gradients_of_inputs_alone_make_no_step(tmp_path):
     (expected,) = torch.autograd.grad(plain(x), x)
     with attached(model, tmp_path) as session:
         with session.accumulate():
-            (found,) = torch.autograd.grad(model(x), x)
-            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-8)
+            (actual,) = torch.autograd.grad(model(x), x)
+            assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-8)
         assert session.step == 0
-        (found,) = torch.autograd.grad(model(x), x)
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-8)
+        (actual,) = torch.autograd.grad(model(x), x)
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-8)
         with pytest.raises(ModelError, match=r"entry\.weight has no node .*torch\.autograd\.grad"):
             torch.autograd.grad(model(x), [model.entry.weight], allow_unused=True)
         loss_of(model, DATA[0]).backward()
@@ -410,8 +410,8 @@ def test_hooks_of_blocks_see_what_they_see_in_memory(tmp_path):
     with attached(model, tmp_path):
         loss_of(model, DATA[0]).backward()
     assert len(seen["ours"]) == len(seen["plain"]) == 2
-    for ours, theirs in zip(seen["ours"], seen["plain"], strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-8)
+    for actual, expected in zip(seen["ours"], seen["plain"], strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-8)
 
 
 # -- the example batch -----------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def run_demo(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_demo_on_the_random_model_beside_the_rest_of_an_earlier_one(tmp_path: Path) -> None:
     folder, _ = demo_model.fallback_folder(tmp_path / "models", text_bytes=60_000, vocab_size=400)
-    made = (folder / "model.safetensors").stat().st_mtime_ns
+    created = (folder / "model.safetensors").stat().st_mtime_ns
     (tmp_path / "run" / "store").mkdir(parents=True)
     (tmp_path / "run" / ".lohan-demo").touch()
     for name in ("run.toml", "metrics.jsonl", "store/manifest.json"):
@@ -50,7 +50,7 @@ def test_demo_on_the_random_model_beside_the_rest_of_an_earlier_one(tmp_path: Pa
     assert shown.count("before  ") == shown.count("after   ") == 3
     assert max(map(len, shown.replace(str(tmp_path), "demo-run").splitlines())) <= 80
     assert (tmp_path / "run" / "model" / "config.json").is_file()
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made, "the cached model is kept"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == created, "the cached model is kept"
 
 
 def test_a_failed_training_is_one_message(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def test_fallback_is_a_usable_folder_and_cached(tmp_path: Path) -> None:
     sample = "def é(x):\n\treturn  x"
     assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
     assert 20_000 < text.stat().st_size <= 60_000
-    made = (folder / "model.safetensors").stat().st_mtime_ns
+    result = (folder / "model.safetensors").stat().st_mtime_ns
     assert demo_model.fallback_folder(tmp_path) == (folder, text)
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert (folder / "model.safetensors").stat().st_mtime_ns == result
     assert sorted(path.name for path in tmp_path.iterdir()) == ["random-llama", "stdlib.txt"]
 
 

@@ -80,9 +80,9 @@ def test_config_trains(name, lohan, model, tmp_path) -> None:
     assert ended.code == 0, ended
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    made = {
+    created = {
         "full.toml": "best/model.safetensors",
         "lora.toml": "model/adapter_model.safetensors",
         "emulated.toml": "trace.json",
     }
-    assert (out / made[name]).is_file()
+    assert (out / created[name]).is_file()

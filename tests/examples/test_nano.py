@@ -61,10 +61,10 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def weights_of(folder: Path) -> Weights:
-    found: Weights = {}
+    collected: Weights = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        collected |= load_file(file)
+    return collected
 
 
 def run_package(folder: Path, place: Path, *, clip: float) -> tuple[Losses, Weights]:
@@ -158,7 +158,7 @@ def test_a_power_cut_anywhere_leaves_a_whole_step(nano, folder, tmp_path) -> Non
     begun, run = tmp_path / "begun", {"clip": 1.0, "steps": 2, "batch": 1}
     run_nano(nano, folder, begun, clip=1.0, steps=1, batch=1)
     expected = run_nano(nano, folder, shutil.copytree(begun, tmp_path / "whole"), **run)[1]
-    found = set()
+    collected = set()
     for boundary in itertools.count(1):
         place = shutil.copytree(begun, tmp_path / f"cut-{boundary}")
         with pytest.MonkeyPatch.context() as monkeypatch, suppress(PowerCut):
@@ -168,9 +168,9 @@ def test_a_power_cut_anywhere_leaves_a_whole_step(nano, folder, tmp_path) -> Non
             break
         step = nano.Store.open(place / "state").step
         assert step == (2 if "replace done" in crossed else 1), crossed
-        found.add(step)
+        collected.add(step)
         assert_same(run_nano(nano, folder, place, **run)[1], expected)
-    assert found == {1, 2} and boundary > 16
+    assert collected == {1, 2} and boundary > 16
 
 
 def test_a_run_that_died_before_its_first_commit_starts_again(
@@ -205,9 +205,9 @@ def test_command_trains_and_exports(nano, tmp_path, capsys) -> None:
     options = ["--seq", "32", "--lr", "3e-3"]
     nano.main([*words, *options, "--steps", "3"])
     nano.main([*words, *options, "--steps", "6"])
-    said = re.findall(r"step (\d+): loss ([\d.]+)", capsys.readouterr().out)
-    assert [int(step) for step, _ in said] == [1, 2, 3, 4, 5, 6]
-    assert float(said[-1][1]) < float(said[0][1]) - 0.2
+    lines = re.findall(r"step (\d+): loss ([\d.]+)", capsys.readouterr().out)
+    assert [int(step) for step, _ in lines] == [1, 2, 3, 4, 5, 6]
+    assert float(lines[-1][1]) < float(lines[0][1]) - 0.2
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert_same(weights_of(tmp_path / "run" / "model"), dict(tuned.state_dict()))
 

@@ -37,8 +37,8 @@ class OwnLinear(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         for block in self.body:
             x = x * self.scale + block(x)
-        found = self.out(x).squeeze(-1)
-        return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
+        actual = self.out(x).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(actual, labels), "logits": actual}
 
 
 def resnet() -> nn.Module:
@@ -72,12 +72,12 @@ def trained(kind: type, make: Any, out: Path) -> Any:
 
 @pytest.mark.parametrize("make", [resnet, convnext, OwnLinear])
 def test_bf16_training_with_float_inputs(make, tmp_path):
-    ours = trained(lohan.hf.Trainer, make, tmp_path / "ours")
-    theirs = trained(transformers.Trainer, make, tmp_path / "theirs")
-    assert ours.session.plan.dtype == "bf16"
-    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0.02)
-    assert logged(ours, "eval_loss") == pytest.approx(logged(theirs, "eval_loss"), rel=0.02)
-    learnt = copy.deepcopy(ours.model)
+    actual = trained(lohan.hf.Trainer, make, tmp_path / "ours")
+    expected = trained(transformers.Trainer, make, tmp_path / "theirs")
+    assert actual.session.plan.dtype == "bf16"
+    assert logged(actual, "loss") == pytest.approx(logged(expected, "loss"), rel=0.02)
+    assert logged(actual, "eval_loss") == pytest.approx(logged(expected, "eval_loss"), rel=0.02)
+    learnt = copy.deepcopy(actual.model)
     assert {m.__class__ for m in pickle.loads(pickle.dumps(learnt)).modules()} == {
         type(m) for m in make().modules()
     }

@@ -72,27 +72,32 @@ def finished(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
     return weights(folder)
 
 
-def assert_equal_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) < 2e-5
+def assert_equal_weights(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    assert actual.keys() == expected.keys()
+    assert max((actual[n] - expected[n]).abs().max().item() for n in expected) < 2e-5
 
 
 @pytest.mark.parametrize("by", ["create_optimizer", "get_optimizer_cls_and_kwargs"])
 def test_groups_of_an_overridden_method(by, tmp_path):
     """With a schedule for all of them, clipping, and a callback that writes to them."""
-    found, changes = {}, {"max_grad_norm": 0.5, "max_steps": 4}
+    collected, changes = {}, {"max_grad_norm": 0.5, "max_steps": 4}
     for base in (transformers.Trainer, lohan.hf.Trainer):
         write = Writes(weight_decay=0.9, betas=(0.6, 0.7))
         out = tmp_path / base.__module__
-        made = script(with_optimizer(base, by=by), out, callbacks=[write], **changes)
-        found[base] = made, finished(made, out / "end")
-    (theirs, expected), (ours, got) = found[transformers.Trainer], found[lohan.hf.Trainer]
-    assert_alike(ours, theirs)
+        result = script(with_optimizer(base, by=by), out, callbacks=[write], **changes)
+        collected[base] = result, finished(result, out / "end")
+    (reference, expected), (actual, got) = (
+        collected[transformers.Trainer],
+        collected[lohan.hf.Trainer],
+    )
+    assert_alike(actual, reference)
     assert_equal_weights(got, expected)
-    held = [p for group in ours.optimizer.param_groups for p in group["params"]]
+    held = [p for group in actual.optimizer.param_groups for p in group["params"]]
     assert all(p.is_meta for p in held)  # or it would hold the whole model in memory
     if by == "create_optimizer":
-        serial = partial(type(ours), lohan=lohan.hf.LohanArguments(overlap=False))
+        serial = partial(type(actual), lohan=lohan.hf.LohanArguments(overlap=False))
         write = Writes(weight_decay=0.9, betas=(0.6, 0.7))
         plain = script(serial, tmp_path / "serial", callbacks=[write], **changes)
         same = finished(plain, tmp_path / "serial" / "end")
@@ -127,12 +132,12 @@ def own_optimizers(kind: type, out: Path, **changes: Any) -> Any:
 
 def test_an_optimizer_and_a_scheduler_that_are_passed(tmp_path, caplog):
     """Momentum is cycled too. Parameters in no group keep their values, as with torch."""
-    theirs = own_optimizers(transformers.Trainer, tmp_path / "theirs")
+    expected = own_optimizers(transformers.Trainer, tmp_path / "theirs")
     with caplog.at_level("WARNING"):
-        ours = own_optimizers(lohan.hf.Trainer, tmp_path / "ours")
-    assert_alike(ours, theirs)
-    got = finished(ours, tmp_path / "ours" / "end")
-    assert_equal_weights(got, finished(theirs, tmp_path / "theirs" / "end"))
+        actual = own_optimizers(lohan.hf.Trainer, tmp_path / "ours")
+    assert_alike(actual, expected)
+    got = finished(actual, tmp_path / "ours" / "end")
+    assert_equal_weights(got, finished(expected, tmp_path / "theirs" / "end"))
     start = dict(small_model("llama").named_parameters())
     assert torch.equal(got["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
     assert "of LlamaForCausalLM are in no group of the optimizer and do not learn" in caplog.text
@@ -150,8 +155,8 @@ def test_values_that_a_callback_wrote_are_there_after_a_resume(tmp_path):
         kind, tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-2"), **changes
     )
     assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.9
-    found = finished(resumed, tmp_path / "cut" / "end")
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    actual = finished(resumed, tmp_path / "cut" / "end")
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
     resumed.session.close()
     with pytest.raises(lohan.LohanError, match="other parameter groups than in the last step"):
         script(lohan.hf.Trainer, tmp_path / "cut", resume=True, **changes)

@@ -26,10 +26,10 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_equal_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert expected
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
 
 
 def is_frozen(name: str) -> bool:
@@ -77,8 +77,8 @@ def test_bf16_training_merges_adapters_into_unrounded_weights(tmp_path):
     ids = torch.arange(8)[None]
     in_memory = copy.deepcopy(unloaded)
     with torch.no_grad():
-        found, expected = unloaded(input_ids=ids).logits, in_memory(input_ids=ids).logits
-    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+        actual, expected = unloaded(input_ids=ids).logits, in_memory(input_ids=ids).logits
+    torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=0.02)
     with pytest.raises(ModelError, match=r"is what merge_and_unload returned.*deepcopy"):
         script(lohan.hf.Trainer, tmp_path / "three", model=unloaded, max_steps=1)
 

@@ -32,9 +32,9 @@ BOTH = (transformers.Trainer, lohan.hf.Trainer)
 
 
 def same_weights(ours: Path, theirs: Path, *, limit: float = 2e-5) -> None:
-    found, expected = weights(ours), weights(theirs)
-    assert found.keys() == expected.keys()
-    assert max((found[n] - expected[n]).abs().max().item() for n in expected) < limit
+    actual, expected = weights(ours), weights(theirs)
+    assert actual.keys() == expected.keys()
+    assert max((actual[n] - expected[n]).abs().max().item() for n in expected) < limit
 
 
 # -- what evaluation computes ---------------------------------------------------------------------
@@ -111,8 +111,8 @@ def test_losses_of_ones_own_see_fp32_logits_with_bf16(label_smoothing_factor, tm
     assert set(seen) <= {torch.float32} and runs[1].session.plan.dtype == "bf16"
     for name, limit in (("loss", 1e-3), ("grad_norm", 2e-2)):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=limit), name
-    for found in runs[1].evaluate()["eval_loss"], *logged(runs[1], "loss"):
-        assert found != torch.tensor(found).bfloat16().item()  # it is of fp32
+    for item in runs[1].evaluate()["eval_loss"], *logged(runs[1], "loss"):
+        assert item != torch.tensor(item).bfloat16().item()  # it is of fp32
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -124,7 +124,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
-    found = []
+    collected = []
     for kind in BOTH:
         data = Stream(examples(10, seed=2))
         trainer = made(
@@ -135,8 +135,8 @@ def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
             max_steps=1,
         )
         trainer.train()
-        found.append(trainer.evaluate()["eval_loss"])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        collected.append(trainer.evaluate()["eval_loss"])
+    assert collected[1] == pytest.approx(collected[0], rel=1e-5)
 
 
 # -- what is saved --------------------------------------------------------------------------------
@@ -280,9 +280,9 @@ def test_a_second_trainer_in_the_same_folder(tmp_path):
     again.train()
     plain = small_model("llama")
     for name in ("a", "b"):
-        theirs = made(transformers.Trainer, tmp_path / name, model=plain)
-        theirs.train()
-    assert logged(again, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+        expected = made(transformers.Trainer, tmp_path / name, model=plain)
+        expected.train()
+    assert logged(again, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
     stores = [path for path in tmp_path.iterdir() if path.name.startswith("lohan-")]
     assert stores == list(again.session.store.dirs)
 
@@ -338,12 +338,16 @@ def test_the_best_model_is_loaded_at_the_end(only_model, tmp_path):
         runs.append(made(kind, tmp_path / kind.__module__, model=model, **changes))
         runs[-1].train()
         runs[-1].save_model(str(tmp_path / f"{kind.__module__}-best"))
-    theirs, ours = runs
-    best = Path(ours.state.best_model_checkpoint)
-    assert best.name == Path(theirs.state.best_model_checkpoint).name != "checkpoint-4"
+    expected, actual = runs
+    best = Path(actual.state.best_model_checkpoint)
+    assert best.name == Path(expected.state.best_model_checkpoint).name != "checkpoint-4"
     same_weights(tmp_path / f"{BOTH[1].__module__}-best", best, limit=1e-12)
-    assert ours.evaluate()["eval_loss"] == pytest.approx(min(logged(ours, "eval_loss")), rel=1e-6)
-    assert theirs.evaluate()["eval_loss"] == pytest.approx(ours.evaluate()["eval_loss"], rel=1e-3)
+    assert actual.evaluate()["eval_loss"] == pytest.approx(
+        min(logged(actual, "eval_loss")), rel=1e-6
+    )
+    assert expected.evaluate()["eval_loss"] == pytest.approx(
+        actual.evaluate()["eval_loss"], rel=1e-3
+    )
     out = tmp_path / BOTH[1].__module__
     assert len(list(out.glob("checkpoint-*"))) == 2
     assert len(list(out.rglob("lohan-state"))) == (0 if only_model else 2)
@@ -378,8 +382,8 @@ def test_resume_from_an_earlier_checkpoint(frozen, tmp_path):
 
 
 def labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    made = collate(rows)
-    return {**made, "labels": made["input_ids"][:, 0] % 3}
+    result = collate(rows)
+    return {**result, "labels": result["input_ids"][:, 0] % 3}
 
 
 def classified(place: Path, **settings: Any) -> list[Any]:
@@ -417,9 +421,9 @@ def test_classes_have_a_loss_in_fp32_with_bf16(tmp_path):
     for trainer in runs:
         trainer.evaluate()
     for name in ("loss", "eval_loss"):
-        found = logged(runs[1], name)
-        assert found == pytest.approx(logged(runs[0], name), rel=2e-3), name
-        assert found != torch.tensor(found).bfloat16().tolist()
+        actual = logged(runs[1], name)
+        assert actual == pytest.approx(logged(runs[0], name), rel=2e-3), name
+        assert actual != torch.tensor(actual).bfloat16().tolist()
 
 
 class Line(nn.Module):
@@ -446,8 +450,8 @@ def test_a_model_of_parameters_on_its_root(tmp_path):
         runs[-1].train()
     assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
     assert runs[1].session.step == 4
-    expected, found = runs[0].model.state_dict(), runs[1].model.state_dict()
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    expected, actual = runs[0].model.state_dict(), runs[1].model.state_dict()
+    assert all(torch.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
 
 
 def test_nothing_that_learns_is_an_error(tmp_path):
@@ -534,12 +538,12 @@ def test_liger_kernels_replace_modules_and_leave_the_head(tmp_path, monkeypatch)
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    ours = made(lohan.hf.Trainer, tmp_path / "ours", **changes)
-    ours.train()
+    actual = made(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    actual.train()
     assert {*calls} == {"norm", "rotary"}
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", plain_rotary)
     plain = made(lohan.hf.Trainer, tmp_path / "plain", eval_strategy="steps", eval_steps=2)
     plain.train()
-    assert logged(ours, "loss") == logged(plain, "loss")
-    assert logged(ours, "eval_loss") == logged(plain, "eval_loss")
+    assert logged(actual, "loss") == logged(plain, "loss")
+    assert logged(actual, "eval_loss") == logged(plain, "eval_loss")
     shutil.rmtree(tmp_path / "plain")

@@ -215,11 +215,11 @@ def test_a_training_that_saved_no_checkpoint_goes_on(base, tmp_path):
             (tmp_path / "out" / name / "trainer_state.json").write_text(text)
     again = made(base, tmp_path / "out", arguments=more)
     again.train(resume_from_checkpoint=True)
-    wanted, found = (
+    wanted, actual = (
         {r["step"]: (r["loss"], r["learning_rate"]) for r in t.state.log_history if "loss" in r}
         for t in (whole, again)
     )
-    assert list(found) == [4, 5, 6] and found.items() <= wanted.items()
+    assert list(actual) == [4, 5, 6] and actual.items() <= wanted.items()
     with pytest.raises(ValueError, match="No valid checkpoint"):
         made(base, tmp_path / "new").train(resume_from_checkpoint=True)
 

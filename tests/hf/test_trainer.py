@@ -67,16 +67,16 @@ from tests.support.trainer_scripts import (
     ],
 )
 def test_the_same_losses_with_another_import(changes, tmp_path):
-    theirs = script(transformers.Trainer, tmp_path / "theirs", **changes)
-    ours = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
-    assert ours.session.step == ours.state.global_step == theirs.state.global_step
-    assert len(logged(ours, "loss")) >= 6
-    assert_alike(ours, theirs)
-    theirs.save_model()
-    ours.save_model()
-    expected, found = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
-    assert expected.keys() == found.keys()
-    assert max((expected[n] - found[n]).abs().max().item() for n in expected) < 2e-5
+    reference = script(transformers.Trainer, tmp_path / "theirs", **changes)
+    actual = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    assert actual.session.step == actual.state.global_step == reference.state.global_step
+    assert len(logged(actual, "loss")) >= 6
+    assert_alike(actual, reference)
+    reference.save_model()
+    actual.save_model()
+    expected, result = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
+    assert expected.keys() == result.keys()
+    assert max((expected[n] - result[n]).abs().max().item() for n in expected) < 2e-5
 
 
 def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
@@ -91,13 +91,13 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(replanning, name, getattr(replanning, name))
     replan_at_once.always()
     with caplog.at_level(logging.INFO, logger="lohan.hf.mixin"):
-        ours = script(
+        actual = script(
             lohan.hf.Trainer, tmp_path / "ours", eval_strategy="steps", eval_steps=2, **limit
         )
     assert "after step 3: measured the first" in caplog.text
-    assert ours.session.plan.kept and not plain.session.plan.kept
+    assert actual.session.plan.kept and not plain.session.plan.kept
     for name in ("loss", "grad_norm"):
-        assert logged(ours, name) == logged(plain, name)
+        assert logged(actual, name) == logged(plain, name)
 
 
 @pytest.mark.parametrize(("store", "there"), [("lohan-store-rank0of2", 2), ("lohan-store", 1)])
@@ -107,8 +107,8 @@ def test_stores_of_other_processes_are_found(store, there, tmp_path):
     (tmp_path / store / IDENTITY).write_text("")
     (tmp_path / "lohan-store-rank0of3-activations").mkdir()  # left by a kill
     (tmp_path / "lohan-store-rank0of3-activations" / IDENTITY).write_text("")
-    for own in ("lohan-store", "lohan-store-rank1of3"):
-        assert stored_world_size(tmp_path / own) == there
+    for name in ("lohan-store", "lohan-store-rank1of3"):
+        assert stored_world_size(tmp_path / name) == there
     if there == 2:
         (tmp_path / "checkpoint-2").mkdir()
         transformers.TrainerState(global_step=2).save_to_json(
@@ -131,8 +131,8 @@ class Speculated(TrainerCallback):
         speculation._plan = replace(speculation._plan, most_clipped=1.0)
 
     def on_step_end(self, args, state, control, **_):
-        found = self.trainer.session.executor.clipping.counts
-        self.counts.append((found.get("speculated", 0), found.get("rolled_back", 0)))
+        actual = self.trainer.session.executor.clipping.counts
+        self.counts.append((actual.get("speculated", 0), actual.get("rolled_back", 0)))
 
 
 class Counting(lohan.hf.Trainer):
@@ -163,21 +163,21 @@ def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
         for module in model.modules():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.2
-        own = lohan.hf.LohanArguments(overlap=overlap, activations="recompute")  # one plan
-        made, out = partial(kind, lohan=own), tmp_path / name
-        trainer = script(made, out, model=model, max_steps=9, max_grad_norm=limit)
+        arguments = lohan.hf.LohanArguments(overlap=overlap, activations="recompute")  # one plan
+        result, out = partial(kind, lohan=arguments), tmp_path / name
+        trainer = script(result, out, model=model, max_steps=9, max_grad_norm=limit)
         trainer.save_model(out)
         return trainer
 
     norms = logged(run("norms", 1e9, overlap=False), "grad_norm")
     limit = (max(norms[3:-1]) + norms[-1]) / 2  # the last step is clipped, some before are not
     assert max(norms[3:-1]) < 0.97 * norms[-1]
-    waits, ours = run("waits", limit, overlap=False), run("ours", limit)
-    assert ours.way.counts[-2:] == [(1, 0), (1, 1)]
+    waits, actual = run("waits", limit, overlap=False), run("ours", limit)
+    assert actual.way.counts[-2:] == [(1, 0), (1, 1)]
     for name in ("loss", "grad_norm"):
-        assert logged(ours, name) == logged(waits, name)
-    expected, found = weights(tmp_path / "waits"), weights(tmp_path / "ours")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert logged(actual, name) == logged(waits, name)
+    expected, result = weights(tmp_path / "waits"), weights(tmp_path / "ours")
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
     assert run("own", limit, kind=WithOwnLoss).way.counts[-1] == (0, 0)
 
 
@@ -194,17 +194,17 @@ class Count(TrainerCallback):
 
 
 def test_callbacks_and_an_early_stop(tmp_path):
-    count, theirs = Count(), Count()
-    ours = script(lohan.hf.Trainer, tmp_path / "ours", callbacks=[count])
-    script(transformers.Trainer, tmp_path / "theirs", callbacks=[theirs])
-    assert (count.steps, ours.session.step) == (4, 4)
-    assert count.rates == theirs.rates
+    count, expected = Count(), Count()
+    actual = script(lohan.hf.Trainer, tmp_path / "ours", callbacks=[count])
+    script(transformers.Trainer, tmp_path / "theirs", callbacks=[expected])
+    assert (count.steps, actual.session.step) == (4, 4)
+    assert count.rates == expected.rates
 
 
 def test_metrics_of_predictions(tmp_path):
-    def accuracy(found):
-        hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
-        return {"hits": float(hits[found.label_ids[:, 1:] != -100].mean())}
+    def accuracy(prediction):
+        hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {"hits": float(hits[prediction.label_ids[:, 1:] != -100].mean())}
 
     runs = [
         script(
@@ -255,16 +255,16 @@ def test_resumes_after_a_stop_and_after_a_crash(dies, tmp_path):
     whole.save_model()
     rest.save_model()
     expected = weights(tmp_path / "whole")
-    found = weights(tmp_path / "parts")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual = weights(tmp_path / "parts")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_checkpoint_is_a_model(tmp_path):
     trainer = script(lohan.hf.Trainer, tmp_path, save_strategy="steps", save_steps=3)
-    found = weights(tmp_path / "checkpoint-6")
+    actual = weights(tmp_path / "checkpoint-6")
     trainer.save_model(str(tmp_path / "last"))
     last = weights(tmp_path / "last")
-    assert all(torch.equal(found[name], last[name]) for name in last)
+    assert all(torch.equal(actual[name], last[name]) for name in last)
     assert (tmp_path / "checkpoint-3" / "trainer_state.json").is_file()
     assert not (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
 
@@ -283,21 +283,21 @@ def test_a_model_without_weights_in_memory(tmp_path, monkeypatch):
     assert trainer.session.store.dirs[0].parent == tmp_path / "drive"
     assert trainer.session.host_bytes == 64 * 2**20
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    theirs = transformers.Trainer(
+    expected = transformers.Trainer(
         model=plain,
         args=TrainingArguments(str(tmp_path / "t"), **{**SETTINGS, "max_steps": 3}),
         train_dataset=examples(12, vocab=VOCAB),
         data_collator=collate,
     )
-    theirs.train()
-    assert logged(trainer, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+    expected.train()
+    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
 
 
 def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
-    ours = script(lohan.hf.Trainer, tmp_path / "ours", bf16=True, max_steps=4)
-    theirs = script(transformers.Trainer, tmp_path / "theirs", max_steps=4)
-    assert ours.session.plan.dtype == "bf16"
-    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0.02)
+    actual = script(lohan.hf.Trainer, tmp_path / "ours", bf16=True, max_steps=4)
+    expected = script(transformers.Trainer, tmp_path / "theirs", max_steps=4)
+    assert actual.session.plan.dtype == "bf16"
+    assert logged(actual, "loss") == pytest.approx(logged(expected, "loss"), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -317,20 +317,20 @@ def test_rejects_unsupported_arguments(changes, message, tmp_path):
 @pytest.mark.parametrize("momentum", ["", "momentum=0.8,nesterov=True"])
 def test_sgd_is_that_of_transformers(momentum, tmp_path):
     changes = {"optim": "sgd", "optim_args": momentum or None, "learning_rate": 0.05}
-    theirs = script(transformers.Trainer, tmp_path / "theirs", **changes)
-    ours = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
-    assert_alike(ours, theirs)
-    assert ours.session.plan.kind.optimizer == "sgd"
+    expected = script(transformers.Trainer, tmp_path / "theirs", **changes)
+    actual = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    assert_alike(actual, expected)
+    assert actual.session.plan.kind.optimizer == "sgd"
 
 
 def test_lion_by_its_names(tmp_path):
-    found = {}
+    collected = {}
     for name in ("lion_32bit", "paged_lion_8bit"):
-        made = script(lohan.hf.Trainer, tmp_path / name, optim=name, learning_rate=1e-3)
-        found[name] = str(made.session.plan.kind), logged(made, "loss")
-    kinds = [kind for kind, _ in found.values()]
+        result = script(lohan.hf.Trainer, tmp_path / name, optim=name, learning_rate=1e-3)
+        collected[name] = str(result.session.plan.kind), logged(result, "loss")
+    kinds = [kind for kind, _ in collected.values()]
     assert kinds == ["lion with fp32 moments", "lion with int8 moments"]
-    wide, narrow = (losses for _, losses in found.values())
+    wide, narrow = (losses for _, losses in collected.values())
     assert narrow != wide and narrow == pytest.approx(wide, rel=0.01)
     more = lohan.hf.LohanArguments(moments="bf16")
     args = TrainingArguments(str(tmp_path / "bf16"), **SETTINGS, max_steps=1)
@@ -374,8 +374,8 @@ def test_merged_batches_are_filled_on_the_right():
 def test_the_plan_is_for_the_longest_batch():
     """Labels too: a model may need them, and attach leaves them out where its loss is sliced."""
     ids = torch.zeros(2, 5, dtype=torch.long)
-    made = shapes_for({"input_ids": ids, "attention_mask": ids, "labels": ids}, 9)
-    assert {name: tuple(t.shape) for name, t in made.items()} == {
+    result = shapes_for({"input_ids": ids, "attention_mask": ids, "labels": ids}, 9)
+    assert {name: tuple(t.shape) for name, t in result.items()} == {
         "input_ids": (2, 9),
         "attention_mask": (2, 9),
         "labels": (2, 9),

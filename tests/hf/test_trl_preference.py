@@ -60,23 +60,25 @@ NAMES = {
 
 
 def same(name: str, tmp_path: Path, **changes: Any) -> Any:
-    theirs, ours = (script(name, tmp_path / str(own), ours=own, **changes) for own in (False, True))
+    reference, actual = (
+        script(name, tmp_path / str(own), ours=own, **changes) for own in (False, True)
+    )
     if changes.get("load_best_model_at_end"):  # once more, as the best one was
-        theirs.evaluate(), ours.evaluate()
+        reference.evaluate(), actual.evaluate()
     for key in ("loss", "eval_loss", "grad_norm", *NAMES[name]):
         first = int(key == "rewards/accuracies")  # before the first step both are equal, or nearly
-        expected = logged(theirs, key)[first:]
-        assert logged(ours, key)[first:] == pytest.approx(expected, rel=2e-4, abs=2e-5), key
+        expected = logged(reference, key)[first:]
+        assert logged(actual, key)[first:] == pytest.approx(expected, rel=2e-4, abs=2e-5), key
         assert expected, key
-    after = weights(theirs, tmp_path / "their-weights")
-    found = weights(ours, tmp_path / "our-weights")
+    after = weights(reference, tmp_path / "their-weights")
+    result = weights(actual, tmp_path / "our-weights")
     if "peft" not in changes:  # the class that learnt, whatever its checkpoint was of
         configs = [tmp_path / f"{whose}-weights" / "config.json" for whose in ("their", "our")]
         named = [json.loads(file.read_text())["architectures"] for file in configs]
         assert named[0] == named[1]
-    for key, value in found.items():
+    for key, value in result.items():
         torch.testing.assert_close(value, after[key], rtol=1e-3, atol=2e-5)
-    return ours
+    return actual
 
 
 CASES = {
@@ -118,8 +120,8 @@ def test_an_adapter_is_switched_off_for_the_reference(name: str, tmp_path: Path)
     lora = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
     )
-    ours = same(name, tmp_path, peft=lora)
-    assert abs(logged(ours, "rewards/chosen")[0]) > 1e-3
+    actual = same(name, tmp_path, peft=lora)
+    assert abs(logged(actual, "rewards/chosen")[0]) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
@@ -155,35 +157,35 @@ def test_evaluated_before_training_and_streamed_from_a_folder(tmp_path: Path) ->
         train=False,
         start=lambda: lohan.load(tmp_path / "model"),
     )
-    found = trainer.evaluate()
-    assert found["eval_loss"] == pytest.approx(np.log(2), abs=1e-6)
-    assert found["eval_rewards/margins"] == pytest.approx(0, abs=1e-6)
+    result = trainer.evaluate()
+    assert result["eval_loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert result["eval_rewards/margins"] == pytest.approx(0, abs=1e-6)
     trainer.train()
-    theirs = script("dpo", tmp_path / "theirs", ours=False)
-    assert logged(trainer, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+    expected = script("dpo", tmp_path / "theirs", ours=False)
+    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_metrics_of_logits_and_a_reference_of_ones_own(tmp_path: Path) -> None:
-    def mean(found: Any) -> dict[str, float]:
-        return {"mean": float(found.predictions.mean())}
+    def mean(prediction: Any) -> dict[str, float]:
+        return {"mean": float(prediction.predictions.mean())}
 
     def other() -> Any:
         torch.manual_seed(7)
-        made = model()
-        for parameter in made.parameters():
+        result = model()
+        for parameter in result.parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)
-        return made
+        return result
 
     runs = [
         script(
             "dpo",
-            tmp_path / str(ours),
-            ours=ours,
+            tmp_path / str(actual),
+            ours=actual,
             max_steps=2,
             more={"compute_metrics": mean, "ref_model": other()},
         )
-        for ours in (False, True)
+        for actual in (False, True)
     ]
     for name in ("loss", "eval_mean", "eval_loss", "rewards/chosen"):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=2e-4), name
@@ -194,8 +196,8 @@ def test_the_auxiliary_loss_of_experts(tmp_path: Path) -> None:
     """In the weight that the config of the trainer says."""
     changes: Any = {"router_aux_loss_coef": 0.2, "eval_strategy": "no", "max_steps": 2}
     runs = [
-        script("kto", tmp_path / str(ours), ours=ours, start=experts, **changes)
-        for ours in (False, True)
+        script("kto", tmp_path / str(actual), ours=actual, start=experts, **changes)
+        for actual in (False, True)
     ]
     for name in ("loss", "aux_loss", "grad_norm", "rewards/chosen"):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=2e-4, abs=2e-5), (
@@ -207,11 +209,11 @@ def test_no_full_logits_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from lohan.engine.head import SlicedHead
 
     rows: list[int] = []
-    made = SlicedHead._logits
+    result = SlicedHead._logits
 
     def watched(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         rows.append(hidden.shape[1])
-        return made(self, hidden)
+        return result(self, hidden)
 
     monkeypatch.setattr(SlicedHead, "_logits", watched)
     trainer = script("dpo", tmp_path / "out", ours=True, max_steps=1, eval_strategy="no")
@@ -246,10 +248,10 @@ def test_rejects_preferences_of_an_encoder_decoder_model(name: str, tmp_path: Pa
 def test_a_stream_of_data_with_an_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     losses = []
-    for ours in (False, True):
-        kind = lohan.hf.DPOTrainer if ours else ours_of_trl.TheirDPO
+    for actual in (False, True):
+        kind = lohan.hf.DPOTrainer if actual else ours_of_trl.TheirDPO
         args = trl.DPOConfig(
-            str(tmp_path / str(ours)),
+            str(tmp_path / str(actual)),
             max_steps=2,
             use_cpu=True,
             bf16=False,
@@ -279,8 +281,8 @@ def test_without_arguments_those_of_the_library_are_checked_too(
 ) -> None:
     """TRL's own would switch activation checkpointing on."""
     monkeypatch.chdir(tmp_path)
-    own = partial(trl.DPOConfig, use_cpu=True, bf16=False)  # theirs are for a GPU
-    monkeypatch.setattr("trl.trainer.dpo_trainer.DPOConfig", own)
+    make_config = partial(trl.DPOConfig, use_cpu=True, bf16=False)  # theirs are for a GPU
+    monkeypatch.setattr("trl.trainer.dpo_trainer.DPOConfig", make_config)
     trainer = lohan.hf.DPOTrainer(
         model=model(),
         train_dataset=datasets.Dataset.from_list(PAIRS[:4]),

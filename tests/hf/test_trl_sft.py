@@ -28,15 +28,15 @@ from tests.support.sft_scripts import experts, logged, model, script  # noqa: E4
     ids=["text", "prompt and completion", "packed"],
 )
 def test_the_same_losses_with_another_import(rows, changes, tmp_path):
-    theirs = script(trl.SFTTrainer, tmp_path / "theirs", rows=rows, **changes)
-    ours = script(lohan.hf.SFTTrainer, tmp_path / "ours", rows=rows, **changes)
+    expected = script(trl.SFTTrainer, tmp_path / "theirs", rows=rows, **changes)
+    actual = script(lohan.hf.SFTTrainer, tmp_path / "ours", rows=rows, **changes)
     names = ["loss", "eval_loss", "grad_norm", "learning_rate", "num_tokens", "entropy"]
     names += ["mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy"]
     if changes.get("gradient_accumulation_steps"):  # theirs are means of means over batches
         names = [name for name in names if "entropy" not in name and "accuracy" not in name]
     for name in names:
-        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
-    assert len(logged(ours, "loss")) == 6
+        assert logged(actual, name) == pytest.approx(logged(expected, name), rel=1e-4), name
+    assert len(logged(actual, "loss")) == 6
 
 
 def test_with_an_adapter(tmp_path):
@@ -46,8 +46,8 @@ def test_with_an_adapter(tmp_path):
         lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         runs.append(script(kind, tmp_path / name, peft=lora))
         runs[-1].save_model()
-    theirs, ours = runs
-    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+    reference, actual = runs
+    assert logged(actual, "loss") == pytest.approx(logged(reference, "loss"), rel=1e-4)
     ours_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "ours")
     theirs_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "theirs")
     expected = dict(theirs_loaded.named_parameters())
@@ -62,19 +62,19 @@ def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path
     losses = logged(first, "loss")
     again = script(lohan.hf.SFTTrainer, tmp_path, resume=tmp_path / "checkpoint-1", **changes)
     assert logged(again, "loss") == losses and first.session.closed
-    gone = weakref.ref(again)
+    reference = weakref.ref(again)
     del again
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert logged(script(lohan.hf.SFTTrainer, tmp_path, **changes), "loss") == losses
 
 
 def test_the_auxiliary_loss_of_experts_is_in_the_log(tmp_path, monkeypatch):
     """Over accumulated batches too, and with ours in the place of trl's."""
-    theirs = trl.SFTTrainer
+    expected = trl.SFTTrainer
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
     runs = []
-    for kind in (theirs, lohan.hf.SFTTrainer):
+    for kind in (expected, lohan.hf.SFTTrainer):
         monkeypatch.setattr(trl, "SFTTrainer", kind)
         runs.append(script(trl.SFTTrainer, tmp_path / kind.__module__, start=experts, **changes))
     for name in ("loss", "aux_loss", "eval_aux_loss", "eval_loss", "grad_norm", "entropy"):
@@ -83,8 +83,8 @@ def test_the_auxiliary_loss_of_experts_is_in_the_log(tmp_path, monkeypatch):
 
 
 def test_metrics_and_a_smoothed_loss(tmp_path):
-    def mean(found: Any) -> dict[str, float]:
-        return {"mean": float(found.predictions.mean())}
+    def mean(prediction: Any) -> dict[str, float]:
+        return {"mean": float(prediction.predictions.mean())}
 
     names = ["loss", "eval_loss", "eval_mean", "entropy", "eval_entropy", "mean_token_accuracy"]
     runs = [
@@ -120,5 +120,5 @@ def test_a_change_of_plan_leaves_the_loss_as_it_is(tmp_path):
     session.follow(session.plan)
     assert session.head.ranks_apart and session.executor.mean_over == 3
     session.executor.mean_over = 1
-    found = trainer.evaluate()
-    assert found["eval_loss"] == before and "eval_entropy" in found
+    result = trainer.evaluate()
+    assert result["eval_loss"] == before and "eval_entropy" in result

@@ -43,14 +43,14 @@ def with_own_step(kind: type) -> type:
 )
 def test_an_own_training_step_trains(changes, tmp_path):
     changes = {**changes, "max_steps": 3}
-    theirs = script(with_own_step(transformers.Trainer), tmp_path / "theirs", **changes)
-    ours = script(with_own_step(lohan.hf.Trainer), tmp_path / "ours", **changes)
-    assert ours.session.step == 3
-    assert_alike(ours, theirs)
-    for trainer in (ours, theirs):
+    reference = script(with_own_step(transformers.Trainer), tmp_path / "theirs", **changes)
+    actual = script(with_own_step(lohan.hf.Trainer), tmp_path / "ours", **changes)
+    assert actual.session.step == 3
+    assert_alike(actual, reference)
+    for trainer in (actual, reference):
         trainer.save_model()
-    expected, found = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
-    assert max((expected[n] - found[n]).abs().max().item() for n in expected) < 2e-5
+    expected, result = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
+    assert max((expected[n] - result[n]).abs().max().item() for n in expected) < 2e-5
 
 
 class Lost(lohan.hf.Trainer):
@@ -120,9 +120,9 @@ def test_callbacks_read_and_freeze_and_a_loss_depends_on_a_weight(tmp_path):
             penalised, tmp_path / kind.__module__, model=model, callbacks=[seen], max_steps=5
         ), seen
 
-    (theirs, expected), (ours, found) = run(transformers.Trainer), run(lohan.hf.Trainer)
-    assert_alike(ours, theirs)
-    assert found.log == pytest.approx(expected.log, rel=1e-5)
+    (reference, expected), (actual, item) = run(transformers.Trainer), run(lohan.hf.Trainer)
+    assert_alike(actual, reference)
+    assert item.log == pytest.approx(expected.log, rel=1e-5)
 
 
 class Changes(TrainerCallback):
@@ -178,8 +178,8 @@ def test_after_training_the_model_no_longer_trains_by_itself(tmp_path, monkeypat
     for each in (model, plain):
         each(**data).loss.backward()
     assert trainer.session.step == 2
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
     with pytest.raises(ConfigError, match=r"AdamW\.step\(\) would not update model\.embed_tokens"):
         torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     assert trainer.evaluate()["eval_loss"] == before
@@ -203,5 +203,5 @@ def test_weights_loaded_after_training_are_evaluated_and_saved(tmp_path):
     trainer.model.load_state_dict(other.state_dict())
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
-    found = weights(tmp_path / "saved")
-    assert all(torch.equal(p, found[name]) for name, p in other.named_parameters())
+    actual = weights(tmp_path / "saved")
+    assert all(torch.equal(p, actual[name]) for name, p in other.named_parameters())

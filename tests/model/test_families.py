@@ -11,8 +11,8 @@ SEQ = 1024
 
 
 def part(block: BlockShape, name: str) -> Activation:
-    (found,) = [part for part in block.activations if part.name == name]
-    return found
+    (actual,) = [part for part in block.activations if part.name == name]
+    return actual
 
 
 def test_a_gpt_block_keeps_34_bytes_per_hidden_element_and_token():

@@ -214,12 +214,12 @@ def test_a_dit_of_diffusers(tmp_path):
     from tests.support.diffusion_folders import loaded, save_pipeline
 
     folder = save_pipeline(tmp_path, "dit") / "transformer"
-    found, model = presets.model(folder), loaded(folder, "dit")
-    assert found.parameters == sum(p.numel() for p in model.parameters())
-    assert found.blocks[0].parameters == sum(
+    actual, model = presets.model(folder), loaded(folder, "dit")
+    assert actual.parameters == sum(p.numel() for p in model.parameters())
+    assert actual.blocks[0].parameters == sum(
         p.numel() for p in model.transformer_blocks[0].parameters()
     )
-    assert found.sample_tokens == 16 and len(found.blocks) == 2
+    assert actual.sample_tokens == 16 and len(actual.blocks) == 2
 
 
 def test_an_unknown_model_type_is_refused_by_name():

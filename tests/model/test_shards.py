@@ -41,12 +41,12 @@ def test_pieces_are_a_partition(found, world, chunk_params):
     group = group_of(found)
     seen: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in group.tensors}
     for ranks in RankInfo(world=world).all():
-        own = ranks.shard(group)
-        assert own.numel == ranks.shard_numel(group) and own.numel % GROUP_ALIGN == 0
-        assert [t.name for t in own.tensors] == [t.name for t in group.tensors]
-        for chunk in chunks(own, chunk_params):
+        shard = ranks.shard(group)
+        assert shard.numel == ranks.shard_numel(group) and shard.numel % GROUP_ALIGN == 0
+        assert [t.name for t in shard.tensors] == [t.name for t in group.tensors]
+        for chunk in chunks(shard, chunk_params):
             for own_range in chunk.ranges:
-                spec = own.tensors[own_range.tensor]
+                spec = shard.tensors[own_range.tensor]
                 whole = group.tensors[own_range.tensor]
                 start, stop = spec.begin + own_range.start, spec.begin + own_range.stop
                 assert ranks.start(group) + chunk.start + own_range.at == whole.offset + start

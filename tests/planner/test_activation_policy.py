@@ -49,27 +49,27 @@ def test_every_policy_of_the_simulator_is_a_wish():
 
 @pytest.mark.parametrize("asked", ["static", "recompute", "inputs"])
 def test_nothing_but_inputs(asked):
-    made = plan(asked)
-    assert made.kept == () and made.spilled_sites == ()
+    machine_plan = plan(asked)
+    assert machine_plan.kept == () and machine_plan.spilled_sites == ()
 
 
 def test_g10_sends_everything_to_ssd():
-    made = plan("g10")
-    assert made.kept_counts == dict.fromkeys(NAMES, 6)
-    assert len(made.spilled_sites) == 6
-    assert plan("all").kept == made.kept and plan("all").spilled_sites == ()
+    machine_plan = plan("g10")
+    assert machine_plan.kept_counts == dict.fromkeys(NAMES, 6)
+    assert len(machine_plan.spilled_sites) == 6
+    assert plan("all").kept == machine_plan.kept and plan("all").spilled_sites == ()
 
 
 def test_capuchin_keeps_all_of_the_first_blocks():
-    made = plan("capuchin", SOME)
-    memory = MemoryModel(LAYOUT, "fp32", WORKLOAD, made.micro_batch)
-    kept = memory.sizes.classes(made.kept)
+    machine_plan = plan("capuchin", SOME)
+    memory = MemoryModel(LAYOUT, "fp32", WORKLOAD, machine_plan.micro_batch)
+    kept = memory.sizes.classes(machine_plan.kept)
     whole = kept.count(set(NAMES))
     assert 0 < whole < 6
     assert all(classes == set(NAMES) for classes in kept[:whole])
     assert kept[whole] < set(NAMES) and (not kept[whole] or NAMES[0] in kept[whole])  # by benefit
     assert not any(kept[whole + 1 :])
-    assert made.spilled_sites == ()
+    assert machine_plan.spilled_sites == ()
 
 
 @pytest.mark.parametrize("profile", [SLOW, None])
@@ -77,14 +77,14 @@ def test_capuchin_keeps_all_of_the_first_blocks():
 def test_policies_that_know_no_ssd_stay_in_memory(asked, profile):
     pytest.importorskip("scipy")
     for host in range(SOME, 4 * SOME, SOME // 4):
-        made = plan(asked, host, profile)
-        assert made.spilled_sites == () and made.tier_bytes("host") <= host
+        machine_plan = plan(asked, host, profile)
+        assert machine_plan.spilled_sites == () and machine_plan.tier_bytes("host") <= host
 
 
 def test_checkmate_recomputes_least():
     """No other choice that takes as many bytes recomputes less."""
     pytest.importorskip("scipy")
-    made = plan("checkmate", SOME)
+    machine_plan = plan("checkmate", SOME)
     parts = [part for part in MODEL.blocks[0].activations if part.name in NAMES[:5]]
 
     def total(counts, of):
@@ -93,7 +93,7 @@ def test_checkmate_recomputes_least():
     def elements(part):
         return part.elements
 
-    held = total(made.kept_counts, elements)
+    held = total(machine_plan.kept_counts, elements)
     assert 0 < held < total(dict.fromkeys(NAMES, 6), elements)
     choices = (
         dict(zip((part.name for part in parts), counts, strict=True))
@@ -104,7 +104,7 @@ def test_checkmate_recomputes_least():
         for counts in choices
         if total(counts, elements) <= held
     )
-    assert total(made.kept_counts, lambda part: part.flops_at(256)) >= best * 0.999
+    assert total(machine_plan.kept_counts, lambda part: part.flops_at(256)) >= best * 0.999
 
 
 def test_a_missing_solver_is_named(monkeypatch):
@@ -123,8 +123,8 @@ def test_an_unknown_wish_is_refused():
 def test_exact_blocks_survive_json():
     kept = by_class([frozenset("ab"), frozenset("a"), frozenset()], ["b", "a"])
     assert kept == (("b", (0,)), ("a", (0, 1)))
-    made = replace(plan("static"), kept=kept)
-    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    result = replace(plan("static"), kept=kept)
+    assert Plan.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
 def test_the_best_is_left_to_the_planner():

@@ -61,20 +61,20 @@ def test_t_iter_is_convex_in_the_bytes_kept(step, kinds):
 def test_algorithm_1_equals_brute_force(step, kinds):
     shape = model(layers=2, classes=kinds[:4])
     chosen = acts.algorithm1(step, shape, tokens=4096, seq=1024)
-    found = acts.candidates(step, shape, tokens=4096, seq=1024)
+    actual = acts.candidates(step, shape, tokens=4096, seq=1024)
     inputs = acts.input_bytes(shape, 4096)
     # Whole candidates cannot be mixed better than by benefit, save for rounding at the bottom:
     # one candidate's worth of T_iter.
     best = min(
         step.iteration_s(
-            inputs + sum(one.bytes for one, taken in zip(found, choice, strict=True) if taken),
-            sum(one.recompute_s for one, taken in zip(found, choice, strict=True) if not taken),
+            inputs + sum(one.bytes for one, taken in zip(actual, choice, strict=True) if taken),
+            sum(one.recompute_s for one, taken in zip(actual, choice, strict=True) if not taken),
         )
-        for choice in product((False, True), repeat=len(found))
+        for choice in product((False, True), repeat=len(actual))
     )
     by_benefit = min(t for _, t in acts.curve(step, shape, tokens=4096, seq=1024))
     assert chosen.iteration_s == pytest.approx(by_benefit, rel=1e-9)
-    assert chosen.iteration_s <= best + max(one.recompute_s for one in found) + 1e-9
+    assert chosen.iteration_s <= best + max(one.recompute_s for one in actual) + 1e-9
     assert best <= chosen.iteration_s + 1e-9
 
 
@@ -94,10 +94,10 @@ def test_equal_blocks_make_it_exact(layers):
         room=1e12,
     )
     chosen = acts.algorithm1(step, shape, tokens=4096, seq=1024)
-    found = acts.candidates(step, shape, tokens=4096, seq=1024)
+    actual = acts.candidates(step, shape, tokens=4096, seq=1024)
     inputs = acts.input_bytes(shape, 4096)
     times = [
-        step.iteration_s(inputs + n * found[0].bytes, (layers - n) * found[0].recompute_s)
+        step.iteration_s(inputs + n * actual[0].bytes, (layers - n) * actual[0].recompute_s)
         for n in range(layers + 1)
     ]
     assert chosen.iteration_s == pytest.approx(min(times))

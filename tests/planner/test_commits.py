@@ -56,11 +56,11 @@ def test_a_crash_costs_at_most_a_quarter_of_an_hour(made):
 def test_describes_interval_and_cost_of_a_crash(made):
     text = "\n".join(describe(made, steps=None))
     steps = made.plan.commit.steps
-    told = rf"every {steps} steps or 15 min 0 s: a crash costs up to [\d.]+ min; saves "
-    assert re.search(told, text)
+    reported = rf"every {steps} steps or 15 min 0 s: a crash costs up to [\d.]+ min; saves "
+    assert re.search(reported, text)
     assert "if clipped    the same: updates wait for every norm" in text
-    told = to_json(made, steps=None, schedule=False)
-    assert told["commit"]["steps"] == steps and told["plan"]["commit"]["steps"] == steps
+    reported = to_json(made, steps=None, schedule=False)
+    assert reported["commit"]["steps"] == steps and reported["plan"]["commit"]["steps"] == steps
 
 
 @pytest.mark.parametrize("model", thinned(["qwen3-32b", "llama-3-70b"], 0))

@@ -79,7 +79,7 @@ def test_kernels_that_reach_a_share_of_the_speed():
 
 
 def test_deferred_updates_are_forwards():
-    made = Traffic(
+    result = Traffic(
         forward_s=1.0,
         backward_s=3.0,
         weights=0.0,
@@ -93,7 +93,7 @@ def test_deferred_updates_are_forwards():
         updated=2e9,
         deferred=0.25,
     )
-    forward, backward = lane_seconds(MACHINE, made)
+    forward, backward = lane_seconds(MACHINE, result)
     assert (forward["ssd"], backward["ssd"]) == pytest.approx((0.5, 1.5))
     assert (forward["optimizer"], backward["optimizer"]) == pytest.approx((0.5, 1.5))
 
@@ -102,8 +102,10 @@ def test_deferred_updates_are_forwards():
 def test_no_lane_has_more_to_do_than_a_step_lasts(drives, shared, step_s):
     timeline: Any = SimpleNamespace(step_s=1.0)
     nothing: Any = None
-    made = Forecast(nothing, timeline, 1, 0.0, (), nothing, {"compute": 0.9, "ssd": drives}, shared)
-    assert made.step_s == step_s
+    result = Forecast(
+        nothing, timeline, 1, 0.0, (), nothing, {"compute": 0.9, "ssd": drives}, shared
+    )
+    assert result.step_s == step_s
 
 
 def test_host_memory_is_for_the_activations_of_all_gpus():

@@ -153,10 +153,10 @@ def test_bytes_through_main_memory_are_those_of_the_document():
 
 def test_the_forecast_counts_what_the_document_says():
     """Of parameters that lie on SSD."""
-    found = on_device(drives=4, host_rate=7e10)
-    parts = step_bus_bytes(found.work.per_parameter)
-    trained = sum(found.work.groups)
-    moved = found.bus_s * 7e10 / trained
+    actual = on_device(drives=4, host_rate=7e10)
+    parts = step_bus_bytes(actual.work.per_parameter)
+    trained = sum(actual.work.groups)
+    moved = actual.bus_s * 7e10 / trained
     assert moved == pytest.approx(sum(parts.values()), rel=0.2)
 
 
@@ -165,12 +165,12 @@ def test_share_of_clipped_steps_up_to_which_updates_need_not_wait():
     machine = presets.machine("rtx4090")
     options = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True)
     model = gpt_shape(6, 16, 2048)
-    found = plan_for_machine(
+    actual = plan_for_machine(
         PlanRequest(
             model=model, machine=machine, options=options, batch=8, seq=1024, host=2048 * MiB
         )
     )
-    kept, waiting, share = found.forecast, found.clipped, found.plan.most_clipped
-    assert found.plan.spilled_gradients and 0 < share <= 1
+    kept, waiting, share = actual.forecast, actual.clipped, actual.plan.most_clipped
+    assert actual.plan.spilled_gradients and 0 < share <= 1
     # Gradients that were spilled are not in memory, so a clipped step is run again.
     assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)

@@ -19,7 +19,7 @@ BATCH, SEQ = 16, 4096  # one row is enough for the card to be at its fastest
 
 def compute_s(*, machine=MACHINE, **options) -> float:
     wanted = {"dtype": "bf16", "tiles": "off", "activations": "recompute", **options}
-    asked = PlanRequest(
+    plan_request = PlanRequest(
         model=MODEL,
         machine=machine,
         options=PlanOptions(**wanted),
@@ -27,7 +27,7 @@ def compute_s(*, machine=MACHINE, **options) -> float:
         seq=SEQ,
         host=machine.host_bytes,
     )
-    return plan_for_machine(asked).forecast.busy_s["compute"]
+    return plan_for_machine(plan_request).forecast.busy_s["compute"]
 
 
 def test_every_slice_adds_gradients_to_their_sums():

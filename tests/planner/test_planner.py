@@ -98,14 +98,16 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, dtype):
     ],
 )
 def test_only_what_exists_is_to_be_lowered(workload, options, words):
-    asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload})
-    assert lower_hint(asked, PlanOptions(dtype="fp32", **options)) == words
+    requested = BatchWorkload(
+        **{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload}
+    )
+    assert lower_hint(requested, PlanOptions(dtype="fp32", **options)) == words
 
 
 def test_images_have_no_seq():
     for name, text in (("dit-0.9b", False), ("llama-3-8b", True)):
-        made = load_of_shape(presets.model(name), batch=2, seq=64, dtype="bf16")
-        assert made.text is text
+        result = load_of_shape(presets.model(name), batch=2, seq=64, dtype="bf16")
+        assert result.text is text
 
 
 def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):

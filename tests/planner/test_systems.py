@@ -77,12 +77,12 @@ def test_every_policy_runs(name):
 def test_modes_in_their_order_and_traffic_the_same():
     """13B on the paper's server: overlap only helps, and moves no byte less."""
     server, gpt = presets.machine("ratel-4090"), presets.model("gpt-13b")
-    made = {
+    created = {
         mode: run(replace(LOHAN, update_mode=mode), gpt, server, batch=16, seq=1024)
         for mode in ("serial", "naive", "optimized")
     }
-    assert made["serial"].step_s > made["naive"].step_s > made["optimized"].step_s
-    busy = [outcome.lane_busy_s["ssd"] for outcome in made.values()]
+    assert created["serial"].step_s > created["naive"].step_s > created["optimized"].step_s
+    busy = [outcome.lane_busy_s["ssd"] for outcome in created.values()]
     assert max(busy) == pytest.approx(min(busy), rel=0.02)
 
 
@@ -118,9 +118,9 @@ def test_updates_on_the_device_replace_the_cpu():
     small = model(layers=2)
     spec, _ = shape_for(policy("g10"), small)
     *_, last = steps(spec, order_of(spec, "serial"), 2)
-    made = on_device(last["after backward"])
-    assert not [a for a in made if a.kind == "U" or any(w[0] == "U" for w in a.waits)]
-    assert [a.name for a in made if a.kind == "D"] == [
+    result = on_device(last["after backward"])
+    assert not [a for a in result if a.kind == "U" or any(w[0] == "U" for w in a.waits)]
+    assert [a.name for a in result if a.kind == "D"] == [
         "D" + a.name[1:] for a in last["after backward"] if a.kind == "U"
     ]
 
@@ -218,9 +218,9 @@ def test_a_smaller_batch_is_advised_only_where_it_helps():
     """What the weights themselves take does not shrink with the batch."""
     gpt, server = presets.model("gpt-13b"), presets.machine("ratel-4090")
     poor = replace(server, host_bytes=64 * 10**9)
-    for chosen, there in ((policy("zero-offload"), server), (policy("zero-infinity"), poor)):
-        outcome = run(chosen, gpt, there, batch=32, seq=1024)
-        one = run(chosen, gpt, there, batch=1, seq=1024)
+    for chosen, profile in ((policy("zero-offload"), server), (policy("zero-infinity"), poor)):
+        outcome = run(chosen, gpt, profile, batch=32, seq=1024)
+        one = run(chosen, gpt, profile, batch=1, seq=1024)
         assert not outcome.feasible
         assert one.feasible == ("lower --batch (now 32)" in outcome.reason), outcome.reason
         assert "--batch" not in one.reason

@@ -60,8 +60,8 @@ def test_drives_of_a_run_have_the_life_that_their_log_tells(monkeypatch, tmp_pat
         "a": DriveFacts("nvme0n1", "X", False, Health(20, 10**14), 2 * 10**12),
         "b": DriveFacts("nvme1n1", "X", False, Health(0, 10**12), 2 * 10**12),
     }
-    found = {tmp_path / name: [one] for name, one in facts.items()} | {tmp_path: [facts["a"]]}
-    monkeypatch.setattr(wear, "drives_of", lambda place: found.get(place, []))
+    actual = {tmp_path / name: [one] for name, one in facts.items()} | {tmp_path: [facts["a"]]}
+    monkeypatch.setattr(wear, "drives_of", lambda place: actual.get(place, []))
     drives = wear.drives_at([tmp_path / "a", tmp_path / "b", tmp_path])
     assert [drive.endurance_bytes for drive in drives] == [5e14, 1.2e15]
     assert [drive.usd for drive in drives] == pytest.approx([160, 160])
@@ -103,8 +103,8 @@ def test_wear_of_nothing_is_not_told():
     """A run of a minute does not ask for a cheaper drive."""
     other = Alternative("--moments int8", 1.0, 5e5, "rounded moments")
     assert wear_lines(DRIVES[:1], 1e6, steps=20, instead=[other]) == ["976.56 KiB written per step"]
-    told = wear_lines(DRIVES[:1], 1e6, steps=10**8, instead=[other])  # 0.1 of its life
-    assert len(told) == 3 and "rated life" in told[0] and "10 USD" in told[1]
+    reported = wear_lines(DRIVES[:1], 1e6, steps=10**8, instead=[other])  # 0.1 of its life
+    assert len(reported) == 3 and "rated life" in reported[0] and "10 USD" in reported[1]
     unknown = [replace(DRIVES[0], endurance_bytes=0.0)]
     assert len(wear_lines(unknown, 1e6, steps=20, instead=[other])) == 3, "not known is not nothing"
 
@@ -112,32 +112,34 @@ def test_wear_of_nothing_is_not_told():
 def test_alternatives_are_what_the_options_would_give():
     """Each is the plan that one gets with the option, to the byte."""
     request = asked()
-    made = with_alternatives(plan_for_machine(request))
-    found = {other.option: other for other in made.instead}
-    assert {"--moments int8", "--commit-every 15min"} <= set(found)
+    machine_plan = with_alternatives(plan_for_machine(request))
+    actual = {other.option: other for other in machine_plan.instead}
+    assert {"--moments int8", "--commit-every 15min"} <= set(actual)
     changes = {
         "--moments int8": {"kind": StateKind("adamw", "int8")},
         "--commit-every 15min": {"commit": Interval(0, 900.0)},
     }
     for option, changed in changes.items():
         then = plan_for_machine(asked(**changed)).forecast
-        other = found[option]
+        other = actual[option]
         assert (other.written_bytes, other.step_s) == (then.written_bytes, then.step_s)
-    written = [other.written_bytes for other in made.instead]
-    assert written == sorted(written) and max(written) < made.forecast.written_bytes
-    text = "\n".join(describe(made, steps=500))
+    written = [other.written_bytes for other in machine_plan.instead]
+    assert written == sorted(written) and max(written) < machine_plan.forecast.written_bytes
+    text = "\n".join(describe(machine_plan, steps=500))
     assert "\nwith --moments int8 " in text and "500 steps: " in text and " USD; " in text
-    told = to_json(made, steps=500, schedule=False)
-    assert [row["option"] for row in told["instead"]] == [other.option for other in made.instead]
-    taken = wear_of(request.machine.drives, made.forecast.written_bytes)
-    assert told["drive_usd_per_step"] == taken.usd > 0
+    reported = to_json(machine_plan, steps=500, schedule=False)
+    assert [row["option"] for row in reported["instead"]] == [
+        other.option for other in machine_plan.instead
+    ]
+    taken = wear_of(request.machine.drives, machine_plan.forecast.written_bytes)
+    assert reported["drive_usd_per_step"] == taken.usd > 0
 
 
 def test_activations_on_ssd_can_be_kept_off_it():
     request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
-    made = with_alternatives(plan_for_machine(request))
-    assert made.plan.spilled_sites
-    options = {other.option.split()[0] for other in made.instead}
+    machine_plan = with_alternatives(plan_for_machine(request))
+    assert machine_plan.plan.spilled_sites
+    options = {other.option.split()[0] for other in machine_plan.instead}
     assert {"--activations", "--host"} <= options and "--moments" not in options
 
 
@@ -148,10 +150,10 @@ def test_the_cheapest_plan():
 
     def usd(minimise):
         options = replace(request.options, minimise=minimise)
-        made = plan_for_machine(replace(request, options=options)).forecast
-        worn = wear_of(machine.drives, made.written_bytes).usd
-        assert worn == pytest.approx(made.written_bytes * machine.usd_per_written_byte)
-        return made.step_s * machine.usd_per_s + worn
+        forecast = plan_for_machine(replace(request, options=options)).forecast
+        worn = wear_of(machine.drives, forecast.written_bytes).usd
+        assert worn == pytest.approx(forecast.written_bytes * machine.usd_per_written_byte)
+        return forecast.step_s * machine.usd_per_s + worn
 
     cost, fast, sparing = map(usd, ("cost", "time", "writes"))
     assert cost < 0.9 * fast and cost <= sparing
@@ -164,9 +166,11 @@ def test_a_machine_without_prices_has_no_cheapest_plan():
 
 
 def test_written_bytes_of_a_step_equal_the_forecast():
-    made = plan_for_machine(asked())
-    written = written_per_step(made.blocks, made.workload, made.plan, has_own_memory=True)
-    assert written == made.forecast.written_bytes
+    machine_plan = plan_for_machine(asked())
+    written = written_per_step(
+        machine_plan.blocks, machine_plan.workload, machine_plan.plan, has_own_memory=True
+    )
+    assert written == machine_plan.forecast.written_bytes
 
 
 def test_a_plan_prices_what_it_plans_with():
@@ -176,10 +180,10 @@ def test_a_plan_prices_what_it_plans_with():
     assert machine.with_host(256 * 10**9).usd == machine.usd + 128 * machine.memory_usd
     assert machine.with_host(64 * 10**9).usd == machine.usd  # it is there, used or not
     words = "plan --model llama-3-8b --machine rtx4090 --batch 4 --ssds 4 --host 256GB"
-    told = CliRunner().invoke(app, words.split()).stdout
+    reported = CliRunner().invoke(app, words.split()).stdout
     price = machine.usd + 2 * machine.drives[0].usd + 128 * machine.memory_usd
-    assert f"(machine: {price:,.0f} USD)" in told
-    assert "GPU 1,600 USD, 4 drives 640 USD, the rest 1,884 USD" in told
+    assert f"(machine: {price:,.0f} USD)" in reported
+    assert "GPU 1,600 USD, 4 drives 640 USD, the rest 1,884 USD" in reported
 
 
 def test_presets_show_memory_drives_and_prices():
@@ -193,7 +197,7 @@ def test_presets_show_memory_drives_and_prices():
 @pytest.mark.slow
 def test_more_memory_where_it_writes_less():
     request = asked("qwen3-14b", batch=64, commit=None)
-    made = with_alternatives(plan_for_machine(request))
-    (more,) = (other for other in made.instead if other.option.startswith("--host"))
-    assert more.written_bytes < 0.5 * made.forecast.written_bytes
+    machine_plan = with_alternatives(plan_for_machine(request))
+    (more,) = (other for other in machine_plan.instead if other.option.startswith("--host"))
+    assert more.written_bytes < 0.5 * machine_plan.forecast.written_bytes
     assert more.option == "--host 238.42GiB"

@@ -48,10 +48,10 @@ class Failed(LohanError):
 
 def start_fails(config: Config, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> BaseException:
     """With faults while what it has made is removed."""
-    made, undo = trainer.open_session, trainer.undo_start
+    result, undo = trainer.open_session, trainer.undo_start
 
     def opened(*given: Any, **named: Any) -> Any:
-        made(*given, **named).close()
+        result(*given, **named).close()
         raise Failed("no")
 
     def undone(*given: Any) -> None:

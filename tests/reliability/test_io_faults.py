@@ -37,9 +37,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    made = Forge(tmp_path_factory.mktemp("forge"), env=io_faults.preloaded())
-    yield made
-    made.close()
+    result = Forge(tmp_path_factory.mktemp("forge"), env=io_faults.preloaded())
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.support.tiny_run import arguments, write_inputs
 
 def fake_tensors() -> int:
     gc.collect()
-    return sum(type(found) is FakeTensor for found in gc.get_objects())
+    return sum(type(item) is FakeTensor for item in gc.get_objects())
 
 
 def test_a_trace_lets_go_of_its_graph() -> None:
@@ -48,9 +48,9 @@ def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:
         ended = lohan("train", *arguments(inputs, tmp_path / f"run-{number}"))
         assert ended.code == 0, ended.err
         gc.collect()
-        found = Counter(repr(kind) for kind in pytree.SUPPORTED_NODES)
-        found.update(repr(kind) for kind in gc.get_objects() if isinstance(kind, type))
-        return found
+        collected = Counter(repr(kind) for kind in pytree.SUPPORTED_NODES)
+        collected.update(repr(kind) for kind in gc.get_objects() if isinstance(kind, type))
+        return collected
 
     types_after(0)  # imports, and caches of the process
     before = types_after(1)

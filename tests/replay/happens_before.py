@@ -213,8 +213,8 @@ def seconds(action: Action) -> float:
 
 
 def main() -> None:
-    found = {name: describe(spec, order) for name, spec, order in cases()}
-    RECORDED.write_text(json.dumps(found, indent=1) + "\n")
+    actual = {name: describe(spec, order) for name, spec, order in cases()}
+    RECORDED.write_text(json.dumps(actual, indent=1) + "\n")
 
 
 if __name__ == "__main__":

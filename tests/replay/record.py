@@ -138,10 +138,10 @@ bytes = 1000000000000
 
 def command(*words: object) -> str:
     """`lohan WORDS` in this process; what it prints."""
-    said, errors, before = io.StringIO(), io.StringIO(), sys.argv
+    output, errors, before = io.StringIO(), io.StringIO(), sys.argv
     sys.argv, code = ["lohan", *map(str, words)], 0
     try:
-        with redirect_stdout(said), redirect_stderr(errors):
+        with redirect_stdout(output), redirect_stderr(errors):
             command_line()
     except SystemExit as end:
         code = int(end.code or 0)
@@ -149,7 +149,7 @@ def command(*words: object) -> str:
         sys.argv = before
     if code:
         raise RuntimeError(f"lohan {' '.join(map(str, words))}: {errors.getvalue()}")
-    return said.getvalue()
+    return output.getvalue()
 
 
 @contextmanager
@@ -221,9 +221,9 @@ class Bench:
         place = self._place / name.replace("/", "-")
         with one_thread():
             losses = self._command(place, case) if case.command else self._attach(place, case)
-        found = {"losses": losses, "weights": digest_of(place / "model")}
+        collected = {"losses": losses, "weights": digest_of(place / "model")}
         shutil.rmtree(place)
-        return found
+        return collected
 
     def _attach(self, place: Path, case: Case) -> list[float]:
         torch.manual_seed(2)
@@ -312,11 +312,13 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        made = [rounded(inner) for inner in value]
-        if len(made) > LONGEST:
-            digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
-            return f"{len(made)} entries from {made[0]} to {made[-1]}, sha256 {digest[:16]}"
-        return made
+        created = [rounded(inner) for inner in value]
+        if len(created) > LONGEST:
+            digest = hashlib.sha256(json.dumps(created).encode()).hexdigest()
+            return (
+                f"{len(created)} entries from {created[0]} to {created[-1]}, sha256 {digest[:16]}"
+            )
+        return created
     return value
 
 
@@ -335,21 +337,23 @@ def bench(forge: Forge | None = None) -> Iterator[Bench]:
 def main() -> None:
     """Digests of other machines stay while those of this one do: then only theirs could be old."""
     frozen = json.loads(FROZEN.read_text()) if FROZEN.exists() else {"weights": {}}
-    with bench() as made:
+    with bench() as result:
         families = {}
         for family, cases in WEIGHTS.items():
-            found = {name: made.weights(f"{family}/{name}", case) for name, case in cases.items()}
-            first = next(iter(found.values()))
-            for name, other in found.items():
+            actual = {
+                name: result.weights(f"{family}/{name}", case) for name, case in cases.items()
+            }
+            first = next(iter(actual.values()))
+            for name, other in actual.items():
                 if other != first:
                     raise SystemExit(f"{family}: {name} gives {other}, others {first}")
             families[family] = first
-        key = made.key
+        key = result.key
         if frozen["weights"].get(key, families) != families:
             frozen["weights"] = {}
         frozen["weights"][key] = families
-        frozen["plans"] = {words: made.plan(words) for words in PLANS}
-        frozen["schedules"] = {words: made.schedule(words) for words in SCHEDULES}
+        frozen["plans"] = {words: result.plan(words) for words in PLANS}
+        frozen["schedules"] = {words: result.schedule(words) for words in SCHEDULES}
     FROZEN.write_text(json.dumps(frozen, indent=1) + "\n")
 
 

@@ -35,11 +35,11 @@ def lines(value: Any) -> list[str]:
     return json.dumps(value, indent=1).splitlines()
 
 
-def check_same(what: str, found: Any, recorded: Any) -> None:
-    if found == recorded:
+def check_same(what: str, actual: Any, recorded: Any) -> None:
+    if actual == recorded:
         return
     difference = difflib.unified_diff(
-        lines(recorded), lines(found), "recorded", "today", lineterm="", n=1
+        lines(recorded), lines(actual), "recorded", "today", lineterm="", n=1
     )
     shown = list(difference)
     left = [f"... {len(shown) - 60} more lines"] if len(shown) > 60 else []
@@ -55,12 +55,12 @@ def test_weights(family: str, made: Bench, frozen: dict[str, Any]) -> None:
     if family in NEEDS:
         pytest.importorskip(NEEDS[family])
     recorded = frozen["weights"].get(made.key)
-    found = {
+    actual = {
         name: made.weights(f"{family}/{name}", case)
         for name, case in WEIGHTS[family].items()
         if recorded is None or not case.substitute
     }
-    (first, expected), *others = found.items()
+    (first, expected), *others = actual.items()
     for name, other in others:
         check_same(f"{family}: '{name}' is to have the bits of '{first}', and", other, expected)
     if recorded is None:

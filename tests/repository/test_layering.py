@@ -87,8 +87,8 @@ def imports(tree: ast.AST, *, lazy: bool = True) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
             continue
         if isinstance(node, ast.Import):
-            ours = (a.name for a in node.names if a.name.split(".")[0] == "lohan")
-            yield from (name.removeprefix("lohan").removeprefix(".") for name in ours)
+            actual = (a.name for a in node.names if a.name.split(".")[0] == "lohan")
+            yield from (name.removeprefix("lohan").removeprefix(".") for name in actual)
         elif isinstance(node, ast.ImportFrom) and node.level:
             raise AssertionError(f"relative import in line {node.lineno}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lohan":
@@ -104,8 +104,8 @@ def test_the_root_has_these_files_only() -> None:
 
 
 def test_every_package_has_its_row() -> None:
-    found = {name.partition(".")[0] for name in MODULES} - {"__init__", "__main__"}
-    assert found == set(PACKAGES)
+    actual = {name.partition(".")[0] for name in MODULES} - {"__init__", "__main__"}
+    assert actual == set(PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -154,7 +154,7 @@ def test_test_modules_export_nothing() -> None:
             else:
                 continue
             wrong += [
-                f"{path.name}: {found[0]}" for text in texts if (found := module.search(text))
+                f"{path.name}: {actual[0]}" for text in texts if (actual := module.search(text))
             ]
     assert wrong == []
 

@@ -42,9 +42,9 @@ def test_skips_downloads_that_take_too_long(run, monkeypatch):
             raise subprocess.TimeoutExpired("pip", timeout_s)
 
     monkeypatch.setattr(environment, "run", fetch)
-    code, said, commands = run("--ci")
+    code, output, commands = run("--ci")
     assert code == 0 and not commands
-    assert said == "skipped: torch 2.14.1 for CUDA cannot be had here (not here in time)\n"
+    assert output == "skipped: torch 2.14.1 for CUDA cannot be had here (not here in time)\n"
 
 
 def test_no_network_is_a_line_and_no_failure(run, monkeypatch):
@@ -54,8 +54,8 @@ def test_no_network_is_a_line_and_no_failure(run, monkeypatch):
             raise subprocess.CalledProcessError(1, "pip")
 
     monkeypatch.setattr(environment, "run", fetch)
-    code, said, commands = run()
-    assert code == 0 and not commands and said.startswith("skipped: torch 2.14.1 for CUDA cannot")
+    code, output, commands = run()
+    assert code == 0 and not commands and output.startswith("skipped: torch 2.14.1 for CUDA cannot")
 
 
 def test_compile_error_is_a_failure(run, monkeypatch):
@@ -71,8 +71,8 @@ def test_compile_error_is_a_failure(run, monkeypatch):
 @pytest.mark.parametrize("ci", [True, False])
 def test_a_test_that_fails_is_a_failure(run, monkeypatch, ci):
     monkeypatch.setattr(suite, "set_up", lambda *_, **__: Path(sys.executable))
-    code, said, (command,) = run(*(["--ci"] if ci else []), "--durations=3")
-    assert code == 1 and not said and "--durations=3" in command
+    code, output, (command,) = run(*(["--ci"] if ci else []), "--durations=3")
+    assert code == 1 and not output and "--durations=3" in command
     assert ("-x" in command) == ci and "--ci" not in command
 
 

@@ -29,8 +29,8 @@ def test_data_files_are_part_of_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert settings["wheel"] == {"packages": ["lohan"], "py-api": "cp312"}
     ignored = (ROOT / ".gitignore").read_text().split()
-    there = {p.relative_to(ROOT) for p in (ROOT / "lohan").rglob("*") if p.is_file()}
-    kept = {str(p) for p in there if not any(_matches(p, pattern) for pattern in ignored)}
+    files = {p.relative_to(ROOT) for p in (ROOT / "lohan").rglob("*") if p.is_file()}
+    kept = {str(p) for p in files if not any(_matches(p, pattern) for pattern in ignored)}
     others = {name for name in kept if not name.endswith(".py")}
     assert others == DATA
 

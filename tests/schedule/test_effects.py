@@ -25,18 +25,18 @@ IMPLIED = {
 
 def all_effects() -> set[tuple[Operation, str]]:
     """Return every pair of an operation and a resource in the recorded schedules."""
-    found: set[tuple[Operation, str]] = set()
+    collected: set[tuple[Operation, str]] = set()
 
     def record(action: Action, spec: ScheduleSpec) -> list[Effect]:
         effects = effects_of(action, spec)
-        found.update((action.kind, str(resource[0])) for resource, _, _ in effects)
+        collected.update((action.kind, str(resource[0])) for resource, _, _ in effects)
         return effects
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "effects_of", record)
         for _, spec, order in CASES:
             describe(spec, order)
-    return found
+    return collected
 
 
 @pytest.mark.parametrize(("op", "resource"), sorted(all_effects()))

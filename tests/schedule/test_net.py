@@ -23,18 +23,20 @@ TWO = ScheduleSpec(
 
 
 def test_forward_gathers_what_was_loaded():
-    made, _ = forward(TWO, empty_buffers(TWO), (0, 1))
-    assert to_text(made) == ("R0@0 R1@1 L0@0,0(R0) A0@0(L0) L1@1,1(R1) A1@1(L1) F0@0(A0) F1@1(A1)")
+    schedule, _ = forward(TWO, empty_buffers(TWO), (0, 1))
+    assert to_text(schedule) == (
+        "R0@0 R1@1 L0@0,0(R0) A0@0(L0) L1@1,1(R1) A1@1(L1) F0@0(A0) F1@1(A1)"
+    )
 
 
 def test_backward_exchanges_before_gradients_leave():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, _ = backward(TWO, buffers, (1, 0), place(TWO, UpdateOptions(mode="naive")))
-    assert to_text(made) == (
+    schedule, _ = backward(TWO, buffers, (1, 0), place(TWO, UpdateOptions(mode="naive")))
+    assert to_text(schedule) == (
         "B1@1 X1(B1) D1(X1) S1.0@0 U1.0@0,1(D1,S1.0) W1.0@0,1(U1.0) "
         "B0@0 X0(B0) D0(X0,U1.0) S0.0@1(W1.0) U0.0@1,0(D0,S0.0) W0.0@1,0(U0.0) E C(E)"
     )
-    assert {action.lane for action in made if action.kind in "AX"} == {"net"}
+    assert {action.lane for action in schedule if action.kind in "AX"} == {"net"}
 
 
 def check_forward(text: str) -> None:
@@ -81,11 +83,11 @@ def test_the_simulator_has_the_lane():
     """One exchange after the other, and backward waits for the weights."""
     order = ExecutionOrder(forward=(0, 1), backward=(1, 0), updates=UpdateOptions())
     phases = list(steady_step(TWO, order).values())
-    made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
-    assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [
+    result = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
+    assert [(span.name, span.start_s) for span in result.spans if span.lane == "net"] == [
         ("A0", 0.0),
         ("A1", 1.0),
         ("X1", 2.0),
         ("X0", 3.0),
     ]
-    assert made.step_ends == (2.0,)
+    assert result.step_ends == (2.0,)

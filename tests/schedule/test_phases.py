@@ -67,11 +67,11 @@ SPILLED = replace(TWO, chunks=(2, 1), spilled_gradients=frozenset({0}))
 
 
 def test_forward_reads_ahead():
-    made, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    assert to_text(made) == "R0@0 R1@1 F0@0(R0) F1@1(R1)"
+    schedule, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
+    assert to_text(schedule) == "R0@0 R1@1 F0@0(R0) F1@1(R1)"
     assert buffers.slots == (0, 1)
-    made, _ = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
-    assert to_text(made) == "R0@0 F0@0(R0) R1@0(F0) F1@0(R1)"
+    schedule, _ = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
+    assert to_text(schedule) == "R0@0 F0@0(R0) R1@0(F0) F1@0(R1)"
 
 
 # mode, groups whose update waits, backward, and the forward after it
@@ -109,11 +109,11 @@ MODES = [
 def test_no_mode_reads_what_is_still_in_a_slot(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
-    assert to_text(made) == back
+    schedule, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
+    assert to_text(schedule) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, buffers, order, placed(TWO, mode, deferred))
-    assert to_text(made) == after
+    schedule, _ = forward(TWO, buffers, order, placed(TWO, mode, deferred))
+    assert to_text(schedule) == after
 
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
@@ -122,15 +122,15 @@ def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state)
     uncommitted = placed(spec, commits=False)
     _, buffers = updates(spec, empty_buffers(spec), (0,), uncommitted)
-    made, _ = updates(spec, buffers, (), uncommitted, end=True)
-    assert to_text(made) == "E C(E,U0.1)"
+    schedule, _ = updates(spec, buffers, (), uncommitted, end=True)
+    assert to_text(schedule) == "E C(E,U0.1)"
 
 
 def test_tied_weights_are_updated_after_their_last_use():
-    made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
-    assert to_text(made) == ("R0@0 F0@0(R0) R1@0(F0) F1@0(R1) R0@0(F1) F2@0(R0)")
-    made, buffers = backward(TIED, buffers, (2, 1, 0), placed(TIED), unreached=(2,))
-    assert to_text(made) == (
+    schedule, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
+    assert to_text(schedule) == ("R0@0 F0@0(R0) R1@0(F0) F1@0(R1) R0@0(F1) F2@0(R0)")
+    schedule, buffers = backward(TIED, buffers, (2, 1, 0), placed(TIED), unreached=(2,))
+    assert to_text(schedule) == (
         "S1.0@0 B2@0 R1@0(B2) B1@0(R1) U1.0@0,0(B1) W1.0@0,0(U1.0) "
         "S0.0@0(W1.0) R0@0 B0@0(R0) U0.0@0,0(B0) "
         "W0.0@0,0(U0.0) S0.1@0(W0.0) U0.1@0,0(S0.1) W0.1@0,0(U0.1) "
@@ -140,10 +140,10 @@ def test_tied_weights_are_updated_after_their_last_use():
 
 def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
-    made, buffers = backward(SPILLED, buffers, (1, 0), placed(SPILLED, late=(0, 1)))
-    assert to_text(made) == "B1@1 H1(B1) B0@0 H0(B0) P0.0@0(H0) P0.1@1 E"
-    made, _ = forward(SPILLED, buffers, (0, 1), placed(SPILLED, late=(0, 1)))
-    assert to_text(made) == (
+    schedule, buffers = backward(SPILLED, buffers, (1, 0), placed(SPILLED, late=(0, 1)))
+    assert to_text(schedule) == "B1@1 H1(B1) B0@0 H0(B0) P0.0@0(H0) P0.1@1 E"
+    schedule, _ = forward(SPILLED, buffers, (0, 1), placed(SPILLED, late=(0, 1)))
+    assert to_text(schedule) == (
         "G0.0@0(P0.0) S0.0@0 U0.0@0,0,0(E,S0.0) W0.0@0,0(U0.0) "
         "G0.1@1 S0.1@1 U0.1@1,0,1(S0.1) W0.1@1,0(U0.1) "
         "S1.0@0 U1.0@0,1(S1.0) W1.0@0,1(U1.0) C F0@0(U0.1) F1@1(U1.0)"
@@ -155,12 +155,12 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
     _, before = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
-    made, buffers = forward(spec, before, (0, 1), placed(spec, late=(0, 1)))
-    names = [action.name for action in made if action.lane != "optimizer"]
+    schedule, buffers = forward(spec, before, (0, 1), placed(spec, late=(0, 1)))
+    names = [action.name for action in schedule if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2 C"
-    made, then = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
-    names = [action.name for action in made if action.lane != "optimizer"]
+    schedule, then = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
+    names = [action.name for action in schedule if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
     for phase, rest in (
         (backward(spec, buffers, (1, 0), placed(spec, speculates=True)), "S1.0"),
@@ -168,21 +168,21 @@ def test_state_in_memory_is_written_beside_the_next_backward():
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    made, _ = forward(spec, before, (), placed(spec, late=(0, 1)))
-    assert [action.name for action in made][-2:] == ["W0.0", "C"]
-    made, _ = forward(spec, before, (0, 1), placed(spec, late=(0,)))
-    assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
+    schedule, _ = forward(spec, before, (), placed(spec, late=(0, 1)))
+    assert [action.name for action in schedule][-2:] == ["W0.0", "C"]
+    schedule, _ = forward(spec, before, (0, 1), placed(spec, late=(0,)))
+    assert [action.name for action in schedule if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), placed(TWO, speculates=True))
-    assert to_text(made) == (
+    schedule, buffers = backward(TWO, buffers, (1, 0), placed(TWO, speculates=True))
+    assert to_text(schedule) == (
         "S1.0@0 B1@1 H1(B1) U1.0@0,1(S1.0) W1.0@0,1(U1.0) S0.0@1 B0@0 "
         "H0(B0) U0.0@1,0(S0.0) W0.0@1,0(U0.0) E(H0)"
     )
-    made, _ = forward(TWO, buffers, (0, 1), placed(TWO, speculates=True))
-    assert to_text(made) == "C(E) F0@0(U0.0) F1@1"
+    schedule, _ = forward(TWO, buffers, (0, 1), placed(TWO, speculates=True))
+    assert to_text(schedule) == "C(E) F0@0(U0.0) F1@1"
 
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
@@ -191,18 +191,18 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (True, "U1.0@2,2(B1) W1.0@2,2(U1.0) C(E)"),
         (False, "U1.0@2,2(B1) C(E,U1.0)"),
     ):
-        made, _ = backward(cached, empty_buffers(cached), (1,), placed(cached, commits=commits))
-        assert to_text(made).replace(" E", "") == f"B1@2 {wanted}"
+        schedule, _ = backward(cached, empty_buffers(cached), (1,), placed(cached, commits=commits))
+        assert to_text(schedule).replace(" E", "") == f"B1@2 {wanted}"
 
 
 def test_schedules_single_blocks_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = one_backward(TWO, buffers, 1)
-    assert to_text(made) == "B1@1"
-    made, buffers = updates(TWO, buffers, (1,), placed(TWO))
-    assert to_text(made) == "S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0)"
-    made, _ = updates(TWO, buffers, (0,), placed(TWO), end=True)
-    assert to_text(made) == "E S0.0@1 U0.0@1,0(E,S0.0) W0.0@1,0(U0.0) C"
+    schedule, buffers = one_backward(TWO, buffers, 1)
+    assert to_text(schedule) == "B1@1"
+    schedule, buffers = updates(TWO, buffers, (1,), placed(TWO))
+    assert to_text(schedule) == "S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0)"
+    schedule, _ = updates(TWO, buffers, (0,), placed(TWO), end=True)
+    assert to_text(schedule) == "E S0.0@1 U0.0@1,0(E,S0.0) W0.0@1,0(U0.0) C"
 
 
 @pytest.mark.parametrize(("head_alone", "waits"), [(False, [(), ("D2",)]), (True, [("D2",), ()])])
@@ -218,17 +218,17 @@ def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
         head_alone=head_alone,
     )
     _, buffers = forward(spec, empty_buffers(spec), (0, 1, 2))
-    made, _ = backward(spec, buffers, (2, 1, 0), placed(spec, "naive"))
-    found = [action.waits for action in made if action.kind == "B"]
-    assert [set(w) & {"D0", "D1", "D2"} for w in found[1:]] == [set(w) for w in waits]
+    schedule, _ = backward(spec, buffers, (2, 1, 0), placed(spec, "naive"))
+    actual = [action.waits for action in schedule if action.kind == "B"]
+    assert [set(w) & {"D0", "D1", "D2"} for w in actual[1:]] == [set(w) for w in waits]
 
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_sites_of_several_groups_take_their_slots_together(window):
     """Two slots, a site of two groups: read ahead only what fits whole."""
     spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
-    made, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
-    assert [a.name for a in made if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
+    schedule, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
+    assert [a.name for a in schedule if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
     backward(spec, empty_buffers(spec), (2, 1, 0), placed(spec))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
         forward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), (0,))
@@ -353,11 +353,11 @@ def test_validates_against_the_buffers_of_earlier_schedules():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
     _, buffers = backward(TIGHT, buffers, (1, 0), placed(TIGHT))
-    made, _ = forward(TIGHT, buffers, (1,))
-    assert to_text(made) == "R1@0(W0.0) F1@0(R1)"
-    validate(made, TIGHT, buffers)
+    schedule, _ = forward(TIGHT, buffers, (1,))
+    assert to_text(schedule) == "R1@0(W0.0) F1@0(R1)"
+    validate(schedule, TIGHT, buffers)
     early = tuple(
-        action.waiting_for(tuple(w for w in action.waits if w != "W0.0")) for action in made
+        action.waiting_for(tuple(w for w in action.waits if w != "W0.0")) for action in schedule
     )
     with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be in flight"):
         validate(early, TIGHT, buffers)

@@ -26,14 +26,14 @@ def spans(text: str, **options):
 
 
 def test_reads_run_beside_compute_and_one_after_the_other():
-    found = spans("R0@0 F0@0(R0) R1@1 F1@1(R1)")
-    assert found == {"R0": (0, 2), "F0": (2, 5), "R1": (2, 4), "F1": (5, 8)}
+    actual = spans("R0@0 F0@0(R0) R1@1 F1@1(R1)")
+    assert actual == {"R0": (0, 2), "F0": (2, 5), "R1": (2, 4), "F1": (5, 8)}
 
 
 def test_an_ssd_action_that_waits_holds_up_those_behind_it():
-    found = spans("R0@0 F0@0(R0) W0.0@0,0(F0) R1@1")
-    assert found["W0.0"] == (5, 6)
-    assert found["R1"] == (6, 8)  # submitted after the write, served after it
+    actual = spans("R0@0 F0@0(R0) W0.0@0,0(F0) R1@1")
+    assert actual["W0.0"] == (5, 6)
+    assert actual["R1"] == (6, 8)  # submitted after the write, served after it
 
 
 def test_updates_have_their_own_lane_or_share_the_callers():
@@ -47,8 +47,8 @@ def test_updates_have_their_own_lane_or_share_the_callers():
 def test_a_phase_begins_when_the_compute_of_the_one_before_has_ended():
     first, second = from_text("R0@0 F0@0(R0)"), from_text("R1@1 F1@1(R1) E")
     timeline = simulate([first, second], seconds)
-    found = {span.name: span.start_s for span in timeline.spans}
-    assert found["R1"] == 5  # F0 has ended
+    actual = {span.name: span.start_s for span in timeline.spans}
+    assert actual["R1"] == 5  # F0 has ended
     assert timeline.step_ends == (10,)
     after = simulate([first, from_text("S0.0@0"), second], seconds)
     assert {span.name: span.start_s for span in after.spans}["R1"] == 6

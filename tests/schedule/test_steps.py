@@ -37,7 +37,7 @@ ORDER = ExecutionOrder(forward=ALL, backward=ALL[::-1], updates=UpdateOptions())
 
 def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[str]]:
     phases = steady_step(spec, order)
-    return {phase: [action.name for action in made] for phase, made in phases.items()}
+    return {phase: [action.name for action in item] for phase, item in phases.items()}
 
 
 def test_updates_lie_where_the_order_says():
@@ -57,8 +57,8 @@ def test_updates_lie_where_the_order_says():
 
 def test_a_site_that_backward_leaves_out():
     """Its group is carried over when backward has ended."""
-    made = names(replace(ORDER, backward=(3, 2, 0)))["backward"]
-    assert "B1" not in made and made.index("E") < made.index("U1.0")
+    result = names(replace(ORDER, backward=(3, 2, 0)))["backward"]
+    assert "B1" not in result and result.index("E") < result.index("U1.0")
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -97,10 +97,10 @@ def test_the_documentation_shows_the_rules():
     ],
 )
 def test_a_rule_places_the_updates(options, speculates, update):
-    made = place(SPEC, options, speculates=speculates)
-    assert {placement.update for placement in made.groups} == {update}
-    assert made.all_held is (update is not Update.BACKWARD)
-    assert made.ends_in_backward is (update is Update.BACKWARD and not speculates)
+    result = place(SPEC, options, speculates=speculates)
+    assert {placement.update for placement in result.groups} == {update}
+    assert result.all_held is (update is not Update.BACKWARD)
+    assert result.ends_in_backward is (update is Update.BACKWARD and not speculates)
 
 
 def test_cached_chunks_are_persisted_when_the_drives_are_idle():
@@ -110,7 +110,7 @@ def test_cached_chunks_are_persisted_when_the_drives_are_idle():
         (UpdateOptions(gate=Gate.NORM), True, Persist.BEHIND),
         (UpdateOptions(gate=Gate.NORM), False, Persist.AT_COMMIT),
     ):
-        made = place(spec, options, commits=commits)
-        assert made.of(3).persist_of(0) is wanted
+        result = place(spec, options, commits=commits)
+        assert result.of(3).persist_of(0) is wanted
         # Their weights are not cached, so they are written in any case.
-        assert {made.of(1).persist_of(chunk) for chunk in range(3)} == {Persist.NOW}
+        assert {result.of(1).persist_of(chunk) for chunk in range(3)} == {Persist.NOW}

@@ -69,15 +69,15 @@ class Frame(NamedTuple):
 
 def stack_here() -> tuple[Frame, ...]:
     """Of the caller's caller."""
-    found, frame = [], sys._getframe(2)
+    collected, frame = [], sys._getframe(2)
     while frame is not None:
         code, path = frame.f_code, Path(frame.f_code.co_filename)
         package, _, _ = frame.f_globals.get("__name__", "").partition(".")
         at = len(path.parts) - 1 - path.parts[::-1].index(package) if package in path.parts else -1
         if package != "torch":
-            found.append(Frame("/".join(path.parts[at:]), frame.f_lineno, code.co_qualname))
+            collected.append(Frame("/".join(path.parts[at:]), frame.f_lineno, code.co_qualname))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(collected)
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ def unordered() -> Iterator[None]:
 @contextmanager
 def waits() -> Iterator[list[Wait]]:
     """Every wait of the host for a stream, with the Python stack that led to it."""
-    found: list[Wait] = []
+    collected: list[Wait] = []
 
     def note(what: str) -> None:
-        found.append(Wait(what, threading.current_thread().name, stack_here()))
+        collected.append(Wait(what, threading.current_thread().name, stack_here()))
 
-    made = extension()
-    made.on_wait(note)
+    result = extension()
+    result.on_wait(note)
     try:
-        yield found
+        yield collected
     finally:
-        made.on_wait(None)
+        result.on_wait(None)

@@ -36,29 +36,29 @@ def losses(out: Path) -> list[float]:
 
 
 def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):
-    found = {}
+    collected = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--dtype", "fp32", "--micro-batch", 1, "--device", device]
         ended = lohan(*arguments(model, data, out, *more))
         assert ended.code == 0, ended
-        said = ended.out + ended.err  # the plan, line by line
-        assert ("libraries and kernels" in said) == (device == "cuda"), ended
+        output = ended.out + ended.err  # the plan, line by line
+        assert ("libraries and kernels" in output) == (device == "cuda"), ended
         ended = lohan("resume", out, "--steps", 3)
         assert ended.code == 0, ended
-        found[device] = losses(out)
-    assert found["cuda"] == found["cpu"] and len(found["cpu"]) == 3
+        collected[device] = losses(out)
+    assert collected["cuda"] == collected["cpu"] and len(collected["cpu"]) == 3
     assert cuda.counts()["kernels"] == 0
     for device in ("cuda", "cuda:1", "gpu"):
         ended = lohan("eval", tmp_path / "cuda", "--data", data, "--device", device, "--json")
         assert ended.code == 0, ended
-        found[device] = json.loads(ended.out)["loss"]
-    assert found["cuda"] == found["cuda:1"] == found["gpu"]
+        collected[device] = json.loads(ended.out)["loss"]
+    assert collected["cuda"] == collected["cuda:1"] == collected["gpu"]
 
 
 def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_path):
     """On an accelerator it is read when backward has ended, and updates are taken back."""
-    said = {}
+    settings = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--dtype", "fp32", "--micro-batch", 1, "--device", device, "--lr", 1e30]
@@ -67,19 +67,21 @@ def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_p
         kept = tmp_path / f"{device}-kept"
         exported = lohan("export", out, "--out", kept)
         assert exported.code == 0, exported
-        said[device] = ended.err, (kept / "model.safetensors").read_bytes()
-    assert said["cuda"] == said["cpu"]
-    assert re.search(r"step 2: the loss is nan.*step 1, the last committed one", said["cpu"][0])
+        settings[device] = ended.err, (kept / "model.safetensors").read_bytes()
+    assert settings["cuda"] == settings["cpu"]
+    assert re.search(r"step 2: the loss is nan.*step 1, the last committed one", settings["cpu"][0])
 
 
 def test_generation_says_the_same(lohan, tmp_path):
-    folder, found = write_model(tmp_path / "model", "qwen3"), {}
-    asked = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
+    folder, collected = write_model(tmp_path / "model", "qwen3"), {}
+    requests = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
     for device in ("cpu", "cuda"):
-        ended = lohan("generate", folder, *asked, "--device", device, "--dtype", "fp32", "--json")
+        ended = lohan(
+            "generate", folder, *requests, "--device", device, "--dtype", "fp32", "--json"
+        )
         assert ended.code == 0, ended
-        found[device] = [pair["text"] for pair in json.loads(ended.out)]
-    assert found["cuda"] == found["cpu"] and found["cpu"][0]
+        collected[device] = [pair["text"] for pair in json.loads(ended.out)]
+    assert collected["cuda"] == collected["cpu"] and collected["cpu"][0]
 
 
 def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch):
@@ -88,7 +90,7 @@ def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch)
     name, config = CONFIGS["sd3"]
     monkeypatch.setitem(CONFIGS, "sd3", (name, {**config, "pos_embed_max_size": 192}))
     folder, images = save_pipeline(tmp_path / "sd3", "sd3"), save_latents(tmp_path / "data", "sd3")
-    found = {}
+    collected = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         ended = lohan(
@@ -115,17 +117,17 @@ def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch)
             "fp32",
         )
         assert ended.code == 0, ended
-        found[device] = losses(out)
-    assert found["cuda"] == found["cpu"] and len(found["cpu"]) == 2
+        collected[device] = losses(out)
+    assert collected["cuda"] == collected["cpu"] and len(collected["cpu"]) == 2
 
 
 def test_names_of_devices(lohan, model, data, tmp_path):
-    for device, says in (
+    for device, message in (
         ("cuda:7", r"no device 7.*2 devices"),
         ("xpu", r"xpu was requested.*is cuda.*--device cuda"),
         ("graphics", r"auto, cpu, cuda"),
     ):
-        refused(lohan(*arguments(model, data, tmp_path / "run", "--device", device)), says)
+        refused(lohan(*arguments(model, data, tmp_path / "run", "--device", device)), message)
 
 
 def test_profile_and_doctor(lohan, tmp_path):
@@ -143,9 +145,11 @@ def test_profile_and_doctor(lohan, tmp_path):
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_checks_of_a_card_pass(name, tmp_path):
     """In this process, at a small scale."""
-    found = run_here(name, "cuda", tmp_path)
-    assert found["state"] == "ok", found
-    assert all(f.note == "not a real device" for f in compared(found["figures"], found["card"], {}))
+    result = run_here(name, "cuda", tmp_path)
+    assert result["state"] == "ok", result
+    assert all(
+        f.note == "not a real device" for f in compared(result["figures"], result["card"], {})
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -153,17 +157,17 @@ def test_the_checks_of_a_card_as_a_command(lohan, tmp_path):
     file = tmp_path / "report.json"
     ended = lohan("doctor", "--gpu", "--ssd", tmp_path, "--check", "device", "-o", file)
     assert ended.code == 0 and "all 1 checks passed" in ended.out, ended
-    made = json.loads(file.read_text())
-    assert made["card"].startswith("software CUDA") and made["passed"]
-    assert made["checks"][0]["facts"]["capability"] == "8.9"
+    loaded = json.loads(file.read_text())
+    assert loaded["card"].startswith("software CUDA") and loaded["passed"]
+    assert loaded["checks"][0]["facts"]["capability"] == "8.9"
 
 
 def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
     monkeypatch.setattr(AcceleratorDevice, "wait", lambda self, event: None)
     cuda.set_delays(100_000, 0, 0)  # Longer than the two slices that the host is ahead.
     with unordered():
-        found = run_here("saved-activations", "cuda", tmp_path)
-    assert found["state"] == "wrong" and "activations saved, and recomputed" in found["error"]
+        result = run_here("saved-activations", "cuda", tmp_path)
+    assert result["state"] == "wrong" and "activations saved, and recomputed" in result["error"]
 
 
 LIGER = """
@@ -218,7 +222,7 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
     The main thread handles none of them before backward ends. The first one then lets the step
     finish, the second one discards it, and the third one ends the process immediately.
     """
-    count, steps, said = stopped
+    count, steps, text = stopped
     out, more = tmp_path / "run", ["--device", "cuda", "--dtype", "fp32", "--commit-every", "step"]
     given = [*more, "--steps", 5]
     ended = lohan(*arguments(model, data, tmp_path / "whole", *given))
@@ -232,9 +236,9 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
         env={**os.environ, "PYTHONPATH": str(ROOT), "HOLD": str(tmp_path)},
     )
     send_while_held(process.pid, tmp_path, count)
-    told, errors = process.communicate(timeout=120)
+    reported, errors = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert re.search(said, told + errors, re.MULTILINE), told + errors
+    assert re.search(text, reported + errors, re.MULTILINE), reported + errors
     ended = lohan("resume", out)
     assert ended.code == 0 and f"resuming after step {steps} of 5" in ended.out, ended
     assert losses(out) == losses(tmp_path / "whole")
@@ -257,15 +261,15 @@ def test_two_ranks_on_two_devices(model, data, tmp_path):
     NCCL sums in the order of the ranks here, as they do on the CPU. Both processes run under the
     order detector, with poisoned memory and random delays.
     """
-    found = {}
+    collected = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--gpus", 2, "--device", device, "--dtype", "fp32", "--micro-batch", 1]
         ended = run(*arguments(model, data, out, *more, "--steps", 4), **LATE_AND_POISONED)
         assert ended.code == 0, ended
-        found[device] = losses(out), [row["grad_norm"] for row in rows(out) if "loss" in row]
-    assert found["cuda"][0] == found["cpu"][0] and len(found["cpu"][0]) == 4
-    assert found["cuda"][1] == pytest.approx(found["cpu"][1], rel=1e-6)
+        collected[device] = losses(out), [row["grad_norm"] for row in rows(out) if "loss" in row]
+    assert collected["cuda"][0] == collected["cpu"][0] and len(collected["cpu"][0]) == 4
+    assert collected["cuda"][1] == pytest.approx(collected["cpu"][1], rel=1e-6)
 
 
 def test_a_build_without_a_device_says_so(model, data, tmp_path):

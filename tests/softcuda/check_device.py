@@ -42,9 +42,9 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def ones(device: str = "cuda") -> torch.Tensor:
-    made = torch.ones(COUNT).to(device)
+    tensor = torch.ones(COUNT).to(device)
     torch.cuda.synchronize()
-    return made
+    return tensor
 
 
 def test_it_is_cuda_with_two_devices():
@@ -56,24 +56,24 @@ def test_it_is_cuda_with_two_devices():
 
 
 def test_operators_are_given_and_done_later():
-    there, before = ones(), cuda.counts()
+    on_device, before = ones(), cuda.counts()
     with held(torch.cuda.current_stream()):
-        made = (there * 2 + there).softmax(0)
+        tensor = (on_device * 2 + on_device).softmax(0)
         assert not torch.cuda.current_stream().query()
     after = cuda.counts()
     assert after["operators"] > before["operators"] + 2 and after["kernels"] == before["kernels"]
-    assert made.sum().item() == pytest.approx(1.0, abs=1e-3)
+    assert tensor.sum().item() == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_only_pinned_memory_is_filled_later(pinned):
     """A copy to pageable memory blocks, as it does on CUDA."""
-    there, here = ones(), torch.zeros(COUNT, pin_memory=pinned)
-    with waits() as found:
-        here.copy_(there, non_blocking=True)
-    assert bool(found) == (not pinned)
+    on_device, on_host = ones(), torch.zeros(COUNT, pin_memory=pinned)
+    with waits() as seen_waits:
+        on_host.copy_(on_device, non_blocking=True)
+    assert bool(seen_waits) == (not pinned)
     torch.cuda.synchronize()
-    assert torch.equal(here, torch.ones(COUNT))
+    assert torch.equal(on_host, torch.ones(COUNT))
 
 
 @pytest.mark.parametrize("portable", [True, False])
@@ -84,11 +84,11 @@ def test_registered_memory_is_pinned_for_one_device_unless_it_is_portable(portab
     assert int(runtime.cudaHostRegister(here.data_ptr(), 4096, int(portable))) == 0
     try:
         for number, waited in ((0, False), (1, not portable)):
-            there = torch.ones(4096, dtype=torch.uint8).to(f"cuda:{number}")
+            on_device = torch.ones(4096, dtype=torch.uint8).to(f"cuda:{number}")
             torch.cuda.synchronize(number)
-            with waits() as found:
-                here.copy_(there, non_blocking=True)
-            assert bool(found) == waited
+            with waits() as seen_waits:
+                here.copy_(on_device, non_blocking=True)
+            assert bool(seen_waits) == waited
             torch.cuda.synchronize(number)
     finally:
         assert int(runtime.cudaHostUnregister(here.data_ptr())) == 0
@@ -96,42 +96,42 @@ def test_registered_memory_is_pinned_for_one_device_unless_it_is_portable(portab
 
 @pytest.mark.parametrize("waited", [True, False])
 def test_streams_do_not_wait_for_each_other_by_themselves(waited):
-    there, here = ones(), torch.zeros(COUNT).pin_memory()
+    on_device, on_host = ones(), torch.zeros(COUNT).pin_memory()
     compute, other = torch.cuda.current_stream(), torch.cuda.Stream()
     with held(compute):
-        made = there + 1
+        result = on_device + 1
         if waited:
             other.wait_stream(compute)
         with torch.cuda.stream(other):
-            here.copy_(made, non_blocking=True)
+            on_host.copy_(result, non_blocking=True)
         if not waited:
             other.synchronize()
-    assert torch.equal(here, torch.full((COUNT,), 2.0)) == waited
+    assert torch.equal(on_host, torch.full((COUNT,), 2.0)) == waited
     assert bool(cuda.take_races()) == (not waited)
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_released_memory_is_the_next_owners_at_once(told):
-    there, here, other = ones(), torch.zeros(COUNT).pin_memory(), torch.cuda.Stream()
+    on_device, on_host, other = ones(), torch.zeros(COUNT).pin_memory(), torch.cuda.Stream()
     cuda.set_poison(True)
     try:
         with held(other):
             with torch.cuda.stream(other):
-                here.copy_(there, non_blocking=True)
+                on_host.copy_(on_device, non_blocking=True)
             if told:
-                there.record_stream(other)
-            del there
+                on_device.record_stream(other)
+            del on_device
             torch.cuda.current_stream().synchronize()
     finally:
         cuda.set_poison(False)
-    assert torch.equal(here, torch.ones(COUNT)) == told
+    assert torch.equal(on_host, torch.ones(COUNT)) == told
     assert bool(cuda.take_races()) == (not told)
 
 
 def test_the_host_cannot_read_what_is_there():
-    there = ones()
+    on_device = ones()
     with pytest.raises(TypeError, match="cuda"):
-        there.numpy()
+        on_device.numpy()
     assert cuda.counts()["kernels"] == 0
 
 
@@ -176,15 +176,15 @@ def test_an_error_stays_until_somebody_asks():
 
 
 def test_waits_of_the_host_are_known_with_their_stack():
-    there = ones()
-    with waits() as found:
-        there.sum()  # none
-        there.nonzero()
-        there.sum().item()
-        torch.nn.functional.dropout(there)  # none: draws are the device's own
-    own = "test_waits_of_the_host_are_known_with_their_stack"
-    assert len(found) == 2 and all(wait.site[1] == own for wait in found)
-    assert {wait.thread for wait in found} == {threading.current_thread().name}
+    on_device = ones()
+    with waits() as seen_waits:
+        on_device.sum()  # none
+        on_device.nonzero()
+        on_device.sum().item()
+        torch.nn.functional.dropout(on_device)  # none: draws are the device's own
+    function = "test_waits_of_the_host_are_known_with_their_stack"
+    assert len(seen_waits) == 2 and all(wait.site[1] == function for wait in seen_waits)
+    assert {wait.thread for wait in seen_waits} == {threading.current_thread().name}
 
 
 def test_events_that_block_do_not_spin():
@@ -198,7 +198,7 @@ def test_events_that_block_do_not_spin():
 
 def test_a_full_queue_blocks_the_launches_of_all_threads():
     """As a real driver does: a copy of another thread on another stream waits for the queue."""
-    there, other = ones(), torch.cuda.Stream()
+    on_device, other = ones(), torch.cuda.Stream()
     copied = threading.Event()
 
     def copy() -> None:
@@ -208,7 +208,7 @@ def test_a_full_queue_blocks_the_launches_of_all_threads():
 
     def fill() -> None:
         for _ in range(12):
-            there.add_(1)
+            on_device.add_(1)
 
     threads = [threading.Thread(target=target) for target in (fill, copy)]
     cuda.set_queue(8)
@@ -223,7 +223,7 @@ def test_a_full_queue_blocks_the_launches_of_all_threads():
         cuda.set_queue(1024)
         for thread in threads:
             thread.join()
-    assert copied.is_set() and there[0].item() == 13
+    assert copied.is_set() and on_device[0].item() == 13
 
 
 def test_memory_is_pinned_by_whole_pages():
@@ -311,8 +311,8 @@ def test_attention_is_chosen_by_capability(capability, says):
 
 def heads(device: str, dtype: torch.dtype, *, shared: int = 1) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    made = [torch.randn(2, 4 // n, 24, 8, dtype=dtype) for n in (1, shared, shared)]
-    return [tensor.to(device).requires_grad_() for tensor in made]
+    created = [torch.randn(2, 4 // n, 24, 8, dtype=dtype) for n in (1, shared, shared)]
+    return [tensor.to(device).requires_grad_() for tensor in created]
 
 
 MASK = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
@@ -335,7 +335,7 @@ def test_attention_is_the_kernel_that_cuda_chooses_with_the_bits_of_the_cpu(
 ):
     if shared > 1 and OLD:
         pytest.skip("the CPU's kernel knows no shared heads before torch 2.7")
-    found = {}
+    collected = {}
     for device in ("cpu", "cuda"):
         inputs = heads(device, dtype, shared=shared)
         mask = MASK.to(device) if masked else None
@@ -343,10 +343,10 @@ def test_attention_is_the_kernel_that_cuda_chooses_with_the_bits_of_the_cpu(
             *inputs, attn_mask=mask, is_causal=not masked, enable_gqa=shared > 1
         )
         out.float().square().sum().backward()
-        found[device] = [out.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
+        collected[device] = [out.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
         name = out.grad_fn.name()
     assert kernel in name
-    for one, other in zip(found["cpu"], found["cuda"], strict=True):
+    for one, other in zip(collected["cpu"], collected["cuda"], strict=True):
         assert torch.equal(one, other)
 
 
@@ -361,9 +361,9 @@ def test_what_attention_kernels_return():
     arguments = (torch.ones_like(out), query, key, value, None, out, sums)
     wanted = [True, True, True, False]
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    made = backward(*arguments, seed, offset, 0.5, wanted, True)
+    schedule = backward(*arguments, seed, offset, 0.5, wanted, True)
     again = backward(*arguments, seed, offset, 0.5, wanted, True)
-    assert torch.equal(made[0], again[0])
+    assert torch.equal(schedule[0], again[0])
     with pytest.raises(RuntimeError, match="segmentation fault"):
         backward(*arguments, seed.cuda(), offset.cuda(), 0.5, wanted, True)
     half = (t.to(torch.bfloat16) for t in (query, key, value))

@@ -47,13 +47,13 @@ def test_training_in_host_memory_changes_no_bit(kind, mode, clip, tmp_path):
 @pytest.mark.parametrize("activations", ["recompute", "all"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, activations, tmp_path):
-    rows, found = batches(3, batch=4, seq=24), []
+    rows, collected = batches(3, batch=4, seq=24), []
     for device in ("cpu", IntegratedDevice()):
-        place = tmp_path / str(len(found))
+        place = tmp_path / str(len(collected))
         place.mkdir()
         options = {"micro_batch": 2, "activations": activations, "device": device}
-        found.append(train(small_model(kind), rows, place, batch=rows[0], **options))
-    found[1].check(found[0])
+        collected.append(train(small_model(kind), rows, place, batch=rows[0], **options))
+    collected[1].check(collected[0])
 
 
 class WithoutOverhead(IntegratedDevice):
@@ -69,7 +69,7 @@ def test_activations_come_back_from_the_ssd(folder, tmp_path):
     wanted, _, _ = kept_activation_runs.train(
         folder, tmp_path / "plain", activations="recompute", overlap=False, **options
     )
-    found, plan, moved = kept_activation_runs.train(
+    result, plan, moved = kept_activation_runs.train(
         folder,
         tmp_path / "kept",
         activations="all",
@@ -79,7 +79,7 @@ def test_activations_come_back_from_the_ssd(folder, tmp_path):
         **options,
     )
     assert plan.spilled_sites and plan.kept and moved
-    assert found[0] == wanted[0]
+    assert result[0] == wanted[0]
 
 
 def test_compute_reads_weights_in_the_slots_of_the_host(tmp_path):

@@ -43,8 +43,8 @@ def test_finds_a_missing_wait_between_streams(conflict, waited):
         other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         use[after]()
-    found = races()
-    assert conflict in found if not waited else not found
+    actual = races()
+    assert conflict in actual if not waited else not actual
 
 
 def test_a_wait_of_the_host_is_an_order():
@@ -134,13 +134,13 @@ def test_the_net_lane_sleeps_when_it_waits():
     collectives = StepCollectives(one_rank(), [FlatGroup("g", specs, 8 * count)])
     grads = {i: torch.full((8,), float(i), device="cuda") for i in range(count) if i != 5}
     wanted = {i: grad.tolist() for i, grad in grads.items()}
-    with waits() as found:
+    with waits() as seen_waits:
         device._streams["net"].wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(device._streams["net"]):
             shard = collectives.reduce_scatter(0, grads, device)
     assert not grads and {i: grad.tolist() for i, grad in shard.items()} == wanted
-    assert {wait.what for wait in found} == {"event"}, list(map(str, found))
-    assert len(found) <= 2  # the sum, its flags
+    assert {wait.what for wait in seen_waits} == {"event"}, list(map(str, seen_waits))
+    assert len(seen_waits) <= 2  # the sum, its flags
     assert device._streams["net"].priority < device._streams["h2d"].priority
 
 

@@ -64,8 +64,8 @@ def there(memory: int | None = None, number: int | None = None) -> AcceleratorDe
     return AcceleratorDevice(memory, number=number)
 
 
-def same(found: Result, wanted: Result) -> None:
-    found.check_there(wanted)
+def same(actual: Result, wanted: Result) -> None:
+    actual.check_there(wanted)
 
 
 def made_of(kind: str) -> nn.Module:
@@ -91,15 +91,15 @@ def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
     `padded`: some rows are shorter. `packed`: each row has two examples, separated by
     positions.
     """
-    made = batches(steps, batch=4, seq=24)
-    for batch in made:
+    train_batches = batches(steps, batch=4, seq=24)
+    for batch in train_batches:
         if how == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             batch["attention_mask"][0, -3:] = 0
         if how == "packed":
             positions = torch.cat((torch.arange(10), torch.arange(14)))
             batch["position_ids"] = positions.expand(4, 24).clone()
-    return made
+    return train_batches
 
 
 # -- equality --------------------------------------------------------------------------------------
@@ -109,19 +109,19 @@ def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
-    made, before = rows_of(""), cuda.counts()
-    found = train(
+    actual_rows, before = rows_of(""), cuda.counts()
+    result = train(
         small_model(kind),
-        made,
+        actual_rows,
         tmp_path,
         seed=1,
-        batch=made[0],
+        batch=actual_rows[0],
         micro_batch=2,
         device=there(),
         update_mode=mode,
         activations=activations,
     )
-    same(found, on_cpu(kind))
+    same(result, on_cpu(kind))
     after = cuda.counts()
     assert all(after[name] > before[name] + 10 for name in ("operators", "copies in", "copies out"))
     assert after["kernels"] == 0
@@ -132,17 +132,17 @@ def test_language_models(kind, mode, activations, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_padded_and_packed_rows(kind, how, activations, tmp_path):
     """With a mask the kernel is another, whose random state is on the host."""
-    made = rows_of(how)
-    found = train(
+    actual_rows = rows_of(how)
+    result = train(
         small_model(kind),
-        made,
+        actual_rows,
         tmp_path,
-        batch=made[0],
+        batch=actual_rows[0],
         micro_batch=2,
         device=there(),
         activations=activations,
     )
-    same(found, on_cpu(kind, how))
+    same(result, on_cpu(kind, how))
 
 
 @pytest.mark.parametrize("doubles", [True, False])
@@ -159,10 +159,17 @@ def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
 
 
 def test_the_second_device(tmp_path):
-    made, first = rows_of(""), torch.cuda.memory_reserved(0)
+    actual_rows, first = rows_of(""), torch.cuda.memory_reserved(0)
     device = there(number=1)
-    found = train(small_model("llama"), made, tmp_path, batch=made[0], micro_batch=2, device=device)
-    same(found, on_cpu("llama"))
+    result = train(
+        small_model("llama"),
+        actual_rows,
+        tmp_path,
+        batch=actual_rows[0],
+        micro_batch=2,
+        device=device,
+    )
+    same(result, on_cpu("llama"))
     assert torch.cuda.memory_reserved(1) > 0
     assert torch.cuda.memory_reserved(0) == first
 
@@ -187,15 +194,15 @@ def dropping() -> nn.Module:
 
 @pytest.mark.parametrize("how", ["", "padded"])
 def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, tmp_path):
-    made, results = rows_of(how), []
+    actual_rows, results = rows_of(how), []
     for activations in ("recompute", "all"):
         torch.cuda.manual_seed_all(3)
         results.append(
             train(
                 dropping(),
-                made,
+                actual_rows,
                 tmp_path / activations,
-                batch=made[0],
+                batch=actual_rows[0],
                 micro_batch=2,
                 activations=activations,
                 device=there(),
@@ -207,32 +214,34 @@ def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_with_flash_attention(dtype, tmp_path):
     """Before torch 2.7 the CPU's kernel knows no shared heads, and Llama has another there."""
-    kind, made = "gpt2" if OLD else "llama", rows_of("", steps=2)
-    options = {"micro_batch": 2, "batch": made[0]}
-    wanted = train(small_model(kind, dtype=dtype), made, tmp_path / "cpu", **options)
+    kind, actual_rows = "gpt2" if OLD else "llama", rows_of("", steps=2)
+    options = {"micro_batch": 2, "batch": actual_rows[0]}
+    wanted = train(small_model(kind, dtype=dtype), actual_rows, tmp_path / "cpu", **options)
     for activations in ("recompute", "all"):
         place = tmp_path / activations
-        found = train(
+        result = train(
             small_model(kind, dtype=dtype),
-            made,
+            actual_rows,
             place,
             device=there(),
             activations=activations,
             **options,
         )
-        same(found, wanted)
+        same(result, wanted)
 
 
 def test_lora(tmp_path):
     """The base is frozen; only the adapter learns."""
     from peft import LoraConfig, get_peft_model
 
-    made, results = rows_of("", steps=2), []
+    actual_rows, results = rows_of("", steps=2), []
     for device in ("cpu", there()):
         torch.manual_seed(5)
         model = get_peft_model(small_model("llama"), LoraConfig(r=4, task_type="CAUSAL_LM"))
         place = tmp_path / str(len(results))
-        results.append(train(model, made, place, batch=made[0], micro_batch=2, device=device))
+        results.append(
+            train(model, actual_rows, place, batch=actual_rows[0], micro_batch=2, device=device)
+        )
     same(results[1], results[0])
 
 
@@ -272,12 +281,12 @@ class Large(nn.Module):
 
 
 def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
-    made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
-    wanted = train(Large(), made, tmp_path / "cpu", batch=made[0])
-    found = train(Large(), made, tmp_path / "there", batch=made[0], device=there())
-    same(found, wanted)
-    with attached(Large(), tmp_path / "meta", batch=made[0], device=there()) as session:
-        session.model(**made[0]).backward()
+    created = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
+    wanted = train(Large(), created, tmp_path / "cpu", batch=created[0])
+    result = train(Large(), created, tmp_path / "there", batch=created[0], device=there())
+    same(result, wanted)
+    with attached(Large(), tmp_path / "meta", batch=created[0], device=there()) as session:
+        session.model(**created[0]).backward()
         session.commit()
         assert "buffers" not in session.store.meta
         lines = {
@@ -314,22 +323,22 @@ def test_of_four_slices_a_block_two_are_there(late):
 
 def test_what_is_set_aside_comes_back_when_it_has_left():
     """The link from the device is held meanwhile, so that nothing leaves."""
-    device, made = there(), torch.randn(8, device="cuda")
-    wanted, link = made.cpu(), device._streams["d2h"].cuda_stream
+    device, tensor = there(), torch.randn(8, device="cuda")
+    wanted, link = tensor.cpu(), device._streams["d2h"].cuda_stream
     gradient_offload = GradientOffload(device, 1 * MiB)
     group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
     cuda.set_delays(0, 0, 0)
     cuda.hold(link, True)
     try:
-        with waits() as found:
-            gradient_offload.set_aside(0, group, {0: made})
-            del made
+        with waits() as seen_waits:
+            gradient_offload.set_aside(0, group, {0: tensor})
+            del tensor
             filled = torch.full((8,), 7.0, device="cuda")  # in no memory that is still read
             back = gradient_offload.fetch_aside(0)[0] + 0
         time.sleep(0.1)  # what does not wait has its chance
     finally:
         cuda.hold(link, False)
-    assert not found
+    assert not seen_waits
     assert torch.equal(back.cpu(), wanted) and filled.sum().item() == 56
 
 
@@ -349,29 +358,36 @@ def documented() -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
     """On the threads that launch; lanes are there to wait, and sleep when they do."""
-    made = batches(5, batch=4, seq=24)
+    train_batches = batches(5, batch=4, seq=24)
     cuda.set_delays(0, 0, 0)
 
     def step(batch: dict[str, torch.Tensor]) -> None:
         session.model(**batch).loss.backward()
 
-    options = {"batch": made[0], "micro_batch": 2, "activations": activations, "device": there()}
+    options = {
+        "batch": train_batches[0],
+        "micro_batch": 2,
+        "activations": activations,
+        "device": there(),
+    }
     with attached(small_model(kind), tmp_path, clip=1.0, **options) as session:
-        for batch in made[:3]:
+        for batch in train_batches[:3]:
             step(batch)
-        with waits() as found:
-            for batch in made[3:]:
+        with waits() as seen_waits:
+            for batch in train_batches[3:]:
                 step(batch)
         session.commit()
-    own = [wait for wait in found if wait.thread.startswith(LAUNCHING)]
+    launching_waits = [wait for wait in seen_waits if wait.thread.startswith(LAUNCHING)]
     most = documented()
     assert most, "docs/design.md has no table of the waits of the host"
-    for site, count in Counter(wait.site for wait in own).items():
-        said = "\n".join(str(wait) for wait in own if wait.site == site)
-        assert count <= 2 * most.get(site, 0), f"in two steps {count} waits in {site}:\n{said}"
-    spinning = [str(wait) for wait in found if "spinning" in wait.what and wait not in own]
+    for site, count in Counter(wait.site for wait in launching_waits).items():
+        output = "\n".join(str(wait) for wait in launching_waits if wait.site == site)
+        assert count <= 2 * most.get(site, 0), f"in two steps {count} waits in {site}:\n{output}"
+    spinning = [
+        str(wait) for wait in seen_waits if "spinning" in wait.what and wait not in launching_waits
+    ]
     assert not spinning
-    lanes = {wait.site[0] for wait in found if wait not in own}
+    lanes = {wait.site[0] for wait in seen_waits if wait not in launching_waits}
     assert all(file.startswith("lohan/engine/") for file in lanes), lanes
 
 
@@ -465,10 +481,12 @@ def test_nothing_on_the_stream_of_weights_waits_for_compute(monkeypatch):
 
 
 def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
-    made = batches(4, batch=4, seq=24)
+    train_batches = batches(4, batch=4, seq=24)
     cuda.set_delays(0, 0, 0)
-    with attached(small_model("llama"), tmp_path, batch=made[0], device=there()) as session:
-        for number, batch in enumerate(made):
+    with attached(
+        small_model("llama"), tmp_path, batch=train_batches[0], device=there()
+    ) as session:
+        for number, batch in enumerate(train_batches):
             session.executor.trace.take_step()
             if number == 3:  # a device on which no time passes
                 monkeypatch.setattr(AcceleratorDevice, "elapsed_s", lambda *_: 0.0)
@@ -486,10 +504,10 @@ def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
 def test_pageable_memory_is_said_once_and_has_the_same_bits(tmp_path):
     case = Case(kind="plain")
     cuda.set_pinnable(4096)
-    with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*WSL2") as said:
-        found = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
-    assert len([w for w in said if "cannot pin" in str(w.message)]) == 1
-    same(found, plain(case))
+    with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*WSL2") as caught:
+        result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
+    assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
+    same(result, plain(case))
 
 
 def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
@@ -497,10 +515,10 @@ def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
     warnings.simplefilter("ignore")
     wanted = kept_slices("cpu")
     cuda.set_pinnable(4096)
-    with waits() as found:
+    with waits() as seen_waits:
         same(kept_slices(there()), wanted)
-    blocked = [w for w in found if "pageable" in w.what and w.thread.startswith(LAUNCHING)]
-    assert found and not [w for w in blocked if w.site[0].startswith("lohan/device")], list(
+    blocked = [w for w in seen_waits if "pageable" in w.what and w.thread.startswith(LAUNCHING)]
+    assert seen_waits and not [w for w in blocked if w.site[0].startswith("lohan/device")], list(
         map(str, blocked)
     )
 
@@ -537,14 +555,14 @@ class Few(AcceleratorDevice):
 def test_slots_that_every_block_passes_through_are_pinned_first(tmp_path):
     """Weights that stay in host memory are in pageable memory when no more can be pinned."""
     warnings.simplefilter("ignore")
-    made, pinned = rows_of(""), []
+    actual_rows, pinned = rows_of(""), []
     device = Few()
     with pytest.MonkeyPatch.context() as patch:
         tuned(patch, Tuning(window=1, slots=1, ring=2, cached=0.5))
         for pinnable in (0, 1):
             place = tmp_path / str(pinnable)
             place.mkdir()
-            with attached(made_of("llama"), place, batch=made[0], device=device) as session:
+            with attached(made_of("llama"), place, batch=actual_rows[0], device=device) as session:
                 moving = session.executor.spec.slots
                 slots = session.executor.runner.slots._buffers
                 pinned = [slot.tensor(torch.uint8).is_pinned() for slot in slots]
@@ -592,9 +610,9 @@ def test_host_memory_is_pinned_for_all_devices_and_not_for_forks():
     assert " dc" in flags  # do not copy on fork
     far = torch.ones(len(memory), dtype=torch.uint8, device="cuda:1")
     torch.cuda.synchronize(1)
-    with waits() as found:  # a copy to memory that is not pinned would wait
+    with waits() as seen_waits:  # a copy to memory that is not pinned would wait
         torch.from_numpy(memory).copy_(far, non_blocking=True)
-    assert not found
+    assert not seen_waits
     torch.cuda.synchronize(1)
 
 
@@ -610,14 +628,14 @@ def test_a_lane_takes_memory_of_compute():
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    own = torch.cuda.current_stream().cuda_stream
+    compute_stream = torch.cuda.current_stream().cuda_stream
     segments = torch.cuda.memory_snapshot()
     (owner,) = {
         s["stream"]
         for s in segments
         if any(b["address"] == slots[0].data_ptr() for b in s["blocks"])
     }
-    assert owner == own
+    assert owner == compute_stream
 
 
 class Optimist(AcceleratorDevice):
@@ -642,70 +660,70 @@ def test_a_plan_that_does_not_fit_is_made_smaller_in_its_first_two_steps(late, t
     With `late`, it does so from the second step on, which needs more memory than the first,
     since the two overlap.
     """
-    made, said, other = batches(4, batch=16, seq=64), list[str](), list[torch.Tensor]()
+    train_batches, messages, other = batches(4, batch=16, seq=64), list[str](), list[torch.Tensor]()
 
     def step_of(batch: dict[str, torch.Tensor]) -> None:
         session.model(**batch).loss.backward()
 
     def note(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         other.clear()
 
     cuda.set_delays(0, 0, 0)
-    with attached(wide_model(), tmp_path, batch=made[0], device=Optimist()) as session:
+    with attached(wide_model(), tmp_path, batch=train_batches[0], device=Optimist()) as session:
         guard, before = OomGuard(session, note), session.plan.tier_bytes("device")
         if late:
-            guard.run(lambda: step_of(made[0]))
+            guard.run(lambda: step_of(train_batches[0]))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         size = torch.cuda.mem_get_info()[0] - 24 * MiB
         other.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
         while session.step < 3:
-            guard.run(lambda: step_of(made[session.step]))
+            guard.run(lambda: step_of(train_batches[session.step]))
         assert session.plan.tier_bytes("device") < before
-        assert len(said) == 1 and "ran out of memory in step" in said[0]
+        assert len(messages) == 1 and "ran out of memory in step" in messages[0]
 
 
 def test_memory_that_ends_later_is_an_error_with_a_next_move(tmp_path):
-    made = batches(4, batch=16, seq=64)
+    train_batches = batches(4, batch=16, seq=64)
 
     def step_of(batch: dict[str, torch.Tensor]) -> None:
         session.model(**batch).loss.backward()
 
-    with attached(wide_model(), tmp_path, batch=made[0], device=there()) as session:
+    with attached(wide_model(), tmp_path, batch=train_batches[0], device=there()) as session:
         guard = OomGuard(session, lambda text: None)
-        for batch in made[:3]:
+        for batch in train_batches[:3]:
             guard.run(lambda batch=batch: step_of(batch))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         cuda.set_memory(0, torch.cuda.memory_reserved())
         with pytest.raises(BudgetError, match=r"out of memory in step 4 .*--device-memory.*resume"):
-            guard.run(lambda: step_of(made[3]))
+            guard.run(lambda: step_of(train_batches[3]))
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_memory_that_ends_outside_the_allocator_is_out_of_memory(late, tmp_path):
     """A library fails to make its handle, with an error that is not torch's own."""
-    made = batches(4, batch=16, seq=64)
+    train_batches = batches(4, batch=16, seq=64)
     cuda.set_delays(0, 0, 0)
-    said: list[str] = []
+    messages: list[str] = []
 
     def step_of(batch: dict[str, torch.Tensor]) -> None:
-        if session.step == failing and not said:
+        if session.step == failing and not messages:
             raise RuntimeError(CUBLAS)
         session.model(**batch).loss.backward()
 
     failing = 3 if late else 1
-    with attached(wide_model(), tmp_path, batch=made[0], device=there()) as session:
-        guard = OomGuard(session, said.append)
-        for batch in made[:failing]:
+    with attached(wide_model(), tmp_path, batch=train_batches[0], device=there()) as session:
+        guard = OomGuard(session, messages.append)
+        for batch in train_batches[:failing]:
             guard.run(lambda batch=batch: step_of(batch))
         if late:
             with pytest.raises(BudgetError, match=r"out of memory in step 4 .*CUBLAS.*resume"):
-                guard.run(lambda: step_of(made[3]))
+                guard.run(lambda: step_of(train_batches[3]))
         else:
-            guard.run(lambda: step_of(made[1]))
-            assert "CUBLAS_STATUS_ALLOC_FAILED" in said[0]
+            guard.run(lambda: step_of(train_batches[1]))
+            assert "CUBLAS_STATUS_ALLOC_FAILED" in messages[0]
 
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -720,15 +738,15 @@ def test_handles_of_libraries_are_made_before_free_memory_is_measured():
 
 def cuda_device_in_thread(handle: int) -> dict[str, int]:
     """Open a device and multiply on a new thread, and return what was free in between."""
-    found: dict[str, int] = {}
+    collected: dict[str, int] = {}
 
     def work() -> None:
-        found["free before"] = torch.cuda.mem_get_info()[0]
+        collected["free before"] = torch.cuda.mem_get_info()[0]
         device = there()
-        found["free after"] = device.memory_bytes()
+        collected["free after"] = device.memory_bytes()
         matrix = torch.ones(8, 8, device="cuda", requires_grad=True)
         (matrix @ matrix).sum().backward()
-        found["later"] = device.memory_bytes()
+        collected["later"] = device.memory_bytes()
 
     torch.cuda.empty_cache()
     cuda.set_handle(handle)
@@ -738,7 +756,7 @@ def cuda_device_in_thread(handle: int) -> dict[str, int]:
         thread.join()
     finally:
         cuda.set_handle(0)
-    return found
+    return collected
 
 
 def test_one_visible_device_for_each_rank(monkeypatch):
@@ -767,7 +785,7 @@ class Limited(AcceleratorDevice):
 
 def test_what_is_reserved_is_what_was_planned(tmp_path):
     """Rounding, workspaces and attention's own are in the plan."""
-    made = batches(3, batch=16, seq=64)
+    train_batches = batches(3, batch=16, seq=64)
     cuda.set_delays(0, 0, 0)
     cuda.set_poison(False)
     torch.cuda.set_device(0)
@@ -776,8 +794,8 @@ def test_what_is_reserved_is_what_was_planned(tmp_path):
     cuda.set_workspace(WORKSPACE)
     torch.cuda.reset_peak_memory_stats()
     try:
-        with attached(wide_model(), tmp_path, batch=made[0], device=Limited()) as session:
-            for batch in made:
+        with attached(wide_model(), tmp_path, batch=train_batches[0], device=Limited()) as session:
+            for batch in train_batches:
                 session.model(**batch).loss.backward()
             session.commit()
             planned = session.plan.tier_bytes("device")

@@ -102,8 +102,10 @@ def _compile(site: Path, headers: Path) -> None:
         headers,
         sysconfig.get_path("include"),
     ]
-    own = [n for n in read("nm", "-D", torch / "lib" / "libc10.so").splitlines() if "N3c10" in n]
-    new_strings = any(" T " in name and "__cxx11" in name for name in own)
+    symbols = [
+        n for n in read("nm", "-D", torch / "lib" / "libc10.so").splitlines() if "N3c10" in n
+    ]
+    new_strings = any(" T " in name and "__cxx11" in name for name in symbols)
     run(
         "g++",
         "-std=c++20",
@@ -145,11 +147,11 @@ def _borrow(site: Path) -> None:
 
 
 def _mark(version: str) -> str:
-    made = hashlib.sha256(version.encode())
+    result = hashlib.sha256(version.encode())
     scripts = [HERE / name for name in ("environment.py", "libraries.py", "start.py")]
     for path in sorted([*HERE.glob("*.?pp"), HERE / "../backend/fallback.hpp", *scripts]):
-        made.update(path.read_bytes())
-    return made.hexdigest()
+        result.update(path.read_bytes())
+    return result.hexdigest()
 
 
 def _text(path: Path) -> str:

@@ -57,21 +57,21 @@ def make_libraries(site: Path, headers: Path) -> None:
 
 def names_wanted(place: Path) -> dict[str, dict[str, str]]:
     """By library: names, each with its version."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    collected: dict[str, dict[str, str]] = defaultdict(dict)
     for path in sorted(place.glob("lib*.so")):
         for needed in re.findall(
             r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]", read("readelf", "-d", path)
         ):
-            found[needed].update({})
+            collected[needed].update({})
         for line in read("nm", "-D", "--undefined-only", path).splitlines():
             name, _, version = line.split()[-1].partition("@")
             library = owner(name, version)
             if library:
-                found[library][name] = version
-    asked = re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", (place / "libc10_cuda.so").read_bytes())
-    for name in asked:  # which older versions look up in the driver by themselves
-        found[DRIVER].setdefault(name.decode(), "")
-    return {**found, NVML: dict.fromkeys(NVML_NAMES, "")}
+                collected[library][name] = version
+    names = re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", (place / "libc10_cuda.so").read_bytes())
+    for name in names:  # which older versions look up in the driver by themselves
+        collected[DRIVER].setdefault(name.decode(), "")
+    return {**collected, NVML: dict.fromkeys(NVML_NAMES, "")}
 
 
 def owner(name: str, version: str) -> str | None:
@@ -88,7 +88,7 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
         objects, defined = [], set[str]()
         source = next((s for key, s in SOURCES.items() if library.startswith(key)), None)
         if source is not None:
-            own = Path(work) / "own.o"
+            object_file = Path(work) / "own.o"
             run(
                 "g++",
                 "-std=c++20",
@@ -100,10 +100,10 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
                 "-c",
                 HERE / source,
                 "-o",
-                own,
+                object_file,
             )
-            objects.append(own)
-            listed = read("nm", "--defined-only", own).splitlines()
+            objects.append(object_file)
+            listed = read("nm", "--defined-only", object_file).splitlines()
             defined = {line.split()[-1] for line in listed}
         names_file, objects = Path(work) / "names.c", [*objects, Path(work) / "names.o"]
         stub = _driver_stub if library == DRIVER else _stub
@@ -117,8 +117,8 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
         script = Path(work) / "versions"
         script.write_text(
             "".join(
-                f"{version} {{ global: {'; '.join(own)}; }};\n"
-                for version, own in versions.items()
+                f"{version} {{ global: {'; '.join(object_file)}; }};\n"
+                for version, object_file in versions.items()
                 if version
             )
         )

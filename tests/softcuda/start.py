@@ -30,8 +30,8 @@ class _Then(Loader):
         self._inner = inner
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._inner.create_module(spec)
-        return made
+        result: ModuleType | None = self._inner.create_module(spec)
+        return result
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)

@@ -43,7 +43,7 @@ def put_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("work", [created, put_back])
 def test_failed_calls_are_told(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at, told = 1, 0
+    at, reported = 1, 0
     while True:
         faults = Faults(at=at, error=OSError)
         folder = tmp_path / str(at)
@@ -52,14 +52,14 @@ def test_failed_calls_are_told(work: Work, tmp_path: Path, monkeypatch: pytest.M
             with faults.armed(monkeypatch):
                 work(folder)
         except LohanError:
-            told += 1
+            reported += 1
         except OSError as error:
             error.add_note(f"call {at} of {work.__name__}: {faults.reached}")
             raise
         if not faults.reached:
             break
         at += 1
-    assert told > 5
+    assert reported > 5
 
 
 def test_a_lock_that_cannot_be_read_is_told(

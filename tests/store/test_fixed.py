@@ -82,8 +82,8 @@ def test_a_store_without_it_is_not_whole(tmp_path: Path):
 
 
 def assert_fixed_fresh(store: Store) -> None:
-    found = read_chunk(store, "base", 1, PAGE, uncommitted=True)
-    assert np.array_equal(found, content("base", 1, PAGE, 0))
+    actual = read_chunk(store, "base", 1, PAGE, uncommitted=True)
+    assert np.array_equal(actual, content("base", 1, PAGE, 0))
 
 
 def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):

@@ -155,13 +155,13 @@ def test_names_a_damaged_entry(tmp_path: Path, damage: str) -> None:
     store.close()
     with (tmp_path / "a" / LOG_DATA).open("r+b") as data:
         data.seek(segment * size)
-        found = bytearray(data.read(PAGE))
+        actual = bytearray(data.read(PAGE))
         if damage == "flipped":
-            found[100] ^= 1
+            actual[100] ^= 1
         else:
-            found[PAGE // 2 :] = bytes(PAGE // 2)
+            actual[PAGE // 2 :] = bytes(PAGE // 2)
         data.seek(segment * size)
-        data.write(found)
+        data.write(actual)
     with (
         Store.open(tmp_path / "a", engine="threads", replays=True) as store,
         pytest.raises(ChecksumError, match=r"log.bin: .*'block0' chunk 0 in logged step 2 of 2"),

@@ -51,17 +51,17 @@ def holds(dirs: Sequence[Path], promised: object) -> str:
     """
     try:
         with Store.open(dirs, engine="threads") as store:
-            found = store.generation
+            actual = store.generation
             assert verify(store) == []
-            assert_holds(store, found)
-            write_all(store, found + 1)  # and it goes on
-            store.commit({"step": found + 1})
+            assert_holds(store, actual)
+            write_all(store, actual + 1)  # and it goes on
+            store.commit({"step": actual + 1})
     except StoreError:
         if promised is None:
             return "none"
         raise
-    assert promised is None or found in (promised, int(str(promised)) + 1)
-    return "promised" if found == promised else "in flight"
+    assert promised is None or actual in (promised, int(str(promised)) + 1)
+    return "promised" if actual == promised else "in flight"
 
 
 # -- what is recorded, and how it is checked -------------------------------------------------
@@ -131,10 +131,10 @@ def two_ranks(root: Path, tape: Tape) -> Check:
             for path, action in zip(paths, actions, strict=True):
                 apply_recovery(path, action)
             with open_set(StoreSet(tuple((path,) for path in paths))) as opened:
-                found = {store.generation for store in opened}
-                assert len(found) == 1
+                actual = {store.generation for store in opened}
+                assert len(actual) == 1
                 for store in opened:
-                    generation = found.copy().pop()
+                    generation = actual.copy().pop()
                     for key, chunk, nbytes in STATE:
                         crc = store.checksum(key, chunk)
                         assert crc == checksum_of(key, chunk, nbytes, generation)
@@ -143,7 +143,7 @@ def two_ranks(root: Path, tape: Tape) -> Check:
             if promised is None:
                 return "none"
             raise
-        (generation,) = found
+        (generation,) = actual
         assert promised is None or generation in (promised, int(str(promised)) + 1)
         return "promised" if generation == promised else "in flight"
 
@@ -214,11 +214,11 @@ def exports(root: Path, tape: Tape) -> Check:
 
     def check(disk: Path, promised: object) -> str:
         place, journal = disk / target.name, disk / ".model.lohan-journal"
-        if journal.exists() and (known := json.loads(journal.read_bytes())):
-            for what in known:
+        if journal.exists() and (entry := json.loads(journal.read_bytes())):
+            for what in entry:
                 folder = disk / f".model.{what}"
-                known[what] = folder.stat().st_ino if known[what] and folder.exists() else 0
-            journal.write_text(json.dumps(known))
+                entry[what] = folder.stat().st_ino if entry[what] and folder.exists() else 0
+            journal.write_text(json.dumps(entry))
         with suppress(ZeroDivisionError), replacing(place, check=lambda: None):
             1 / 0  # noqa: B018 - what a crash has left is settled, and nothing is exported
         left = {path.name for path in disk.iterdir()}
@@ -248,13 +248,13 @@ def logs(root: Path, tape: Tape) -> Check:
         tape.mark(number)
 
     def check(disk: Path, promised: object) -> str:
-        found = RunFolder(disk)
-        rows = [row["step"] for row in step_rows(found)]
+        actual = RunFolder(disk)
+        rows = [row["step"] for row in step_rows(actual)]
         assert rows == list(range(1, len(rows) + 1)), rows
         assert promised is None or len(rows) in (promised, int(str(promised)) + 1)
-        repair_logs(found, step=len(rows), last=[])
-        append_row(found.metrics_file, {"step": len(rows) + 1, "loss": 1.0})
-        assert len(step_rows(found)) == len(rows) + 1
+        repair_logs(actual, step=len(rows), last=[])
+        append_row(actual.metrics_file, {"step": len(rows) + 1, "loss": 1.0})
+        assert len(step_rows(actual)) == len(rows) + 1
         return "promised" if len(rows) == (promised or 0) else "in flight"
 
     return check
@@ -279,12 +279,12 @@ SCENES = {
 
 @pytest.fixture(scope="module")
 def tapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tape, Check]]:
-    made = {}
+    created = {}
     for name, scene in SCENES.items():
         root = tmp_path_factory.mktemp(name)
         with pytest.MonkeyPatch.context() as patch, recording(root, patch) as tape:
-            made[name] = (tape, scene(root, tape))
-    return made
+            created[name] = (tape, scene(root, tape))
+    return created
 
 
 def replay(

@@ -343,16 +343,16 @@ def test_both_slots_are_synced_before_the_first_commit(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path: Path) -> None:
-    dead, used, whole, mine = (tmp_path / name for name in ("dead", "used", "whole", "mine"))
+    dead, used, whole, foreign = (tmp_path / name for name in ("dead", "used", "whole", "mine"))
     Store.create(dead, REGIONS, engine="threads")._store_lock.release()  # as a killed process
     with Store.create(whole, REGIONS, engine="threads") as store:
         step(store)
-    mine.mkdir()
-    (mine / "photo").write_text("mine")
+    foreign.mkdir()
+    (foreign / "photo").write_text("mine")
     with Store.create(used, REGIONS, engine="threads"):
-        admin.remove_unfinished([dead, used, whole, mine, tmp_path / "none"])
+        admin.remove_unfinished([dead, used, whole, foreign, tmp_path / "none"])
         assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "used", "whole"]
-        assert "slot-a.bin" in tree(used) and tree(mine) == ["photo"]
+        assert "slot-a.bin" in tree(used) and tree(foreign) == ["photo"]
 
 
 def test_removing_a_store_takes_a_dead_sessions_activations_too(tmp_path: Path) -> None:

@@ -59,19 +59,19 @@ def write(store: Store, value: int) -> None:
 
 
 def values(store: Store) -> list[int]:
-    found = []
+    collected = []
     for chunk in range(CHUNKS):
         piece = aligned_buffer(CHUNK)
         store.wait(store.read("a", chunk, piece))
         assert (piece == piece[0]).all()
-        found.append(int(piece[0]))
-    return found
+        collected.append(int(piece[0]))
+    return collected
 
 
 def used(place: Path) -> int:
     os.sync()
-    found = os.statvfs(place)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    actual = os.statvfs(place)
+    return (actual.f_blocks - actual.f_bfree) * actual.f_frsize
 
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
@@ -103,12 +103,12 @@ def test_copies_if_the_file_system_refuses_reflinks_and_reports_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the error of the call, wherever the tests run."""
-    asked: list[int] = []
+    requests: list[int] = []
 
     def refuse(number: int) -> None:
         def ioctl(file: int, request: int, argument: bytes) -> int:
             assert request == io_engine.FICLONERANGE
-            asked.append(len(argument))
+            requests.append(len(argument))
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(io_engine.fcntl, "ioctl", ioctl)
@@ -118,7 +118,7 @@ def test_copies_if_the_file_system_refuses_reflinks_and_reports_errors(
         for number in io_engine.NO_REFLINK:
             refuse(number)
             assert snapshot(store, tmp_path / "copy") == 0
-        assert set(asked) == {32}
+        assert set(requests) == {32}
         refuse(5)
         with pytest.raises(StorageIOError, match="a snapshot failed: Input/output error"):
             snapshot(store, tmp_path / "copy")

@@ -212,8 +212,8 @@ def test_the_first_pages_of_a_scratch_chunk_may_be_moved_alone(tmp_path: Path, e
         before = store.counters
         for pages in (2, 1):  # what was there before is not read behind what was written
             store.wait(store.write("activations", 1, content("x", 0, pages * PAGE, pages)))
-            made = read_chunk(store, "activations", 1, pages * PAGE)
-            assert np.array_equal(made, content("x", 0, pages * PAGE, pages))
+            result = read_chunk(store, "activations", 1, pages * PAGE)
+            assert np.array_equal(result, content("x", 0, pages * PAGE, pages))
         moved = store.counters
         assert moved.bytes_written - before.bytes_written == 3 * PAGE
         assert moved.bytes_read - before.bytes_read == 3 * PAGE
@@ -576,11 +576,15 @@ def test_list_describe_remove(tmp_path: Path):
     new_store([run_a, tmp_path / "nvme"], generation=1).close()
     new_store(run_b).close()
     assert admin.list_stores(tmp_path) == [run_a, run_b]
-    told = admin.describe(run_a)
-    assert (told["generation"], told["durability"], told["meta"]) == (1, "step", {"step": 1})
-    assert told["state"] == "clean" and told["in_use_by"] is None
-    assert told["state_bytes"] == sum(n for _, _, n in STATE)
-    assert [d["present"] for d in told["dirs"]] == [True, True]
+    reported = admin.describe(run_a)
+    assert (reported["generation"], reported["durability"], reported["meta"]) == (
+        1,
+        "step",
+        {"step": 1},
+    )
+    assert reported["state"] == "clean" and reported["in_use_by"] is None
+    assert reported["state_bytes"] == sum(n for _, _, n in STATE)
+    assert [d["present"] for d in reported["dirs"]] == [True, True]
     (tmp_path / "nvme" / "note.txt").write_text("mine")
     assert admin.remove(run_a) == [run_a, tmp_path / "nvme"]
     assert tree(tmp_path / "nvme") == ["note.txt"]
@@ -598,8 +602,8 @@ def test_several_ranks_make_one_directory(tmp_path):
                 start.wait(HANG_S)
                 return files.make_directories([place])
 
-            made = list(pool.map(make, range(4)))
-            assert sorted(p for one in made for p in one) == [
+            result = list(pool.map(make, range(4)))
+            assert sorted(p for one in result for p in one) == [
                 place.parent.parent,
                 place.parent,
                 place,

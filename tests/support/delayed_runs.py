@@ -75,10 +75,10 @@ class Net(nn.Module):
         hidden = self.entry(x) + self.shift
         for number, block in enumerate(self.blocks):
             if skip is None or int(skip) != number:
-                made = block(hidden)
+                result = block(hidden)
                 if still is not None and int(still) == number:
-                    made = hidden + (made - hidden).detach()
-                hidden = made
+                    result = hidden + (result - hidden).detach()
+                hidden = result
         if self.repeat:
             hidden = self.blocks[0](hidden)
         return nn.functional.mse_loss(self.exit(hidden), target)
@@ -129,7 +129,7 @@ def data(
     if kind in LANGUAGE:
         return batches(steps, batch=4, seq=12, vocab=64)
     generator = torch.Generator().manual_seed(5)
-    made = []
+    created = []
     for step in range(steps):
         batch = {
             name: torch.randn(4, 3, WIDTH, generator=generator).to(dtype)
@@ -138,8 +138,8 @@ def data(
         for name, steps in (("skip", skip), ("still", still)):
             if steps and step in steps:
                 batch[name] = torch.tensor(steps[step])
-        made.append(batch)
-    return made
+        created.append(batch)
+    return created
 
 
 # -- plans ----------------------------------------------------------------------------------------

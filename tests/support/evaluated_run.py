@@ -104,11 +104,11 @@ def everything(out: Path) -> dict[str, Any]:
 
 def options(settings: dict[str, Any]) -> list[str]:
     named = {"model", "data", "out"}
-    made: list[str] = []
+    created: list[str] = []
     for key, value in settings.items():
         if key in named:
-            made += [f"--{key}", str(value)]
+            created += [f"--{key}", str(value)]
         else:
             text = value if not isinstance(value, (bool, Path)) else json.dumps(value, default=str)
-            made += ["--set", f"{key}={text}"]
-    return made
+            created += ["--set", f"{key}={text}"]
+    return created

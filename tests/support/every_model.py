@@ -403,42 +403,42 @@ FIRST_TEXT = 10
 
 def small(config: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the arguments of a small config of the same class."""
-    made: dict[str, Any] = {}
+    created: dict[str, Any] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            made[name] = small(value, FAMILIES.get(value.model_type))
+            created[name] = small(value, FAMILIES.get(value.model_type))
             if value.model_type:
-                made[name]["model_type"] = value.model_type
+                created[name]["model_type"] = value.model_type
         elif isinstance(value, bool) or name.startswith("_"):
             continue
         elif isinstance(value, int) and name in SIZES:
-            made[name] = SIZES[name]
+            created[name] = SIZES[name]
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter", "pdrop")):
-            made[name] = 0.0
+            created[name] = 0.0
         elif isinstance(value, int) and name.endswith(("token_id", "token_index")):
-            made[name] = IDS.get(name, MARKS.get(name, 8))
+            created[name] = IDS.get(name, MARKS.get(name, 8))
         elif name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
-            made[name] = {**value, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+            created[name] = {**value, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
         elif name == "deepstack_visual_indexes":
-            made[name] = [0]
-    if "qk_rope_head_dim" in made:
-        made.pop("head_dim", None)
-        made["num_key_value_heads"] = made["num_attention_heads"]
+            created[name] = [0]
+    if "qk_rope_head_dim" in created:
+        created.pop("head_dim", None)
+        created["num_key_value_heads"] = created["num_attention_heads"]
     for name in IDS:
         if hasattr(config, name):
-            made[name] = IDS[name]
-    return merged(made, given or {})
+            created[name] = IDS[name]
+    return merged(created, given or {})
 
 
-def merged(made: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merged(config_fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
-        if isinstance(value, Mapping) and isinstance(made.get(name), dict):
-            made[name] = merged(made[name], value)
+        if isinstance(value, Mapping) and isinstance(config_fields.get(name), dict):
+            config_fields[name] = merged(config_fields[name], value)
         elif value is DROP:
-            made.pop(name, None)
+            config_fields.pop(name, None)
         else:
-            made[name] = value
-    return made
+            config_fields[name] = value
+    return config_fields
 
 
 DROP = object()  # the class's own value
@@ -629,12 +629,12 @@ def tokens_for(model: nn.Module, given: dict[str, Any], method: str) -> int:
     if part is None:
         return 0
     ask = getattr(_part(model, part), method)
-    known = inspect.signature(ask).parameters
+    parameters = inspect.signature(ask).parameters
     with torch.no_grad():
-        found = ask(**{name: value for name, value in given.items() if name in known})
+        actual = ask(**{name: value for name, value in given.items() if name in parameters})
     for name in ("pooler_output", "last_hidden_state"):
-        found = found if getattr(found, name, None) is None else getattr(found, name)
-    parts = [found] if isinstance(found, torch.Tensor) else list(found)
+        actual = actual if getattr(actual, name, None) is None else getattr(actual, name)
+    parts = [actual] if isinstance(actual, torch.Tensor) else list(actual)
     return sum(part.numel() // part.shape[-1] for part in parts) // BATCH
 
 
@@ -752,11 +752,13 @@ def trained_from_folder(
         run = Run(losses, master_weights(session), first_moments(session))
         session.export(out)
     again = type(model).from_pretrained(out, dtype=torch.float32)
-    own = dict(again.named_parameters())
+    named = dict(again.named_parameters())
     for name, value in run.weights.items():
-        if name not in own:
+        if name not in named:
             raise RuntimeError(f"{name} is not in the reloaded export")
-        if not torch.equal(own[name], value) and not _changed_by_loading(model, run.weights, name):
+        if not torch.equal(named[name], value) and not _changed_by_loading(
+            model, run.weights, name
+        ):
             raise RuntimeError(f"{name} differs after export and reload")
     return run
 
@@ -855,13 +857,13 @@ class Compare:
         return ""
 
     def _wrong_gradient(self, name: str, value: torch.Tensor) -> str:
-        own = distance(value, self.wide.moments[name])
+        rounding = distance(value, self.wide.moments[name])
         for runs in (self.FEW, self.MANY):
             noise = self._noise(name, runs)
-            if own <= NOISE * noise:
+            if rounding <= NOISE * noise:
                 return ""
         largest = float(self.plain.moments[name].abs().max())
-        return f"{own:.1e} from fp64, rounding {noise:.1e}, its largest {largest:.1e}"
+        return f"{rounding:.1e} from fp64, rounding {noise:.1e}, its largest {largest:.1e}"
 
     def _noise(self, name: str, runs: int) -> float:
         """How far from fp64 a tensor of moments is in the worst of some fp32 runs."""
@@ -876,8 +878,8 @@ class Compare:
 
     def _weight_noise(self, name: str, value: torch.Tensor) -> bool:
         true = self.wide.weights[name]
-        theirs = distance(self.plain.weights[name], true)
-        return distance(value, true) <= max(LIMIT, NOISE * theirs)
+        expected = distance(self.plain.weights[name], true)
+        return distance(value, true) <= max(LIMIT, NOISE * expected)
 
     def _loss_noise(self, step: int, one: float, other: float) -> bool:
         true = self.wide.losses[step]
@@ -920,8 +922,8 @@ def moved_by_an_ulp(model: nn.Module, seed: int) -> nn.Module:
 def largest_gradient(model: nn.Module, batch: dict[str, Any]) -> float:
     model = copy.deepcopy(model)
     model(**batch).loss.backward()
-    found = [p.grad.abs().max() for p in model.parameters() if p.grad is not None and p.numel()]
-    return float(torch.stack(found).max())
+    actual = [p.grad.abs().max() for p in model.parameters() if p.grad is not None and p.numel()]
+    return float(torch.stack(actual).max())
 
 
 def in_memory(model: nn.Module, data: list[dict[str, Any]], eps: float) -> Run:

@@ -79,10 +79,10 @@ def found(folder: Path, world: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
 
 
-def assembled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
+def assembled(parts: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Parameters from the shards of all ranks."""
     whole: dict[str, list[float]] = {}
-    for rank in found:
+    for rank in parts:
         for name, (begin, values) in rank["shards"].items():
             assert not values or len(whole.get(name, [])) == begin
             whole[name] = whole.get(name, []) + values
@@ -154,12 +154,12 @@ def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
 
 def alike(out: Path, other: Path, *, within: float = 2e-6) -> None:
     """Losses and norms of every step, and the weights at the end."""
-    found, wanted = forked_ranks.rows(out), forked_ranks.rows(other)
+    actual, wanted = forked_ranks.rows(out), forked_ranks.rows(other)
     keys = ("loss", "grad_norm") if "grad_norm" in wanted[0] else ("loss",)
     for key in keys:
         values = [row[key] for row in wanted]
-        assert [row[key] for row in found] == pytest.approx(values, rel=10 * within)
-    ours, theirs = weights(out), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.allclose(ours[name], tensor, rtol=within, atol=within), name
+        assert [row[key] for row in actual] == pytest.approx(values, rel=10 * within)
+    lohan_result, expected = weights(out), weights(other)
+    assert lohan_result.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(lohan_result[name], tensor, rtol=within, atol=within), name

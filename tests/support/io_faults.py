@@ -67,17 +67,17 @@ def preloaded() -> dict[str, str]:
 
 def library() -> Path:
     """Built once for each state of the source."""
-    made = BUILD / f"interpose-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
-    if made.exists():
-        return made
+    result = BUILD / f"interpose-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    if result.exists():
+        return result
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        built = Path(folder) / made.name
+        built = Path(folder) / result.name
         options = ["-shared", "-fPIC", "-O1", "-U_FORTIFY_SOURCE", "-Wall"]
         command = [str(compiler()), *options, "-o", str(built), str(SOURCE), "-ldl"]
         subprocess.run(command, check=True)
-        built.replace(made)
-    return made
+        built.replace(result)
+    return result
 
 
 def arm() -> None:

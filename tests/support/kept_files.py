@@ -10,15 +10,15 @@ from typing import Any
 
 def tree(folder: Path) -> dict[str, str]:
     """Every file and link by its path, with its content."""
-    found = {}
+    collected = {}
     for place, folders, files in os.walk(folder):
         for name in (*files, *folders):
             path = Path(place) / name
             if path.is_symlink():
-                found[str(path)] = f"-> {path.readlink()}"
+                collected[str(path)] = f"-> {path.readlink()}"
             elif path.is_file():
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+                collected[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return collected
 
 
 def assert_kept(before: dict[str, str], folder: Path, what: Any) -> None:

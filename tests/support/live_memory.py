@@ -32,11 +32,11 @@ class LiveMemory(TorchDispatchMode):
         self.most: dict[str, int] = {}  # of each owner, whenever that was
 
     def __enter__(self) -> LiveMemory:
-        calls, made = self._calls, SavedCall.__init__
-        self._made = made
+        calls, result = self._calls, SavedCall.__init__
+        self._made = result
 
         def remembered(call: SavedCall, *args: Any, **kwargs: Any) -> None:
-            made(call, *args, **kwargs)
+            result(call, *args, **kwargs)
             calls.add(call)
 
         SavedCall.__init__ = remembered  # type: ignore[method-assign]
@@ -78,14 +78,14 @@ class LiveMemory(TorchDispatchMode):
         kept = [kept for call in calls for kept in call.saved_ops if kept is not None]
         held = self._session.executor.collector.sink._grads
         gradients = [*held.values(), *work.pending.on_host.values()]
-        found, seen = {}, set[int]()
+        collected, seen = {}, set[int]()
         for owner, tensors in (
             (INPUTS, (t for call in calls for t in call.tensors)),
             (KEPT, (t for one in kept for t in one.tensors)),
             (GRADIENTS, (t for group in gradients for t in group.values())),
         ):
-            found[owner] = sum(self._sizes(tensors, seen))
-        return {**found, "work": self.total - sum(found.values())}
+            collected[owner] = sum(self._sizes(tensors, seen))
+        return {**collected, "work": self.total - sum(collected.values())}
 
     def _sizes(self, tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]:
         for tensor in tensors:

@@ -64,13 +64,13 @@ CARELESS = [  # how late copies and operators must be, in microseconds, for it t
 
 def kept_slices(device: AcceleratorDevice | str) -> Result:
     """Four slices a block, of which two are on the device at a time."""
-    made = batches(2, batch=4, seq=24)
+    train_batches = batches(2, batch=4, seq=24)
     with TemporaryDirectory() as place:
         return train(
             small_model("llama"),
-            made,
+            train_batches,
             Path(place),
-            batch=made[0],
+            batch=train_batches[0],
             micro_batch=1,
             activations="all",
             device=device,
@@ -94,10 +94,10 @@ def shows(careless: type[AcceleratorDevice], late: Callable[[int], None]) -> boo
     for times in LATER:
         late(times)
         try:
-            found = kept_slices(careless())
+            actual = kept_slices(careless())
         except RuntimeError:  # its clock is asked for what has not come
             return True
-        same = list(map(repr, found.losses)) == list(map(repr, wanted.losses))
-        if not same or found.stored != wanted.stored:
+        same = list(map(repr, actual.losses)) == list(map(repr, wanted.losses))
+        if not same or actual.stored != wanted.stored:
             return True
     return False

@@ -83,18 +83,18 @@ def check_norm_of_device(
     read = list[int]()
     if doubles:
         monkeypatch.setattr("lohan.engine.gradients._core.sum_squares", read.append)
-    found = case.run(place, tuning, update_mode="balanced", device=device)
+    result = case.run(place, tuning, update_mode="balanced", device=device)
     assert not read
-    found.check_there(wanted) if doubles else found.check(wanted)
+    result.check_there(wanted) if doubles else result.check(wanted)
 
 
 def check(case: Case, place: Path, tuning: Tuning, *, mode: str, **options: object) -> None:
     wanted = plain(replace(case, evaluated=False))
-    found = case.run(place, tuning, update_mode=mode, **options)
-    if found.norms[0] is None:  # only what holds gradients takes their norm
+    result = case.run(place, tuning, update_mode=mode, **options)
+    if result.norms[0] is None:  # only what holds gradients takes their norm
         assert not case.clip and mode != "serial" and case.dtype != torch.float16
-        wanted = replace(wanted, norms=found.norms)
-    found.check(wanted)
+        wanted = replace(wanted, norms=result.norms)
+    result.check(wanted)
 
 
 def evaluate(batches: list[dict[str, torch.Tensor]]) -> Callable[[nn.Module, int], None]:

@@ -100,10 +100,10 @@ class Tape:
 
     def key(self, path: str | os.PathLike[str]) -> str | None:
         try:
-            found = Path(path).absolute().relative_to(self.root)
+            actual = Path(path).absolute().relative_to(self.root)
         except ValueError:
             return None
-        return str(found)
+        return str(actual)
 
     def created(self, path: Any, kind: Kind) -> None:
         key = self.key(path)
@@ -325,14 +325,14 @@ def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
         tape.renamed(source, target)
 
     def unlink(path: Any, **named: Any) -> None:
-        found = whole(path, named.get("dir_fd"))
+        actual = whole(path, named.get("dir_fd"))
         real["unlink"](path, **named)
-        tape.gone(found, "unlink")
+        tape.gone(actual, "unlink")
 
     def rmdir(path: Any, **named: Any) -> None:
-        found = whole(path, named.get("dir_fd"))
+        actual = whole(path, named.get("dir_fd"))
         real["rmdir"](path, **named)
-        tape.gone(found, "rmdir")
+        tape.gone(actual, "rmdir")
 
     def mkdir(path: Any, *given: Any, **named: Any) -> None:
         real["mkdir"](path, *given, **named)

@@ -69,7 +69,7 @@ def script(
     **changes: Any,
 ) -> Any:
     """Run the standard script; only the imported trainer differs."""
-    own, theirs, arguments, rows = kind_of(name)
+    lohan_class, expected, arguments, rows = kind_of(name)
     settings = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 3,
@@ -91,7 +91,7 @@ def script(
     if not ours and name in ("dpo", "kto") and peft is None:  # theirs would load it from a folder
         more = {"ref_model": (start or model)(), **(more or {})}
     data = datasets.Dataset.from_list(rows)
-    trainer = (getattr(lohan.hf, own) if ours else theirs)(
+    trainer = (getattr(lohan.hf, lohan_class) if ours else expected)(
         model=first,
         args=arguments(str(out), **settings),
         train_dataset=data.to_iterable_dataset() if stream else data,

@@ -47,13 +47,13 @@ def to_int8(x: np.ndarray, up: np.ndarray, *, signed: bool) -> tuple[np.ndarray,
     with np.errstate(all="ignore"):
         roots = _blocks(np.sqrt(np.abs(x)) if signed else np.sqrt(np.sqrt(x)))
         top = roots.max(axis=1, keepdims=True)
-        known = np.isfinite(top)
-        factor = np.where(known & (top > 0), most / top, F(0))
-        roots = np.where(known, roots, F(0))
+        finite = np.isfinite(top)
+        factor = np.where(finite & (top > 0), most / top, F(0))
+        roots = np.where(finite, roots, F(0))
         codes = np.minimum((roots * factor + _blocks(up).astype(F) * F(2**-16)).astype(int), most)
         if not signed:
             codes = np.maximum(codes, roots > 0)
-        scales = np.where(known, top / most, F(np.nan))[:, 0]
+        scales = np.where(finite, top / most, F(np.nan))[:, 0]
     flat = codes.reshape(-1)[: x.size]
     if signed:
         return np.where(np.signbit(x), -flat, flat).astype(np.int8), scales

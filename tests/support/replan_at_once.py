@@ -30,11 +30,11 @@ MEASURED = Profile(
 
 
 def always() -> None:
-    made = replan.make_plan
+    machine_plan = replan.make_plan
 
     def other(problem: PlanProblem) -> Planned:
         options = replace(problem.options, activations="all")
-        return made(replace(problem, options=options))
+        return machine_plan(replace(problem, options=options))
 
     replan.make_plan = other
     replan.WORTH = 0.0

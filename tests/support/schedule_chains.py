@@ -121,10 +121,10 @@ class Chain:
         self.buffers = empty_buffers(run.spec)
         self.all: list[Action] = []
 
-    def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.spec, self.buffers, by_interval=not self.run.commits)
-        self.all += made[0]
-        self.buffers = made[1]
+    def add(self, scheduled: tuple[Schedule, BufferState]) -> None:
+        validate(scheduled[0], self.spec, self.buffers, by_interval=not self.run.commits)
+        self.all += scheduled[0]
+        self.buffers = scheduled[1]
 
     def step(self, step: Step, after: Step | None) -> None:
         for site in step.evaluated:

@@ -35,10 +35,12 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <eos>{% en
 
 def tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", "user", "assistant", *WORDS]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    result = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    result.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=result,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
@@ -99,9 +101,9 @@ def script(
         "disable_tqdm": True,
         **{name: value for name, value in changes.items() if name != "lohan"},
     }
-    own = {"lohan": changes["lohan"]} if "lohan" in changes else {}
+    lohan_arguments = {"lohan": changes["lohan"]} if "lohan" in changes else {}
     trainer = kind(
-        **own,
+        **lohan_arguments,
         model=(start or model)(),
         args=trl.SFTConfig(str(out), **settings),
         train_dataset=data(rows),

@@ -60,14 +60,14 @@ def batches(
     steps: int, *, batch: int, seq: int, vocab: int = 131, ignored: bool = True, seed: int = 1
 ) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    created = []
     for _ in range(steps):
         ids = torch.randint(0, vocab, (batch, seq), generator=generator)
         labels = ids.clone()
         if ignored:
             labels[:, : seq // 4] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+        created.append({"input_ids": ids, "labels": labels})
+    return created
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -161,26 +161,26 @@ def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
     """Adam's means of the gradients after the last step."""
     session.commit()
     held = stored_model(session.store.meta, session.store.regions)
-    found = {}
+    collected = {}
     for group in held.groups:
-        found.update({tensor.name: torch.zeros(tensor.shape) for tensor in group.tensors})
+        collected.update({tensor.name: torch.zeros(tensor.shape) for tensor in group.tensors})
         for chunk in () if group.frozen else chunks(group, held.chunk_params):
             count = chunk.stop - chunk.start
             buffer = aligned_buffer(held.state_format.state_size(count))
             session.store.wait(session.store.read(state_key(group), chunk.index, buffer))
             values = split(held.state_format, torch.from_numpy(buffer), count)["m"]
             for own_range in chunk.ranges:
-                flat = found[group.tensors[own_range.tensor].name].view(-1)
+                flat = collected[group.tensors[own_range.tensor].name].view(-1)
                 flat[own_range.start : own_range.stop] = values[own_range.at :][
                     : own_range.stop - own_range.start
                 ]
-    return found
+    return collected
 
 
 def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
     """Weights and optimizer state of every group after the last step, byte by byte."""
     session.commit()
-    found = {}
+    collected = {}
     for region in session.store.regions:
         if region.scratch:
             continue
@@ -189,8 +189,8 @@ def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
             buffer = aligned_buffer(size)
             session.store.wait(session.store.read(region.key, chunk, buffer))
             parts.append(buffer.tobytes())
-        found[region.key] = b"".join(parts)
-    return found
+        collected[region.key] = b"".join(parts)
+    return collected
 
 
 def assert_close(

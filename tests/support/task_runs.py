@@ -96,14 +96,14 @@ def with_peft(out: Path, net: nn.Module, **lora: Any) -> dict[str, torch.Tensor]
     `lora` are the settings that a user of PEFT would give.
     """
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
-    asked = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
-    adapted = peft.get_peft_model(net, peft.LoraConfig(**asked))
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
+    adapted = peft.get_peft_model(net, peft.LoraConfig(**settings))
     config = RunFolder(out).config()
     torch.manual_seed(config.seed)
     values = AdapterValues(task_of(config).load(config, dtype="fp32"))
     for key in values.names():
-        own = adapted.get_parameter(key)
-        own.data = values.read_flat(key, 0, own.numel()).view(own.shape)
+        parameter = adapted.get_parameter(key)
+        parameter.data = values.read_flat(key, 0, parameter.numel()).view(parameter.shape)
     losses, _ = reference(out, adapted)
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
     exported = load_file(out / "model" / "adapter_model.safetensors")

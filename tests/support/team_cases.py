@@ -282,14 +282,14 @@ def shards(session: Session) -> dict[str, tuple[int, list[float]]]:
 
 def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any) -> None:
     process_group = join()
-    mine = [own_rows(process_group, batch) for batch in data]
+    rank_rows = [own_rows(process_group, batch) for batch in data]
     adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
     budget = lohan.Budget(host="64MiB", ssd=[place()])
     losses = []
     with lohan.attach(
         model, optimizer=adamw, budget=budget, process_group=process_group, **options
     ) as session:
-        for batch in mine:
+        for batch in rank_rows:
             out = model(**batch)
             loss = out if isinstance(out, torch.Tensor) else out.loss
             loss.backward()

@@ -26,11 +26,11 @@ def write_model(folder: Path, kind: str, *, template: str | None = None) -> Path
     save_model(folder, CONFIGS[kind])
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
+    result = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
-    made.chat_template = template
-    made.save_pretrained(folder)
+    result.chat_template = template
+    result.save_pretrained(folder)
     return folder
 
 
@@ -90,13 +90,13 @@ def save_tokenizer(
 @pytest.fixture(name="model_dir", scope="session")
 def model_dir_fixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that saves a tokenizer with the given traits, once for each."""
-    made: dict[str, Path] = {}
+    created: dict[str, Path] = {}
 
     def get(**traits: Any) -> Path:
         key = repr(traits)
-        if key not in made:
-            made[key] = save_tokenizer(tmp_path_factory.mktemp("model"), **traits)
-        return made[key]
+        if key not in created:
+            created[key] = save_tokenizer(tmp_path_factory.mktemp("model"), **traits)
+        return created[key]
 
     return get
 

@@ -32,11 +32,13 @@ SETTINGS: dict[str, Any] = {
 def examples(count: int, *, vocab: int = 131, seed: int = 1) -> list[dict[str, list[int]]]:
     """Token lists of different lengths, so that batches are padded."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    created = []
     for number in range(count):
         length = 6 + (5 * number) % 9
-        made.append({"input_ids": torch.randint(3, vocab, (length,), generator=generator).tolist()})
-    return made
+        created.append(
+            {"input_ids": torch.randint(3, vocab, (length,), generator=generator).tolist()}
+        )
+    return created
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -79,11 +81,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def assert_alike(ours: Any, theirs: Any, *, limit: float = 1e-4) -> None:
+def assert_alike(actual: Any, expected: Any, *, limit: float = 1e-4) -> None:
     for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
-        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=limit), name
-    assert [row["step"] for row in ours.state.log_history] == [
-        row["step"] for row in theirs.state.log_history
+        assert logged(actual, name) == pytest.approx(logged(expected, name), rel=limit), name
+    assert [row["step"] for row in actual.state.log_history] == [
+        row["step"] for row in expected.state.log_history
     ]
 
 

@@ -37,11 +37,11 @@ TEMPLATE = (
 
 def tokenizer(template: str) -> Any:
     inner = byte_level(SPECIAL)
-    made = hf.PreTrainedTokenizerFast(
+    result = hf.PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<pad>"
     )
-    made.chat_template = template
-    return made
+    result.chat_template = template
+    return result
 
 
 def save_llava(folder: Path) -> None:

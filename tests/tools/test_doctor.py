@@ -22,8 +22,8 @@ from tests.support.memory_engine import MemoryEngine
 MEMORY = Path("/dev/shm")
 
 
-def states(found: list[Finding]) -> dict[str, str]:
-    return {finding.text: finding.state for finding in found}
+def states(findings: list[Finding]) -> dict[str, str]:
+    return {finding.text: finding.state for finding in findings}
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -42,13 +42,13 @@ def test_this_machine(lohan, tmp_path):
 def test_json_output_names_every_finding(lohan, tmp_path):
     ended = lohan("doctor", "--ssd", tmp_path, "--ssd", tmp_path / "none", "--json")
     assert ended.code == 1
-    made = json.loads(ended.out)
-    assert made["ok"] is False
-    wrong = [finding for finding in made["findings"] if finding["state"] == "problem"]
+    loaded = json.loads(ended.out)
+    assert loaded["ok"] is False
+    wrong = [finding for finding in loaded["findings"] if finding["state"] == "problem"]
     assert [(each["subject"], each["text"]) for each in wrong] == [
         (str(tmp_path / "none"), "no such folder")
     ]
-    assert all(f["advice"] for f in made["findings"] if f["state"] != "ok")
+    assert all(f["advice"] for f in loaded["findings"] if f["state"] != "ok")
 
 
 # -- drives ---------------------------------------------------------------------------------------
@@ -56,13 +56,13 @@ def test_json_output_names_every_finding(lohan, tmp_path):
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="no tmpfs at /dev/shm")
 def test_a_folder_in_memory():
-    found = doctor.check_ssd(MEMORY)
-    assert any(f.state == WARNING and "lies in memory" in f.text for f in found)
+    actual = doctor.check_ssd(MEMORY)
+    assert any(f.state == WARNING and "lies in memory" in f.text for f in actual)
 
 
 def test_a_folder_that_cannot_be_written_to():
-    found = doctor.check_ssd(Path("/proc"))
-    assert found[-1].state == PROBLEM and "cannot be written to" in found[-1].text
+    actual = doctor.check_ssd(Path("/proc"))
+    assert actual[-1].state == PROBLEM and "cannot be written to" in actual[-1].text
 
 
 def test_two_folders_on_one_drive(tmp_path):
@@ -80,9 +80,9 @@ def test_without_io_uring(tmp_path, monkeypatch):
         return open_engine(kind)
 
     monkeypatch.setattr(doctor, "open_engine", refusing)
-    found = [f for f in doctor.check_ssd(tmp_path) if "io_uring" in f.text]
-    assert [f.state for f in found] == [WARNING]
-    assert "threads are used instead" in found[0].text and found[0].advice
+    actual = [f for f in doctor.check_ssd(tmp_path) if "io_uring" in f.text]
+    assert [f.state for f in actual] == [WARNING]
+    assert "threads are used instead" in actual[0].text and actual[0].advice
 
 
 def test_without_direct_io(tmp_path, monkeypatch):
@@ -117,8 +117,8 @@ def test_bytes_that_change(tmp_path, monkeypatch):
 def test_kinds_of_file_systems(kind, state, word, tmp_path, monkeypatch):
     mount = drives.Mount(kind, "/dev/x", "/")
     monkeypatch.setattr(doctor, "mount_of", lambda path: mount)
-    found = doctor._kind(tmp_path)
-    assert found.state == state and word in found.text
+    actual = doctor._kind(tmp_path)
+    assert actual.state == state and word in actual.text
 
 
 def test_finds_the_mount_of_a_folder():
@@ -178,8 +178,8 @@ def test_reads_the_health_log_of_a_drive():
 @pytest.mark.parametrize(("used", "state"), [(3, OK), (85, WARNING), (104, PROBLEM)])
 def test_reports_wear_of_a_drive(used, state):
     drive = DriveFacts("nvme0n1", "X", False, Health(used, 10**12))
-    found = doctor.drive_finding("/x", drive)
-    assert found.state == state and f"{used} % of its endurance" in found.text
+    actual = doctor.drive_finding("/x", drive)
+    assert actual.state == state and f"{used} % of its endurance" in actual.text
 
 
 def test_hard_disks():
@@ -208,12 +208,12 @@ def accelerated(
 
 
 def test_devices():
-    found = doctor.device_finding(accelerated(True), nvidia=True)
-    assert found.state == OK and "2 x RTX 4090 (cuda)" in found.text
-    found = doctor.device_finding(accelerated(False), nvidia=True)
-    assert found.state == WARNING and "does not use it" in found.text
-    found = doctor.device_finding(accelerated(False), nvidia=False)
-    assert found.state == WARNING and "no accelerator" in found.text
+    actual = doctor.device_finding(accelerated(True), nvidia=True)
+    assert actual.state == OK and "2 x RTX 4090 (cuda)" in actual.text
+    actual = doctor.device_finding(accelerated(False), nvidia=True)
+    assert actual.state == WARNING and "does not use it" in actual.text
+    actual = doctor.device_finding(accelerated(False), nvidia=False)
+    assert actual.state == WARNING and "no accelerator" in actual.text
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_finds_a_torch_without_kernels_for_the_gpu(capability, architectures, st
 
 def test_wsl(monkeypatch):
     monkeypatch.setattr(doctor.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
-    (found,) = doctor.check_system()
-    assert found.state == WARNING and "WSL2" in found.text and "/mnt/c" in found.advice
+    (actual,) = doctor.check_system()
+    assert actual.state == WARNING and "WSL2" in actual.text and "/mnt/c" in actual.advice
 
 
 def test_cgroup_limit(monkeypatch):
     monkeypatch.setattr(doctor, "cgroup_memory_limit", lambda: 2 * GiB)
-    found = [f for f in doctor.check_memory() if f.subject == "memory limit"]
-    assert [f.state for f in found] == [WARNING] and "2.00 GiB" in found[0].text
+    actual = [f for f in doctor.check_memory() if f.subject == "memory limit"]
+    assert [f.state for f in actual] == [WARNING] and "2.00 GiB" in actual[0].text
 
 
 @pytest.mark.parametrize(("soft", "state"), [(2**16, WARNING), (resource.RLIM_INFINITY, OK)])
@@ -257,16 +257,16 @@ def test_locked_memory(soft, state, monkeypatch):
 
 @pytest.mark.parametrize(("version", "state"), [("2.5.1", PROBLEM), ("2.13.0+cpu", OK)])
 def test_package_versions(version, state, monkeypatch):
-    found = {"torch": version}
-    monkeypatch.setattr(doctor, "version", lambda name: found.get(name, "99.0"))
+    collected = {"torch": version}
+    monkeypatch.setattr(doctor, "version", lambda name: collected.get(name, "99.0"))
     (torch,) = [f for f in doctor.check_packages() if f.subject == "torch"]
     assert torch.state == state
 
 
 def test_describes_findings_with_their_remedy():
-    found = [Finding("a", OK, "fine", "never shown"), Finding("b", PROBLEM, "bad", "mend it")]
-    assert not passed(found)
-    assert describe(found) == [
+    collected = [Finding("a", OK, "fine", "never shown"), Finding("b", PROBLEM, "bad", "mend it")]
+    assert not passed(collected)
+    assert describe(collected) == [
         "ok       a  fine",
         "problem  b  bad",
         "            -> mend it",

@@ -45,26 +45,28 @@ def test_a_check_that_crashes_hangs_or_exits_hides_nothing(ends, tmp_path):
     assert left.state == "crashed" and "exit code 3" in left.error
     fine = checked("optimizer", CARD, tmp_path)
     assert fine.state == "ok" and fine.figures[0].ok is True
-    found = [crashed, late, left, fine]
-    assert not self_test.passed(found) and "3 of 4 checks failed" in self_test.summary(found)
-    text = self_test.report(found, "cuda")
+    collected = [crashed, late, left, fine]
+    assert not self_test.passed(collected) and "3 of 4 checks failed" in self_test.summary(
+        collected
+    )
+    text = self_test.report(collected, "cuda")
     assert str(Path.home()) not in text and "says something of ~" in text
-    made = json.loads(text)
-    assert [each["state"] for each in made["checks"]] == [each.state for each in found]
-    assert made["checks"][3]["figures"][0]["value"] == 2e9 and not made["passed"]
+    loaded = json.loads(text)
+    assert [each["state"] for each in loaded["checks"]] == [each.state for each in collected]
+    assert loaded["checks"][3]["figures"][0]["value"] == 2e9 and not loaded["passed"]
 
 
 # -- expectations ---------------------------------------------------------------------------------
 
 
 def test_expects_rates_of_the_preset_and_the_slot():
-    made = expected(CARD, SLOT)
-    assert made["matmul"].least == pytest.approx(150e12, rel=0.01)
-    assert made["block_forward"].least == pytest.approx(120e12, rel=0.01)
-    assert made["h2d"].least == pytest.approx(24e9, rel=0.01)
-    assert made["both_ways"].least == pytest.approx(40e9, rel=0.01)
-    assert made["free_bytes"].least == pytest.approx(23 * 2**30, rel=0.01)
-    assert made["adam"].least == 1.8e9 and made["adam_beside_copies"].least == 1.0e9
+    result = expected(CARD, SLOT)
+    assert result["matmul"].least == pytest.approx(150e12, rel=0.01)
+    assert result["block_forward"].least == pytest.approx(120e12, rel=0.01)
+    assert result["h2d"].least == pytest.approx(24e9, rel=0.01)
+    assert result["both_ways"].least == pytest.approx(40e9, rel=0.01)
+    assert result["free_bytes"].least == pytest.approx(23 * 2**30, rel=0.01)
+    assert result["adam"].least == 1.8e9 and result["adam_beside_copies"].least == 1.0e9
     other = expected("NVIDIA TITAN V", {})
     assert "matmul" not in other and "h2d" not in other and "pin_rate" in other
     assert gpu_of("NVIDIA A100 80GB PCIe")["device"] == "A100 80GB"

@@ -118,16 +118,16 @@ def verify(lohan, inputs: Path, tmp_path: Path):
 
 
 def test_every_mode_passes(verify, inputs):
-    ended, made = verify("--all-modes", steps=4)
+    ended, result = verify("--all-modes", steps=4)
     assert ended.code == 0, ended
-    assert made["pass"] and not made["noise_measured"]
-    assert (made["layers"], made["all_layers"]) == (3, 3)
-    modes = [(m["update_mode"], m["activations"], m["overlap"]) for m in made["modes"]]
+    assert result["pass"] and not result["noise_measured"]
+    assert (result["layers"], result["all_layers"]) == (3, 3)
+    modes = [(m["update_mode"], m["activations"], m["overlap"]) for m in result["modes"]]
     assert {mode[0] for mode in modes} == {"serial", "naive", "optimized", "balanced"}
     assert {mode[1] for mode in modes} == {"holistic", "recompute", "all"}
     assert [mode for mode in modes if not mode[2]] == [("balanced", "holistic", False)]
     names = {name for name, _ in whole.load(inputs / "model").named_parameters()}
-    for mode in made["modes"]:
+    for mode in result["modes"]:
         assert mode["pass"] and mode["other_bits_than"] is None
         assert [step["step"] for step in mode["steps"]] == [1, 2, 3, 4]
         for step in mode["steps"]:
@@ -138,9 +138,9 @@ def test_every_mode_passes(verify, inputs):
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_16_bit_types(verify, dtype):
-    ended, made = verify("--dtype", dtype, "--lr", "1e-4")
+    ended, result = verify("--dtype", dtype, "--lr", "1e-4")
     assert ended.code == 0, ended
-    assert made["dtype"] == dtype
+    assert result["dtype"] == dtype
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ def test_16_bit_types(verify, dtype):
     ],
 )
 def test_other_settings(verify, more):
-    ended, made = verify(*more)
+    ended, result = verify(*more)
     assert ended.code == 0, ended
-    assert made["pass"]
+    assert result["pass"]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "rate"), [("sgd", "0.05"), pytest.param("lion", "1e-4", marks=pytest.mark.slow)]
 )
 def test_other_optimizers(verify, optimizer, rate):
-    ended, made = verify("--set", f"train.optimizer={optimizer}", "--lr", rate, steps=3)
+    ended, result = verify("--set", f"train.optimizer={optimizer}", "--lr", rate, steps=3)
     assert ended.code == 0, ended
-    assert made["pass"]
+    assert result["pass"]
 
 
 def test_rounded_moments_have_nothing_to_be_compared_with(verify):
@@ -188,9 +188,9 @@ def test_verifies_adapters_against_peft(verify, dtype, tmp_path):
     pytest.importorskip("peft")
     config = tmp_path / "lora.toml"
     config.write_text("[train]\nlora = 2\n")
-    ended, made = verify("--config", config, "--dtype", dtype)
+    ended, result = verify("--config", config, "--dtype", dtype)
     assert ended.code == 0, ended
-    last = made["modes"][0]["steps"][-1]["tensors"]
+    last = result["modes"][0]["steps"][-1]["tensors"]
     moved = [tensor["name"] for tensor in last if tensor["way"] > 0]
     assert moved and all(".lora_" in name for name in moved)
     still = [tensor for tensor in last if ".lora_" not in tensor["name"]]
@@ -205,13 +205,13 @@ def test_a_packed_base(verify, base, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     config = tmp_path / "lora.toml"
     config.write_text(f'[train]\nlora = 2\nbase = "{base}"\n')
-    ended, made = verify("--config", config)
-    assert ended.code == 0 and made["pass"], ended
-    last = made["modes"][0]["steps"][-1]["tensors"]
+    ended, result = verify("--config", config)
+    assert ended.code == 0 and result["pass"], ended
+    last = result["modes"][0]["steps"][-1]["tensors"]
     assert any(".lora_" in tensor["name"] and tensor["way"] > 0 for tensor in last)
     monkeypatch.setattr("lohan.tools.reference._dequantise_base", lambda *_: None)
-    ended, made = verify("--config", config)
-    assert ended.code == 1 and not made["pass"], ended
+    ended, result = verify("--config", config)
+    assert ended.code == 1 and not result["pass"], ended
 
 
 def test_on_an_emulated_device(verify):
@@ -239,9 +239,9 @@ def test_dropout_is_off_in_both(verify, inputs, tmp_path_factory):
         resid_pdrop=0.1,
     )
     write_random_checkpoint(folder, config, std=0.05)
-    ended, made = verify(model=folder)
+    ended, result = verify(model=folder)
     assert ended.code == 0, ended
-    assert "attn_pdrop" in made["notes"][0] and "resid_pdrop" in made["notes"][0]
+    assert "attn_pdrop" in result["notes"][0] and "resid_pdrop" in result["notes"][0]
 
 
 def test_for_people(lohan, inputs, tmp_path):
@@ -274,14 +274,14 @@ def attach_with(monkeypatch, **changed):
 def test_another_learning_rate(verify, monkeypatch):
     lr_at = AdamW.lr_at
     monkeypatch.setattr(AdamW, "lr_at", lambda own, step: 1.01 * lr_at(own, step))
-    ended, made = verify()
-    assert ended.code == 1 and not made["pass"]
+    ended, result = verify()
+    assert ended.code == 1 and not result["pass"]
 
 
 def test_clipping_lost(verify, monkeypatch):
     attach_with(monkeypatch, clip=lambda value: 0.0)
-    ended, made = verify("--clip", 0.01)
-    assert ended.code == 1 and not made["pass"]
+    ended, result = verify("--clip", 0.01)
+    assert ended.code == 1 and not result["pass"]
 
 
 def test_decay_lost(verify, monkeypatch, inputs, tmp_path):
@@ -320,9 +320,9 @@ def test_a_weight_read_wrong(verify, monkeypatch, dtype):
         return values
 
     monkeypatch.setattr(FolderSource, "read_flat", corrupted)
-    ended, made = verify("--dtype", dtype, "--lr", "1e-4")
+    ended, result = verify("--dtype", dtype, "--lr", "1e-4")
     assert ended.code == 1
-    first = made["modes"][0]["steps"][0]["tensors"]
+    first = result["modes"][0]["steps"][0]["tensors"]
     assert bad in [tensor["name"] for tensor in first if not tensor["pass"]]
     far = max(first, key=lambda tensor: tensor["largest"])
     assert far["name"] == bad and far["largest"] == pytest.approx(0.1, rel=0.1)
@@ -333,24 +333,24 @@ def test_bits_that_depend_on_the_mode(verify, monkeypatch):
     digest = whole.lohan_run
 
     def other(recipe, config, *args, **kwargs):
-        made = digest(recipe, config, *args, **kwargs)
-        return replace(made, digest="x") if config.train.update_mode == "naive" else made
+        result = digest(recipe, config, *args, **kwargs)
+        return replace(result, digest="x") if config.train.update_mode == "naive" else result
 
     monkeypatch.setattr(whole, "lohan_run", other)
     monkeypatch.setattr(whole, "ALL_ACTIVATIONS", ())
     monkeypatch.setattr(whole, "UPDATE_MODES", ("balanced", "naive"))
-    ended, made = verify("--all-modes", steps=1)
+    ended, result = verify("--all-modes", steps=1)
     assert ended.code == 1
-    assert {m["update_mode"] for m in made["modes"] if m["other_bits_than"]} == {"naive"}
+    assert {m["update_mode"] for m in result["modes"] if m["other_bits_than"]} == {"naive"}
 
 
 # -- what does not fit ----------------------------------------------------------------------------
 
 
 def test_a_copy_with_fewer_layers(verify):
-    ended, made = verify("--layers", 2)
+    ended, result = verify("--layers", 2)
     assert ended.code == 0, ended
-    assert (made["layers"], made["all_layers"]) == (2, 3)
+    assert (result["layers"], result["all_layers"]) == (2, 3)
 
 
 def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
@@ -358,17 +358,17 @@ def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
     needed = whole._needed
 
     def watched(config, per):
-        made = needed(config, per)
-        whole_bytes.append(made(3))
-        monkeypatch.setattr(whole, "host_memory_bytes", lambda: int(made(3) / 0.8) - 1)
-        return made
+        result = needed(config, per)
+        whole_bytes.append(result(3))
+        monkeypatch.setattr(whole, "host_memory_bytes", lambda: int(result(3) / 0.8) - 1)
+        return result
 
     monkeypatch.setattr(whole, "_needed", watched)
-    ended, made = verify()
+    ended, result = verify()
     assert ended.code == 0, ended
-    assert (made["layers"], made["all_layers"]) == (2, 3)
-    assert "of all 3 layers needs" in made["notes"][0] and "first 2 layers" in made["notes"][0]
-    tensors = {tensor["name"] for tensor in made["modes"][0]["steps"][0]["tensors"]}
+    assert (result["layers"], result["all_layers"]) == (2, 3)
+    assert "of all 3 layers needs" in result["notes"][0] and "first 2 layers" in result["notes"][0]
+    tensors = {tensor["name"] for tensor in result["modes"][0]["steps"][0]["tensors"]}
     assert "model.layers.1.mlp.up_proj.weight" in tensors
     assert not any(name.startswith("model.layers.2.") for name in tensors)
 
@@ -402,8 +402,8 @@ def test_lists_with_an_entry_per_layer_are_cut(tmp_path):
     )
     assert len(config.layer_types) == 4
     write_random_checkpoint(tmp_path / "model", config)
-    made = copy_model(tmp_path / "model", tmp_path / "copy", layers=3)
-    assert (made.layers, made.all_layers, made.shrunk) == (3, 4, True)
+    result = copy_model(tmp_path / "model", tmp_path / "copy", layers=3)
+    assert (result.layers, result.all_layers, result.shrunk) == (3, 4, True)
     assert load_config(tmp_path / "copy").layer_types == config.layer_types[:3]
     assert (tmp_path / "copy" / "model.safetensors").is_symlink()
 

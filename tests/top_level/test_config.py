@@ -331,8 +331,8 @@ def test_pure_modules_do_not_import_torch() -> None:
 
 def test_a_rank_has_fewer_rows_than_there_may_be_ranks():
     whole = config(train={"batch": 9, "micro_batch": 5}, budget={"gpus": 4})
-    own = whole.of_rank(4)
-    assert (own.train.batch, own.train.micro_batch) == (3, 3)
+    of_rank = whole.of_rank(4)
+    assert (of_rank.train.batch, of_rank.train.micro_batch) == (3, 3)
     assert whole.of_rank(1).train == whole.train
 
 

@@ -17,14 +17,14 @@ def test_same_as_transformers_without_warmup(schedule: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
-    theirs = transformers.get_scheduler(
+    expected = transformers.get_scheduler(
         schedule, optimizer, num_warmup_steps=0, num_training_steps=17
     )
     for step in range(25 if schedule == "linear" else 17):
-        ours = lr_at(step, total_steps=17, peak_lr=3e-4, schedule=schedule)
-        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18)
+        actual = lr_at(step, total_steps=17, peak_lr=3e-4, schedule=schedule)
+        assert actual == pytest.approx(expected.get_last_lr()[0], rel=1e-12, abs=1e-18)
         optimizer.step()
-        theirs.step()
+        expected.step()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -33,15 +33,17 @@ def test_after_warmup_same_as_transformers(schedule: str) -> None:
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     name = "constant_with_warmup" if schedule == "constant" else schedule
-    theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=5, num_training_steps=20)
+    expected = transformers.get_scheduler(
+        name, optimizer, num_warmup_steps=5, num_training_steps=20
+    )
     for step in range(20):
-        ours = lr_at(step, total_steps=20, peak_lr=1.0, schedule=schedule, warmup_steps=5)
+        actual = lr_at(step, total_steps=20, peak_lr=1.0, schedule=schedule, warmup_steps=5)
         if step < 5:
-            assert ours == pytest.approx(theirs.get_last_lr()[0] + 1 / 5)
+            assert actual == pytest.approx(expected.get_last_lr()[0] + 1 / 5)
         else:
-            assert ours == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)
+            assert actual == pytest.approx(expected.get_last_lr()[0], abs=1e-15)
         optimizer.step()
-        theirs.step()
+        expected.step()
 
 
 def test_warmup_starts_above_zero_and_reaches_the_peak() -> None:

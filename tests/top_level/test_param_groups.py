@@ -65,16 +65,18 @@ def torch_run(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run the same steps in memory, with one of torch's groups for each parameter."""
     model = copy.deepcopy(model)
-    made = []
+    created = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         number = entry(name)
-        own = {} if number is None else {k: v for k, v in groups[number].items() if k != "params"}
+        group_values = (
+            {} if number is None else {k: v for k, v in groups[number].items() if k != "params"}
+        )
         decay = optimizer.weight_decay if parameter.ndim >= 2 else 0.0
-        rate = own.pop("lr", optimizer.lr)
-        made.append({"params": [parameter], "weight_decay": decay, "rate": rate, **own})
-    stepping, losses = in_memory(optimizer, made), []
+        rate = group_values.pop("lr", optimizer.lr)
+        created.append({"params": [parameter], "weight_decay": decay, "rate": rate, **group_values})
+    stepping, losses = in_memory(optimizer, created), []
     for step, row in enumerate(rows):
         loss = loss_of(model, row)
         loss.backward()
@@ -156,7 +158,7 @@ def test_lora_plus_trains_second_matrices_faster(tmp_path):
 
 def test_parameters_stand_for_patterns(tmp_path):
     """Also in the form of named_parameters, and a tied weight by either of its names."""
-    rows, found = batches(2, batch=2, seq=12), []
+    rows, collected = batches(2, batch=2, seq=12), []
     for number in range(3):
         model = small_model("gpt2")
         params: Any = [
@@ -166,9 +168,9 @@ def test_parameters_stand_for_patterns(tmp_path):
         ][number]
         groups = [{"params": params, "lr": 2e-3}]
         del params
-        found.append(lohan_run(model, rows, tmp_path / str(number), param_groups=groups)[1])
-    for other in found[1:]:
-        assert [n for n in other if not torch.equal(other[n], found[0][n])] == []
+        collected.append(lohan_run(model, rows, tmp_path / str(number), param_groups=groups)[1])
+    for other in collected[1:]:
+        assert [n for n in other if not torch.equal(other[n], collected[0][n])] == []
     _, expected = torch_run(
         small_model("gpt2"),
         rows,
@@ -176,7 +178,7 @@ def test_parameters_stand_for_patterns(tmp_path):
         [{"lr": 2e-3}],
         lambda name: 0 if "wte" in name else None,
     )
-    assert_close(found[0], expected, 1e-5)
+    assert_close(collected[0], expected, 1e-5)
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -301,10 +303,10 @@ def config(text: str = TABLES) -> Config:
 
 
 def test_settings_are_written_and_read():
-    made = config()
-    assert config(made.to_toml()) == made
-    first, second = made.train.param_groups_with(100)
-    assert first["lr"](50) == pytest.approx(made.train.lr_at(50, 100) / 2)
+    result = config()
+    assert config(result.to_toml()) == result
+    first, second = result.train.param_groups_with(100)
+    assert first["lr"](50) == pytest.approx(result.train.lr_at(50, 100) / 2)
     assert second == {"params": ("layers.0",), "betas": (0.8, 0.9)}
 
 

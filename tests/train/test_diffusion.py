@@ -173,7 +173,7 @@ def test_bf16_evaluation_and_the_best(place, tmp_path):
 
 def test_the_command_line(lohan, place, tmp_path):
     out, model = tmp_path / "run", place / "dit"
-    said = (
+    words = (
         "--model",
         model,
         "--data",
@@ -189,9 +189,9 @@ def test_the_command_line(lohan, place, tmp_path):
         "--steps",
         2,
     )
-    dry = lohan("train", *said, "--dry-run")
+    dry = lohan("train", *words, "--dry-run")
     assert dry.code == 0 and "2 steps" in dry.out and not out.exists(), dry
-    ended = lohan("train", *said)
+    ended = lohan("train", *words)
     assert ended.code == 0, ended
     exported = lohan("export", out, "--out", tmp_path / "tuned")
     assert exported.code == 0, exported
@@ -236,47 +236,47 @@ def latents(place: Path, kind: str) -> dict[str, np.ndarray]:
 
 
 def test_a_batch_of_dit_is_noise_on_latents(place, tmp_path):
-    found = examples(place, "dit", tmp_path)
-    scheduler = found.noising.scheduler
-    known = latents(place, "dit")
-    assert len(known) == len(found) == 7
-    batch = found.batch(5, 7)
-    bare = scheduler.alphas_cumprod[batch["timestep"]].view(-1, 1, 1, 1)
+    actual = examples(place, "dit", tmp_path)
+    scheduler = actual.noising.scheduler
+    clean = latents(place, "dit")
+    assert len(clean) == len(actual) == 7
+    batch = actual.batch(5, 7)
+    alphas = scheduler.alphas_cumprod[batch["timestep"]].view(-1, 1, 1, 1)
     assert batch["timestep"].max() < 50
-    recovered = (batch["hidden_states"] - (1 - bare).sqrt() * batch["target"]) / bare.sqrt()
+    recovered = (batch["hidden_states"] - (1 - alphas).sqrt() * batch["target"]) / alphas.sqrt()
     for row, label in zip(recovered, batch["class_labels"].tolist(), strict=True):
-        name = min(known, key=lambda n: float((torch.from_numpy(known[n]) - row).abs().max()))
-        assert torch.allclose(torch.from_numpy(known[name]), row, atol=1e-3)
+        name = min(clean, key=lambda n: float((torch.from_numpy(clean[n]) - row).abs().max()))
+        assert torch.allclose(torch.from_numpy(clean[name]), row, atol=1e-3)
         assert label == int(name) % 3
-    again, other = found.batch(5, 7), found.batch(6, 7)
+    again, other = actual.batch(5, 7), actual.batch(6, 7)
     assert all(torch.equal(batch[name], again[name]) for name in batch)
     assert not torch.equal(batch["target"].sum(0), other["target"].sum(0))
-    held = [list(found.passes(4)) for _ in range(2)]
+    held = [list(actual.passes(4)) for _ in range(2)]
     assert [len(b["target"]) for b in held[0]] == [4, 3]
     assert torch.equal(held[0][1]["target"], held[1][1]["target"])
-    assert not torch.equal(held[0][0]["target"], found.batch(0, 4)["target"])  # noise of its own
+    assert not torch.equal(held[0][0]["target"], actual.batch(0, 4)["target"])  # noise of its own
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux"])
 def test_a_batch_of_a_flow_lies_between_latents_and_noise(kind, place, tmp_path):
-    found = examples(place, kind, tmp_path)
-    batch = found.batch(2, 4)
+    actual = examples(place, kind, tmp_path)
+    batch = actual.batch(2, 4)
     assert batch[TEXT].shape == (4, 6, 16) and batch[POOLED].shape == (4, 12)
     levels = batch["timestep"] / (1000 if kind == "sd3" else 1)
     assert ((levels > 0) & (levels < 1)).all()
     each = levels.view(-1, *[1] * (batch["hidden_states"].ndim - 1))
     recovered = batch["hidden_states"] - each * batch["target"]
-    known = [torch.from_numpy(a) for a in latents(place, kind).values()]
+    clean = [torch.from_numpy(a) for a in latents(place, kind).values()]
     if kind == "flux":
         pipeline = pytest.importorskip("diffusers").FluxPipeline
-        known = [pipeline._pack_latents(a[None], 1, 4, 8, 8)[0] for a in known]
+        clean = [pipeline._pack_latents(a[None], 1, 4, 8, 8)[0] for a in clean]
         assert torch.equal(
             batch["img_ids"], pipeline._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
         )
         assert batch["txt_ids"].shape == (6, 3) and (batch["guidance"] == 3.5).all()
-    near = [min(float((row - one).abs().max()) for one in known) for row in recovered]
+    near = [min(float((row - one).abs().max()) for one in clean) for row in recovered]
     assert sum(distance < 1e-4 for distance in near) >= 1  # the others came as safetensors
-    drawn = torch.cat([found.batch(n, 7)["timestep"] for n in range(40)])
+    drawn = torch.cat([actual.batch(n, 7)["timestep"] for n in range(40)])
     shifted = 750 if kind == "sd3" else 0.75  # of the middle, by a shift of 3
     assert abs(float(drawn.median()) / shifted - 1) < 0.1
 
@@ -291,8 +291,8 @@ def test_images_become_latents_or_pixels(tmp_path):
     save_images(tmp_path / "images")
     for kind in ("dit", "pixels"):
         (tmp_path / f"{kind}-data").symlink_to(tmp_path / "images")
-    found = examples(tmp_path, "pixels", tmp_path / "pixels-run").records
-    whole = found.stacked(range(6))
+    actual = examples(tmp_path, "pixels", tmp_path / "pixels-run").records
+    whole = actual.stacked(range(6))
     assert whole["latents"].shape == (6, 3, 8, 8) and abs(whole["latents"]).max() <= 1
     assert whole["class_labels"].tolist() == [0, 0, 0, 1, 1, 1]
     encoded = examples(tmp_path, "dit", tmp_path / "dit-run").records.stacked([0])["latents"]
@@ -313,8 +313,8 @@ def test_classes_may_come_with_the_latents(place, tmp_path):
     with pytest.raises(LohanError, match=f"is of class {CLASSES}, DiT.* has {CLASSES} of them"):
         examples(place, "dit", tmp_path / "wrong", data=tmp_path / "data")
     (tmp_path / "data" / f"{CLASSES}.safetensors").unlink()
-    found = examples(place, "dit", tmp_path, data=tmp_path / "data")
-    assert found.records.stacked([0, 1])["class_labels"].tolist() == [2, 4]
+    actual = examples(place, "dit", tmp_path, data=tmp_path / "data")
+    assert actual.records.stacked([0, 1])["class_labels"].tolist() == [2, 4]
 
 
 def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
@@ -453,8 +453,8 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
         resume=False,
         progress=lambda *_: None,
     )
-    made = diffusion.Diffusion().prepare(data)
-    assert made.records.about["classes"][last.name] == 2
+    result = diffusion.Diffusion().prepare(data)
+    assert result.records.about["classes"][last.name] == 2
     (tmp_path / "held" / last.name).rename(tmp_path / "held" / "strange")
     with pytest.raises(LohanError, match="the folder strange is none of the 3 classes in"):
         diffusion.Diffusion().prepare(replace(data, cache=folder / "again"))
@@ -483,7 +483,7 @@ def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
 
 
 def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):
-    said = ("--data", place / "dit-data", "--out", tmp_path / "run", "--host", "32MiB")
+    words = ("--data", place / "dit-data", "--out", tmp_path / "run", "--host", "32MiB")
     for option, message in (
         (("--pack",), "--pack: is for language models"),
         (("--lora", 4), "--lora: is for language models"),
@@ -491,13 +491,13 @@ def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):
         (("--task", "language"), "is a model of diffusers"),
         (("--dtype", "fp16"), "in fp16: its loss is its own"),
     ):
-        ended = lohan("train", "--model", place / "dit", *said, *option)
+        ended = lohan("train", "--model", place / "dit", *words, *option)
         assert ended.code == 2 and message in ended.err, ended
     unet = tmp_path / "unet"
     unet.mkdir()
     (unet / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
-    ended = lohan("train", "--model", unet, *said)
+    ended = lohan("train", "--model", unet, *words)
     assert ended.code == 2 and "UNet2DModel is not a model that --task diffusion" in ended.err
     (unet / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    ended = lohan("train", "--model", unet, *said, "--task", "diffusion")
+    ended = lohan("train", "--model", unet, *words, "--task", "diffusion")
     assert ended.code == 2 and "no folder of diffusers" in ended.err

@@ -105,11 +105,11 @@ def test_split_holds_examples_back(inputs, tmp_path):
 
 def test_a_known_pass_is_scheduled_as_a_whole(tmp_path, monkeypatch):
     """From the second pass on weights are read ahead of the blocks that need them."""
-    model, made = small_model("llama"), []
+    model, created = small_model("llama"), []
     enqueue = Lanes.enqueue
 
     def watched(self, schedule, context=None):
-        made.append([action.name for action in schedule])
+        created.append([action.name for action in schedule])
         enqueue(self, schedule, context)
 
     monkeypatch.setattr(Lanes, "enqueue", watched)
@@ -118,10 +118,10 @@ def test_a_known_pass_is_scheduled_as_a_whole(tmp_path, monkeypatch):
     with attached(model, tmp_path, budget=budget) as session, torch.no_grad():
         assert len(session.plan.host_cached_weights) < 5 and session.plan.window > 0
         first = model(**data).loss
-        assert all(sum(name[0] == "F" for name in names) == 1 for names in made)
-        made.clear()
+        assert all(sum(name[0] == "F" for name in names) == 1 for names in created)
+        created.clear()
         assert torch.equal(model(**data).loss, first)
-        (names,) = made
+        (names,) = created
     sites = [name for name in names if name[0] == "F"]
     assert len(sites) == 5
     reads = [i for i, name in enumerate(names) if name[0] == "R"]
@@ -156,8 +156,8 @@ def test_evaluation_mode_and_random_state_are_put_back(tmp_path):
             torch.rand(3)
             yield from batches(2, batch=batch, seq=8)
 
-    found = evaluate(model, Rows(), batch=1, task=CausalLM())  # type: ignore[arg-type]
-    assert isinstance(found, Evaluation) and found.tokens == 2 * 6
+    result = evaluate(model, Rows(), batch=1, task=CausalLM())  # type: ignore[arg-type]
+    assert isinstance(result, Evaluation) and result.tokens == 2 * 6
     assert torch.equal(torch.get_rng_state(), before)
     assert [m.training for m in model.modules()] == flags
     assert evaluate(model, Rows(), batch=1, task=CausalLM(), stop=lambda: True) is None  # type: ignore[arg-type]
@@ -165,10 +165,10 @@ def test_evaluation_mode_and_random_state_are_put_back(tmp_path):
 
 def test_history_finds_the_best_step() -> None:
     rows = [{"step": n, "eval_loss": loss} for n, loss in enumerate([3.0, 2.0, 2.5, 2.0], 1)]
-    found = History.of(rows)
-    assert (found.best, found.best_step, found.since_best) == (2.0, 2, 2)
-    assert found.steps == {1, 2, 3, 4}
-    assert not found.improves(2.0) and not found.improves(float("nan")) and found.improves(1.9)
+    actual = History.of(rows)
+    assert (actual.best, actual.best_step, actual.since_best) == (2.0, 2, 2)
+    assert actual.steps == {1, 2, 3, 4}
+    assert not actual.improves(2.0) and not actual.improves(float("nan")) and actual.improves(1.9)
 
 
 # -- early stop and the best model ----------------------------------------------------------------
@@ -179,14 +179,14 @@ def test_early_stop_and_best_export(inputs, tmp_path):
     outcome = trainer.train(load_config(None, overrides=climbing(inputs, out)), shown)
     assert outcome.step < 12 and outcome.exported and not outcome.stopped
     rows = eval_rows(RunFolder(out))
-    found = History.of(rows)
-    assert found.since_best == 3 and outcome.step == found.best_step + 3
+    actual = History.of(rows)
+    assert actual.since_best == 3 and outcome.step == actual.best_step + 3
     assert any("stopping early" in note for note in shown.notes)
     best = AutoModelForCausalLM.from_pretrained(out / "best").eval()
     held = open_dataset(out / "eval-data", seed=0)
     assert held is not None
     again = evaluate(best, held, batch=2, task=CausalLM())
-    assert again is not None and again.loss == pytest.approx(found.best, rel=1e-5)
+    assert again is not None and again.loss == pytest.approx(actual.best, rel=1e-5)
     assert weights(out / "best") != weights(out / "model")
     shown = Watch()
     resumed = trainer.resume(RunFolder(out), shown)

@@ -39,14 +39,14 @@ def test_a_plan_has_the_mask_that_batches_will_have():
 
 def test_classes_of_activations_are_not_named_after_kernels():
     """Rows of one length have no mask, others do: what was planned as kept is kept in both."""
-    model, found = small_model("gpt2"), []
+    model, collected = small_model("gpt2"), []
     ids = torch.empty((2, 16), dtype=torch.long, device="meta")
     for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}):
         kinds, _ = inventories(model, cut_for(model, batch), batch, micro_batch=2)
-        found.append(next(iter(kinds.values())).keys.keys())
-    assert found[0] == found[1]
-    assert any("attention" in name for name in found[0])
-    assert not any("scaled_dot_product" in name for name in found[0])
+        collected.append(next(iter(kinds.values())).keys.keys())
+    assert collected[0] == collected[1]
+    assert any("attention" in name for name in collected[0])
+    assert not any("scaled_dot_product" in name for name in collected[0])
 
 
 @pytest.mark.parametrize("stuck", [True, False])

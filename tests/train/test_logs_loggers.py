@@ -41,7 +41,7 @@ def test_tensorboard(inputs, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    asked = given(
+    config = given(
         inputs,
         out,
         output__log=["tensorboard"],
@@ -49,16 +49,16 @@ def test_tensorboard(inputs, tmp_path):
         eval__every=2,
         train__steps=2,
     )
-    trainer.train(load_config(None, overrides=asked), Watch())
+    trainer.train(load_config(None, overrides=config), Watch())
     trainer.resume(RunFolder(out), Watch(), steps=4)
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
-    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    actual = [(event.step, event.value) for event in events.Scalars("train/loss")]
     rows = step_rows(RunFolder(out))
-    assert found == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
-    found = [(event.step, event.value) for event in events.Scalars("eval/loss")]
+    assert actual == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
+    actual = [(event.step, event.value) for event in events.Scalars("eval/loss")]
     rows = eval_rows(RunFolder(out))
-    assert found == [(row["step"], pytest.approx(row["eval_loss"], rel=1e-6)) for row in rows]
+    assert actual == [(row["step"], pytest.approx(row["eval_loss"], rel=1e-6)) for row in rows]
     assert len(rows) == 2
 
 
@@ -68,15 +68,15 @@ def test_weights_and_biases(inputs, tmp_path, monkeypatch):
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
         monkeypatch.setenv(f"WANDB_{name}", value)
     out = tmp_path / "run"
-    asked = given(inputs, out, output__log=["wandb"], train__steps=2, output__export=False)
-    trainer.train(load_config(None, overrides=asked), Watch())
+    config = given(inputs, out, output__log=["wandb"], train__steps=2, output__export=False)
+    trainer.train(load_config(None, overrides=config), Watch())
     written = list(Path(out).rglob("*.wandb"))
     assert len(written) == 1 and b"train/loss" in written[0].read_bytes()
 
 
 def train_then_resume(inputs, out, name):
     """Train two steps, resume to four, and return the rows of steps and of evaluations."""
-    asked = given(
+    config = given(
         inputs,
         out,
         output__log=[name],
@@ -85,7 +85,7 @@ def train_then_resume(inputs, out, name):
         train__steps=2,
         output__export=False,
     )
-    trainer.train(load_config(None, overrides=asked), Watch())
+    trainer.train(load_config(None, overrides=config), Watch())
     trainer.resume(RunFolder(out), Watch(), steps=4)
     return step_rows(RunFolder(out)), eval_rows(RunFolder(out))
 
@@ -107,8 +107,8 @@ def test_trackio_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch)
         ("train/loss", "loss", steps),
         ("eval/loss", "eval_loss", evaluations),
     ):
-        found = [(entry["step"], entry[name]) for entry in logged if name in entry]
-        assert found == [(row["step"], pytest.approx(row[key])) for row in rows]
+        actual = [(entry["step"], entry[name]) for entry in logged if name in entry]
+        assert actual == [(row["step"], pytest.approx(row[key])) for row in rows]
     assert (len(steps), len(evaluations)) == (4, 2)
 
 
@@ -128,6 +128,6 @@ def test_mlflow_holds_each_row_once_after_resume(inputs, tmp_path, monkeypatch):
         ("train/loss", "loss", steps),
         ("eval/loss", "eval_loss", evaluations),
     ):
-        found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
-        assert found == [(row["step"], pytest.approx(row[key])) for row in rows]
+        actual = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+        assert actual == [(row["step"], pytest.approx(row[key])) for row in rows]
     assert (len(steps), len(evaluations)) == (4, 2)

@@ -133,14 +133,14 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
+            requested = json.loads(body)["files"]
             modes = [
                 {
                     "path": f["path"],
                     "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
                     "shouldIgnore": False,
                 }
-                for f in asked
+                for f in requested
             ]
             self.answer({"files": modes})
         elif self.path.endswith("/info/lfs/objects/batch"):

@@ -169,12 +169,12 @@ def test_adapters_as_with_peft(name, place, tmp_path, lohan):
     merged = lohan("export", out, "--merge", "--out", tmp_path / "merged")
     assert merged.code == 0, merged
     peft = pytest.importorskip("peft")
-    theirs = peft.PeftModel.from_pretrained(kind.from_pretrained(place / name), out / "model")
-    expected = theirs.merge_and_unload().state_dict()
-    found = kind.from_pretrained(tmp_path / "merged").state_dict()
-    assert found.keys() == expected.keys()
+    reference = peft.PeftModel.from_pretrained(kind.from_pretrained(place / name), out / "model")
+    expected = reference.merge_and_unload().state_dict()
+    actual = kind.from_pretrained(tmp_path / "merged").state_dict()
+    assert actual.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert torch.allclose(found[key], tensor, atol=1e-6), key
+        assert torch.allclose(actual[key], tensor, atol=1e-6), key
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -256,16 +256,16 @@ def test_answers_are_where_they_stand(place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", rows)
     config = settings(place / "question-answering", data, tmp_path / "run", train__seq=48)
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
-    found = []
+    collected = []
     for batch in inputs.train_examples.passes(1):
         start, end = (int(batch[name][0]) for name in ("start_positions", "end_positions"))
         ids = batch["input_ids"][0].tolist()
         assert ids[0] == CLS and len(ids) <= 48
         spell = hf.AutoTokenizer.from_pretrained(place / "question-answering").decode
-        found.append(spell(ids[start : end + 1]) if start else "")
+        collected.append(spell(ids[start : end + 1]) if start else "")
         assert start <= end and (start or end == 0)
-    assert set(found) == {"42", ""}
-    assert found.count("42") in (2, 3)  # windows overlap
+    assert set(collected) == {"42", ""}
+    assert collected.count("42") in (2, 3)  # windows overlap
     seen = {spell(b["input_ids"][0]) for b in inputs.train_examples.passes(1)}
     assert any("zz[SEP]" in text for text in seen)  # to the end of the context
 
@@ -276,8 +276,8 @@ def test_a_folder_of_classes(lohan, place, tmp_path):
     plan = lohan("plan", *how)
     assert plan.code == 0, plan
     out = tmp_path / "run"
-    made = lohan("train", *how, "--data", place / "pictures", "--out", out, "--steps", 1)
-    assert made.code == 0 and "7 images" in made.out, made
+    result = lohan("train", *how, "--data", place / "pictures", "--out", out, "--steps", 1)
+    assert result.code == 0 and "7 images" in result.out, result
     run(place, "image-classification", tmp_path / "rows")
     folders = [
         open_inputs(RunFolder(f), RunFolder(f).config(), Watch(), resume=True)

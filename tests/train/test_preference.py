@@ -111,12 +111,12 @@ def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[s
         max_length=48,
         **more,
     )
-    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plain_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    made = trainer(model=own, args=args, train_dataset=mixed, processing_class=tokenizer)
-    made.train()
-    losses = [row["loss"] for row in made.state.log_history if "loss" in row]
-    return losses, {name: p.detach() for name, p in own.named_parameters()}
+    result = trainer(model=plain_model, args=args, train_dataset=mixed, processing_class=tokenizer)
+    result.train()
+    losses = [row["loss"] for row in result.state.log_history if "loss" in row]
+    return losses, {name: p.detach() for name, p in plain_model.named_parameters()}
 
 
 LOSSES = [
@@ -143,13 +143,13 @@ def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: st
     more = {"train.steps": 6, "train.batch": 8}
     whole = run(model, tmp_path / "whole", loss, **more)
     run(model, tmp_path / "parts", loss, **{**more, "train.steps": 2})
-    (made,) = (tmp_path / "parts" / "data").glob("reference-*.npy")
-    before = made.read_bytes()
+    (result,) = (tmp_path / "parts" / "data").glob("reference-*.npy")
+    before = result.read_bytes()
     resume(RunFolder(tmp_path / "parts"), Display(), steps=6)
-    assert made.read_bytes() == before
-    ours = [(row["step"], row["loss"]) for row in rows_of(tmp_path / "parts")]
-    assert ours == [(row["step"], row["loss"]) for row in whole]
-    made.unlink()
+    assert result.read_bytes() == before
+    actual = [(row["step"], row["loss"]) for row in rows_of(tmp_path / "parts")]
+    assert actual == [(row["step"], row["loss"]) for row in whole]
+    result.unlink()
     with pytest.raises(DataError, match="log-probabilities are not there, and the model has"):
         resume(RunFolder(tmp_path / "parts"), Display(), steps=7)
 
@@ -161,20 +161,20 @@ def test_a_reference_of_another_start_is_not_taken_up(model: Path, tmp_path: Pat
     """
     more = {"train.steps": 1}
     wanted = run(model, tmp_path / "wanted", "dpo", **more)
-    (made,) = (tmp_path / "wanted" / "data").glob("reference-*.npy")
-    values = np.load(made)
+    (result,) = (tmp_path / "wanted" / "data").glob("reference-*.npy")
+    values = np.load(result)
     begun = tmp_path / "begun"
     shutil.copytree(tmp_path / "wanted", begun)
     remove(begun / "store")
     for path in ("metrics.jsonl", "journal.jsonl"):
         (begun / path).unlink()
     shutil.rmtree(begun / "model")
-    np.save(begun / "data" / made.name, values + 1)
-    found = run(model, begun, "dpo", **more)
-    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
-    assert np.array_equal(np.load(begun / "data" / made.name), values)
-    for damaged in (b"", made.read_bytes()[:-4], b"PK"):
-        made.write_bytes(damaged)
+    np.save(begun / "data" / result.name, values + 1)
+    outcome = run(model, begun, "dpo", **more)
+    assert [row["loss"] for row in outcome] == [row["loss"] for row in wanted]
+    assert np.array_equal(np.load(begun / "data" / result.name), values)
+    for damaged in (b"", result.read_bytes()[:-4], b"PK"):
+        result.write_bytes(damaged)
         with pytest.raises(DataError, match=r"reference-.*: damaged: .*restore it"):
             resume(RunFolder(tmp_path / "wanted"), Display(), steps=2)
 
@@ -209,9 +209,9 @@ def test_held_back_rows_are_evaluated_and_rewards_reported(
         for line in lines:
             key = line["name"].removesuffix(", evaluation")
             prefix, of = ("eval_", held) if "evaluation" in line["name"] else ("", steps)
-            there = [row for row in of if f"{prefix}reward_{key}" in row]
-            assert line["x"] == [row["step"] for row in there]
-            assert line["y"] == [row[f"{prefix}reward_{key}"] for row in there]
+            reward_rows = [row for row in of if f"{prefix}reward_{key}" in row]
+            assert line["x"] == [row["step"] for row in reward_rows]
+            assert line["y"] == [row[f"{prefix}reward_{key}"] for row in reward_rows]
     if loss == "dpo":
         assert "of pairs right, last 3 steps" in page.shown
         last = held[-1]

@@ -54,7 +54,7 @@ def settings(model: Path, out: Path, **more: Any) -> Any:
     return load_config(None, overrides=overrides)
 
 
-def with_adapter(own: Any, made: Any, config: Any) -> Any:
+def with_adapter(plain_model: Any, source_model: Any, config: Any) -> Any:
     """Return PEFT's adapter of a model, with the initial values of ours."""
     lora = peft.LoraConfig(
         r=config.train.lora,
@@ -62,27 +62,27 @@ def with_adapter(own: Any, made: Any, config: Any) -> Any:
         target_modules="all-linear",
         task_type="SEQ_CLS",
     )
-    own = peft.get_peft_model(own, lora)
+    plain_model = peft.get_peft_model(plain_model, lora)
     torch.manual_seed(config.seed)
-    values = AdapterValues(made)
+    values = AdapterValues(source_model)
     for name in values.names():
-        parameter = own.get_parameter(name)
+        parameter = plain_model.get_parameter(name)
         parameter.data = values.read_flat(name, 0, parameter.numel()).view(parameter.shape)
-    return own
+    return plain_model
 
 
 def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     trl = pytest.importorskip("trl", reason="compared with TRL: pip install 'lohan[trl]'")
     from datasets import Dataset as Table
 
-    own = AutoModelForSequenceClassification.from_pretrained(
+    plain_model = AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=1, dtype=torch.float32
     )
-    made: Any = Reward().load(config, dtype="fp32")
+    result: Any = Reward().load(config, dtype="fp32")
     head = "score.original_module.weight" if config.train.lora else "score.weight"
-    own.score.weight.data = base_of(made).get_parameter(head).data.clone()
+    plain_model.score.weight.data = base_of(result).get_parameter(head).data.clone()
     if config.train.lora:
-        own = with_adapter(own, made, config)
+        plain_model = with_adapter(plain_model, result, config)
     args = trl.RewardConfig(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -101,7 +101,7 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
         max_length=48,
     )
     trainer = trl.RewardTrainer(
-        model=own,
+        model=plain_model,
         args=args,
         processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=Table.from_list([PAIRS[i] for i in order(0, 0, ROWS)]),
@@ -109,21 +109,24 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     if config.train.lora:
-        return rows, peft.get_peft_model_state_dict(own)
-    return rows, {name: p.detach() for name, p in own.named_parameters()}
+        return rows, peft.get_peft_model_state_dict(plain_model)
+    return rows, {name: p.detach() for name, p in plain_model.named_parameters()}
 
 
 def test_equal_to_trl_in_memory(model: Path, tmp_path: Path) -> None:
     config = settings(model, tmp_path / "run")
     train(config, Display())
-    ours, (theirs, weights) = rows_of(tmp_path / "run"), in_memory(model, config, tmp_path / "trl")
+    actual, (expected, weights) = (
+        rows_of(tmp_path / "run"),
+        in_memory(model, config, tmp_path / "trl"),
+    )
     for name, their in (
         ("loss", "loss"),
         ("reward_margin", "margin"),
         ("reward_accuracy", "accuracy"),
     ):
-        found = [row[name] for row in ours]
-        np.testing.assert_allclose(found, [row[their] for row in theirs], rtol=2e-5, atol=2e-6)
+        result = [row[name] for row in actual]
+        np.testing.assert_allclose(result, [row[their] for row in expected], rtol=2e-5, atol=2e-6)
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert exported.keys() == weights.keys()
     for name, value in exported.items():
@@ -134,16 +137,19 @@ def test_equal_to_trl_in_memory(model: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(again.score.weight.data, exported["score.weight"])
     second = settings(tmp_path / "run" / "model", tmp_path / "second", **{"train.steps": 1})
     train(second, Display())
-    assert rows_of(tmp_path / "second")[0]["loss"] < ours[0]["loss"]
+    assert rows_of(tmp_path / "second")[0]["loss"] < actual[0]["loss"]
 
 
 def test_an_adapter_and_the_head_learn_as_with_peft(model: Path, tmp_path: Path) -> None:
     """The base is only read; what is exported are the adapter and the head, or all of it merged."""
     config = settings(model, tmp_path / "run", **{"train.lora": 4, "train.lr": 1e-2})
     train(config, Display())
-    ours, (theirs, weights) = rows_of(tmp_path / "run"), in_memory(model, config, tmp_path / "trl")
-    losses = [row["loss"] for row in ours]
-    np.testing.assert_allclose(losses, [row["loss"] for row in theirs], rtol=2e-5, atol=2e-6)
+    actual, (expected, weights) = (
+        rows_of(tmp_path / "run"),
+        in_memory(model, config, tmp_path / "trl"),
+    )
+    losses = [row["loss"] for row in actual]
+    np.testing.assert_allclose(losses, [row["loss"] for row in expected], rtol=2e-5, atol=2e-6)
     assert losses[-1] < losses[0]
     exported = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
     assert exported.keys() == weights.keys() and "base_model.model.score.weight" in exported
@@ -169,10 +175,10 @@ def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
     train(settings(model, tmp_path / "whole", **more, **{"train.steps": 4}), Display())
     train(settings(model, tmp_path / "parts", **more, **{"train.steps": 2}), Display())
     resume(RunFolder(tmp_path / "parts"), Display(), steps=4)
-    ours, whole = rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole")
-    losses = [[row["loss"] for row in rows if "loss" in row] for rows in (ours, whole)]
+    actual, whole = rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole")
+    losses = [[row["loss"] for row in rows if "loss" in row] for rows in (actual, whole)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert sum("eval_loss" in row for row in ours) == 2
+    assert sum("eval_loss" in row for row in actual) == 2
 
 
 def test_rejects_settings_without_a_meaning_for_rewards(model: Path, tmp_path: Path) -> None:

@@ -57,18 +57,20 @@ def rates(total: int, steps: range) -> list[float]:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_more_steps_and_the_learning_rate(model: Path, tmp_path: Path, keep: bool) -> None:
-    run, told = begun(model, tmp_path / "run"), Told()
-    resume(run, told, steps=6, keep_schedule=keep)
-    found = [row["lr"] for row in rows_of(run.path)]
-    assert found[:4] == pytest.approx(rates(4, range(4)))
-    assert found[4:] == pytest.approx(rates(4 if keep else 6, range(4, 6)))
-    (said,) = [note for note in told.notes if "learning rate" in note]
+    run, reported = begun(model, tmp_path / "run"), Told()
+    resume(run, reported, steps=6, keep_schedule=keep)
+    actual = [row["lr"] for row in rows_of(run.path)]
+    assert actual[:4] == pytest.approx(rates(4, range(4)))
+    assert actual[4:] == pytest.approx(rates(4 if keep else 6, range(4, 6)))
+    (message,) = [note for note in reported.notes if "learning rate" in note]
     if keep:
-        assert said == "the learning rate keeps its schedule over 4 steps, and is 0 after them"
+        assert message == "the learning rate keeps its schedule over 4 steps, and is 0 after them"
         assert run.config().train.schedule_steps == 4  # a later resume keeps it too
     else:
-        assert said.startswith("the learning rate follows its cosine schedule over 6 steps instead")
-        assert "instead of 0; --keep-schedule keeps the old one" in said
+        assert message.startswith(
+            "the learning rate follows its cosine schedule over 6 steps instead"
+        )
+        assert "instead of 0; --keep-schedule keeps the old one" in message
 
 
 def test_keeping_goes_with_steps(tmp_path: Path) -> None:
@@ -123,10 +125,10 @@ def test_template_and_system_prompt_are_named(
     }
     config = load_config(None, overrides=overrides)
     open_inputs(RunFolder(tmp_path / "run"), config, shown)
-    (said,) = [note for note in shown.notes if "first example" in note]
+    (message,) = [note for note in shown.notes if "first example" in note]
     used = "none" if template is None else tmp_path / "t.jinja"
-    assert f"(chat template: {used}; system prompt: {told}; loss on what follows >>>)" in said
-    assert "a" * 900 in said and f"{'b' * 1000} ..." in said and "b" * 1001 not in said
+    assert f"(chat template: {used}; system prompt: {told}; loss on what follows >>>)" in message
+    assert "a" * 900 in message and f"{'b' * 1000} ..." in message and "b" * 1001 not in message
     record = RunRecord(RunFolder(tmp_path / "run"), config, [], [], [], [])
     assert "b" * 1100 in "\n".join(first_example(record))
 
@@ -144,5 +146,5 @@ def test_both_answers_of_the_first_pair_are_shown(model: Path, tmp_path: Path) -
         "train.steps": 1,
     }
     open_inputs(RunFolder(tmp_path / "run"), load_config(None, overrides=overrides), shown)
-    (said,) = [note for note in shown.notes if "first example" in note]
-    assert "  ask:>>>yes" in said and "  rejected: >>>never" in said
+    (message,) = [note for note in shown.notes if "first example" in note]
+    assert "  ask:>>>yes" in message and "  rejected: >>>never" in message

@@ -41,11 +41,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def given(place: Path, out: Path, **more):
-    made = settings(place, place / "data.jsonl", out)  # for its numbers
+    result = settings(place, place / "data.jsonl", out)  # for its numbers
     overrides = {
         "init": place / "config.json",
         "tokenizer": place / "tokens",
-        "data": made.data[0].path,
+        "data": result.data[0].path,
         "out": out,
         "seed": 5,
         "budget.host": "32MiB",
@@ -92,7 +92,7 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
 
 def test_the_command_line(lohan, place, tmp_path):
     out = tmp_path / "run"
-    said = (
+    words = (
         "train",
         "--init",
         place / "config.json",
@@ -109,9 +109,9 @@ def test_the_command_line(lohan, place, tmp_path):
         "--seq",
         32,
     )
-    dry = lohan(*said, "--tokenizer", place / "tokens", "--dry-run")
+    dry = lohan(*words, "--tokenizer", place / "tokens", "--dry-run")
     assert dry.code == 0 and "1 step" in dry.out and not out.exists(), dry
-    both = lohan(*said, "--model", place)
+    both = lohan(*words, "--model", place)
     assert both.code == 2 and "give one of them" in both.err, both
 
 
@@ -126,10 +126,12 @@ def test_the_command_line(lohan, place, tmp_path):
     ],
 )
 def test_rejects_configs_and_settings_that_do_not_match(more, message, place, tmp_path):
-    own = tmp_path / "config.json"
+    config_file = tmp_path / "config.json"
     raw = json.loads((place / "config.json").read_text())
-    own.write_text(json.dumps({**raw, "vocab_size": 100} if more.pop("small", None) else raw))
-    paths = {"init": own, "tokenizer": place / "tokens"}
+    config_file.write_text(
+        json.dumps({**raw, "vocab_size": 100} if more.pop("small", None) else raw)
+    )
+    paths = {"init": config_file, "tokenizer": place / "tokens"}
     for name in ("init", "tokenizer"):
         if isinstance(more.get(name), str):
             paths[name] = tmp_path / more.pop(name)

@@ -202,8 +202,8 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     inputs = open_inputs(RunFolder(two), RunFolder(two).config(), Watch(), resume=True)
     with torch.no_grad():
         for batch in inputs.held_out.passes(1):
-            own = int((batch["labels"] != -100).sum())
-            total, count = total + net(**batch).loss.item() * own, count + own
+            labelled = int((batch["labels"] != -100).sum())
+            total, count = total + net(**batch).loss.item() * labelled, count + labelled
     assert rows[-1]["eval_loss"] == pytest.approx(total / count, rel=1e-5)
     assert rows[-1]["eval_tokens"] == count
 
@@ -211,7 +211,7 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
 def test_the_command_line(lohan, place, tmp_path):
     """Without --task it is what the model is made for; plans and exports know it too."""
     out = tmp_path / "run"
-    said = (
+    words = (
         "--model",
         place / "t5",
         "--data",
@@ -227,9 +227,9 @@ def test_the_command_line(lohan, place, tmp_path):
         "--seq",
         32,
     )
-    dry = lohan("train", *said, "--task", "text-to-text", "--dry-run")
+    dry = lohan("train", *words, "--task", "text-to-text", "--dry-run")
     assert dry.code == 0 and "1 step" in dry.out and not out.exists(), dry
-    assert lohan("train", *said, "--freeze", "encoder").code == 0
+    assert lohan("train", *words, "--freeze", "encoder").code == 0
     before, after = (load_file(f / "model.safetensors") for f in (place / "t5", out / "model"))
     moved = {key for key in before if not torch.equal(before[key], after[key])}
     assert moved and not any(key.startswith("encoder") for key in moved)

@@ -116,8 +116,8 @@ def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
     file = folder / "preprocessor_config.json"
     kinds = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
     kind = f"{kinds[model.config.model_type]}Processor"
-    said = {**json.loads(file.read_text()), "processor_class": kind}
-    file.write_text(json.dumps(said))
+    settings = {**json.loads(file.read_text()), "processor_class": kind}
+    file.write_text(json.dumps(settings))
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     tokenizer(TEMPLATE.replace("IMAGE", image)).save_pretrained(folder)
 
@@ -215,7 +215,7 @@ def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
     out = tmp_path / "run"
     train(place / "llava", place / "data.jsonl", out, train__seq=128, train__lora=4)
     config = RunFolder(out).config()
-    made = VisionLanguage().load(config, dtype="fp32")
+    result = VisionLanguage().load(config, dtype="fp32")
     net = hf.AutoModelForImageTextToText.from_pretrained(place / "llava")
     lora = peft.LoraConfig(
         r=4,
@@ -226,10 +226,10 @@ def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
     )
     net = peft.get_peft_model(net, lora)
     torch.manual_seed(config.seed)
-    values = AdapterValues(made)
+    values = AdapterValues(result)
     for key in values.names():
-        own = net.get_parameter(key)
-        own.data = values.read_flat(key, 0, own.numel()).view(own.shape)
+        parameter = net.get_parameter(key)
+        parameter.data = values.read_flat(key, 0, parameter.numel()).view(parameter.shape)
     forward = net.forward
     net.forward = lambda rows=None, **batch: forward(**batch)
     losses, _ = reference(out, net)
@@ -274,12 +274,12 @@ def test_labels_and_places(place, tmp_path):
     config = settings(place / "qwen", place / "data.jsonl", tmp_path / "run", train__seq=128)
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
     spell = load_processor(place / "qwen").tokenizer.decode
-    said = []
+    messages = []
     for batch in inputs.train_examples.passes(5):
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             trained = labels[labels != -100]
             assert torch.equal(ids[labels != -100], trained)
-            said.append(spell(trained))
+            messages.append(spell(trained))
         assert batch["image_grid_thw"].shape == (5, 3)
         assert [len(batch["labels"]), VisionLanguage().rows(batch)] == [5, 5]
         parts = [VisionLanguage().part(batch, 0, 2), VisionLanguage().part(batch, 2, 5)]
@@ -287,7 +287,7 @@ def test_labels_and_places(place, tmp_path):
         assert torch.equal(merged, batch["pixel_values"])
         weights = [VisionLanguage().weight(torch.nn.Identity(), part) for part in parts]
         assert sum(weights) == VisionLanguage().weight(torch.nn.Identity(), batch)
-    assert sorted(said) == [
+    assert sorted(messages) == [
         "A cat.<|im_end|>",
         "A cat.<|im_end|>",
         "A cat.<|im_end|>",

@@ -44,8 +44,8 @@ def test_a_rank_without_rows_has_a_loss_without_weight():
         all_gather_object=lambda value: [value, (1.5, {}, 3), (2.5, {}, 4)],
     )
     session = SimpleNamespace(model=model, process_group=group, head=None)
-    loss, found = Share(session, CausalLM()).loss(BATCH)
-    assert loss.item() == 0.0 and found() == pytest.approx(4.0 / 7)
+    loss, actual = Share(session, CausalLM()).loss(BATCH)
+    assert loss.item() == 0.0 and actual() == pytest.approx(4.0 / 7)
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     assert isinstance(model, hf.BartForCausalLM)

@@ -74,12 +74,12 @@ class Window:
     def text(self) -> str:
         return str(self.run("return document.body.innerText"))
 
-    def until(self, what: Callable[[], Any], told: str) -> Any:
+    def until(self, what: Callable[[], Any], message: str) -> Any:
         end = time.monotonic() + PATIENCE_S
-        while not (found := what()):
-            assert time.monotonic() < end, f"{told}; the page shows:\n{self.text()[:3000]}"
+        while not (actual := what()):
+            assert time.monotonic() < end, f"{message}; the page shows:\n{self.text()[:3000]}"
             time.sleep(0.3)
-        return found
+        return actual
 
     def shows(self, words: str) -> None:
         self.until(lambda: words in self.text(), f"no {words!r}")
@@ -101,8 +101,8 @@ class Window:
     def points(self, chart: str) -> dict[str, list[Any]]:
         """Return number, last step and last value of each curve that a chart shows."""
         script = 'return document.querySelector(`[data-chart="${arguments[0]}"]`)?.dataset.points'
-        found = json.loads(self.run(script, chart) or "[]")
-        return {name: rest for name, *rest in found}
+        actual = json.loads(self.run(script, chart) or "[]")
+        return {name: rest for name, *rest in actual}
 
     def errors(self) -> list[str]:
         """Return what the browser reported; refused settings (400) are part of a form's work."""
@@ -241,8 +241,8 @@ def test_training_from_the_form_to_the_answer(window: Window, address: str, root
     before, after = window.run(script)
     command = [sys.executable, "-m", "lohan", "generate", str(root / "my-run"), "--json"]
     command += ["--prompt", "the cat", "--max-new-tokens", "4"]
-    told = subprocess.run(command, capture_output=True, check=True, cwd=root)
-    assert json.loads(told.stdout)[0]["text"] == after
+    reported = subprocess.run(command, capture_output=True, check=True, cwd=root)
+    assert json.loads(reported.stdout)[0]["text"] == after
     assert before != "computing \u2026"
     window.pictures("try")
     window.open(f"{address}#/runs")
@@ -261,8 +261,8 @@ def folder_step(window: Window) -> int:
 def test_hostile_names_are_text(window: Window, address: str, root: Path) -> None:
     name = "<img src=x onerror=alert(1)>"
     run = write_run(root / "hostile" / name, 1, 2, 3)
-    said = {"step": 1, "samples": [{"prompt": EVIL, "text": EVIL}]}
-    run.samples_file.write_text(json.dumps(said) + "\n")
+    settings = {"step": 1, "samples": [{"prompt": EVIL, "text": EVIL}]}
+    run.samples_file.write_text(json.dumps(settings) + "\n")
     try:
         window.open(f"{address}#/runs")
         window.shows(name)

@@ -29,14 +29,16 @@ def test_difference_of_a_negligible_time_is_not_shown():
 
 def test_points_of_a_curve_are_means():
     rows = [{"step": i, "loss": float(i)} for i in range(1, 2 * MOST_POINTS + 1)]
-    made = curve(rows, "loss")
-    assert made["x"][:2] == [2, 4] and made["y"][:2] == [1.5, 3.5]
+    result = curve(rows, "loss")
+    assert result["x"][:2] == [2, 4] and result["y"][:2] == [1.5, 3.5]
 
 
 def test_clocks_are_apart_by_what_ranks_do_together():
     def spans(rank: int, late: float) -> list[Traced]:
         common = [(NET, "A1", 10.0), (NET, "X1", 20.0), (NET, "A2", 30.0)]
-        own = [(0, "F0", 7.0 * rank)]
-        return [Traced(rank, n, 0, name, s + late, s + 1 + late) for n, name, s in common + own]
+        rank_spans = [(0, "F0", 7.0 * rank)]
+        return [
+            Traced(rank, n, 0, name, s + late, s + 1 + late) for n, name, s in common + rank_spans
+        ]
 
     assert _clock_offset(spans(1, 5.0), spans(0, 0.0)) == pytest.approx(5.0)

@@ -150,7 +150,7 @@ def test_advice_comes_from_the_planner(report, run):
     compute it is the opposite.
     """
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    found = {}
+    collected = {}
     for slow in ("ssd", "compute"):
         for row in journal:
             if row["event"] == "measured":
@@ -161,11 +161,11 @@ def test_advice_comes_from_the_planner(report, run):
                     speed = 1e5 if slow == "ssd" else 1e12
                     drive |= {"read": speed, "write": speed, "mixed": speed}
         (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
-        found[slow] = Elements(report(run)).shown
-    gain = re.search(r"a second drive\s*(?:would give )?(\d\.\d+)x", found["ssd"])
+        collected[slow] = Elements(report(run)).shown
+    gain = re.search(r"a second drive\s*(?:would give )?(\d\.\d+)x", collected["ssd"])
     assert gain and float(gain[1]) > 1.8
-    assert re.search(r"--host (450|600|1200)KiB", found["ssd"])
-    assert "second drive" not in found["compute"]
+    assert re.search(r"--host (450|600|1200)KiB", collected["ssd"])
+    assert "second drive" not in collected["compute"]
 
 
 def test_a_run_from_before_the_journal(report, run):
@@ -246,9 +246,9 @@ def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):
 
 def test_long_curves_are_thinned():
     rows = [{"step": i, "loss": float(i % 2)} for i in range(1, 10_001)]
-    made = curve(rows, "loss")
-    assert len(made["x"]) <= MOST_POINTS and made["x"][-1] == 10_000
-    assert sum(made["y"]) / len(made["y"]) == pytest.approx(0.5, abs=0.01)
+    result = curve(rows, "loss")
+    assert len(result["x"]) <= MOST_POINTS and result["x"][-1] == 10_000
+    assert sum(result["y"]) / len(result["y"]) == pytest.approx(0.5, abs=0.01)
     rows = [{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 2.0}]
     assert curve(rows, "loss") == {"x": [3], "y": [2.0]}
 

@@ -277,8 +277,8 @@ def test_plan_is_that_of_the_command_line(client: TestClient) -> None:
     assert code == 200, plan
     words = [f"--{key}={value}" for key, value in query.items()]
     command = [sys.executable, "-m", "lohan", "plan", *words, "--json"]
-    told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert plan["tokens_per_s"] == told["tokens_per_s"] and plan["plan"] == told["plan"]
+    printed = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert plan["tokens_per_s"] == printed["tokens_per_s"] and plan["plan"] == printed["plan"]
 
 
 def test_refused_settings_are_told_for_the_first_field(client: TestClient) -> None:

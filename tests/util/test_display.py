@@ -125,19 +125,19 @@ def test_formats_durations(seconds: float, text: str) -> None:
 def test_the_first_ctrl_c_is_answered_at_once(capsys) -> None:
     from lohan.train.trainer import stop_signals
 
-    said: list[str] = []
+    messages: list[str] = []
     shown = LineDisplay(terminal(80))
-    shown.note = said.append  # type: ignore[method-assign]
+    shown.note = messages.append  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt), stop_signals(shown) as stop:
         stop.step_began(12)
         stop.step_s = 40.4
         signal.raise_signal(signal.SIGINT)
-        assert stop.asked and said == ["finishing step 12, about 40 s; again to give it up"]
+        assert stop.asked and messages == ["finishing step 12, about 40 s; again to give it up"]
         signal.raise_signal(signal.SIGINT)
 
 
 def test_lines_say_whose_memory_they_show() -> None:
     console = Console(file=io.StringIO(), width=200)
     LineDisplay(console).memory({"host": 2**20}, {"host": 2**30})
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "whole process: 1.00 MiB of it is planned, within 1.00 GiB; Python and torch" in said
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "whole process: 1.00 MiB of it is planned, within 1.00 GiB; Python and torch" in output

@@ -63,9 +63,9 @@ def test_settings_take_names_and_keep_the_folder(
 ) -> None:
     snapshot = fill(cache)
     given = {"model": "org/name", "data": ["d.jsonl"], "out": "o"}
-    made = load_config(None, overrides=given)
-    assert made.model == snapshot
-    assert f'model = "{snapshot}"' in made.to_toml()
+    config = load_config(None, overrides=given)
+    assert config.model == snapshot
+    assert f'model = "{snapshot}"' in config.to_toml()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)  # what is there goes first
     assert load_config(None, overrides=given).model == tmp_path / "org" / "name"
@@ -124,8 +124,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_downloads_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with hub(monkeypatch) as fetched:
         given = {"model": Path("org/name"), "data": ["d"], "out": "o"}
-        made = load_config(None, overrides=given).model  # as `lohan plan` does: nothing is fetched
-        assert not fetched and not made.exists()
+        # as `lohan plan` does: nothing is fetched
+        result = load_config(None, overrides=given).model
+        assert not fetched and not result.exists()
         fetch_model(None, given)
         folder = load_config(None, overrides=given).model
         assert (folder / "model.safetensors").read_bytes() == b"weights"

@@ -33,8 +33,8 @@ from tests.support.small_models import attached, batches, small_model
     ],
 )
 def test_busy_seconds(spans, busy):
-    found = busy_s([Span("ssd", "R0", low, high) for low, high in spans], 0.0, 10.0)
-    assert found == {lane: busy if lane == "ssd" else 0.0 for lane in LANES}
+    actual = busy_s([Span("ssd", "R0", low, high) for low, high in spans], 0.0, 10.0)
+    assert actual == {lane: busy if lane == "ssd" else 0.0 for lane in LANES}
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_the_share_of_an_action_beside_others(spans, share):
         Span("optimizer", "U0.0", 1, 1),
         Span("net", "A0", 0, 1),
     ]
-    found = overlap_shares(spans, ("compute", "optimizer"), ("ssd",), 0, 20)
-    assert found == {"F0": pytest.approx(share)}
+    actual = overlap_shares(spans, ("compute", "optimizer"), ("ssd",), 0, 20)
+    assert actual == {"F0": pytest.approx(share)}
 
 
 def test_only_actions_that_begin_in_time_count():
@@ -91,8 +91,8 @@ def test_spans_are_forgotten_unless_kept(tmp_path):
         trace.add(Span("compute", "F0", 0, 1))
         trace.take_step()
         trace.write(tmp_path / "trace.json")
-        made = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        assert [event["name"] for event in made if event["ph"] == "X"] == ["F0"] * keep
+        loaded = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert [event["name"] for event in loaded if event["ph"] == "X"] == ["F0"] * keep
 
 
 def test_spans_that_nobody_takes_do_not_pile_up():
@@ -137,15 +137,15 @@ def rows(events: list[dict]) -> dict[str, list[dict]]:
     """Spans by the name of their row; a row holds one span at a time."""
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     assert len(names) == len(set(names.values()))
-    found: dict[str, list[dict]] = {}
+    collected: dict[str, list[dict]] = {}
     for event in events:
         if event["ph"] == "X":
-            found.setdefault(names[event["tid"]], []).append(event)
-    for row in found.values():
+            collected.setdefault(names[event["tid"]], []).append(event)
+    for row in collected.values():
         row.sort(key=lambda e: e["ts"])
         for one, two in pairwise(row):
             assert one["ts"] + one["dur"] <= two["ts"] + 1e-6
-    return found
+    return collected
 
 
 def test_chrome_trace():
@@ -155,16 +155,16 @@ def test_chrome_trace():
         Span("ssd", "R2", 101.5, 103.0),
         Span("compute", "F0", 101.0, 101.25),
     ]
-    made = chrome_trace(spans)
-    found = rows(made["traceEvents"])
-    assert {row: [e["name"] for e in events] for row, events in found.items()} == {
+    result = chrome_trace(spans)
+    actual = rows(result["traceEvents"])
+    assert {row: [e["name"] for e in events] for row, events in actual.items()} == {
         "compute": ["F0"],
         "ssd": ["R0", "R2"],
         "ssd +1": ["R1"],
     }
-    first = found["compute"][0]
+    first = actual["compute"][0]
     assert (first["ts"], first["dur"]) == (1e6, 0.25e6)  # microseconds from the first span on
-    assert {e["pid"] for e in made["traceEvents"]} == {0}
+    assert {e["pid"] for e in result["traceEvents"]} == {0}
     assert chrome_trace([])["traceEvents"] == []
 
 
@@ -205,14 +205,14 @@ def run(lohan, inputs: Path, out: Path, *more: object) -> list[dict]:
 def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):
     metrics = run(lohan, inputs, tmp_path / "run", "--trace", *more)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    found = rows(events)
+    actual = rows(events)
     assert (
         {"compute", "ssd", "optimizer"}
-        <= found.keys()
+        <= actual.keys()
         <= {"compute", "ssd", "optimizer"} | {f"ssd +{n}" for n in range(1, 40)}
     )
     kinds = {lane: [] for lane in ("compute", "ssd", "optimizer")}
-    for row, spans in found.items():
+    for row, spans in actual.items():
         kinds[row.split(" ")[0]] += [span["name"][0] for span in spans]
     assert set(kinds["compute"]) == {"F", "B", "E"} and kinds["compute"].count("E") == 4
     assert {"S", "W", "C"} <= set(kinds["ssd"]) and kinds["ssd"].count("C") == 4
