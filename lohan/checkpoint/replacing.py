@@ -57,9 +57,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         name for name, what in _files(target).items() if recorded.get(name) != what
     ]:
         raise ModelError(
-            f"{target}: holds {changed_files[0]!r}, which no export has written there, or not like "
-            "that, "
-            "so it is not overwritten; move it away, or give another --out"
+            f"{target}: holds {changed_files[0]!r}, which no export wrote or which has "
+            "changed since, so it is not overwritten; move it away, or give another --out"
         )
 
 
@@ -164,7 +163,7 @@ def check_own(target: Path, run: str) -> None:
         ]
         if not foreign_files:
             return
-        why = f"holds {foreign_files[0]!r}, which this run has not written or not like that"
+        why = f"holds {foreign_files[0]!r}, which this run did not write or which has changed"
     raise ModelError(
         f"{target} {why}, and the run exports its model there; move it away, or set export = false "
         "under [output] and use `lohan export` later"
@@ -333,8 +332,8 @@ def check_joinable(target: Path, new: Mapping[str, str], *, stems: Collection[st
         path = target / name
         if os.path.lexists(path) and _held_by(path) not in (recorded.get(name), new.get(name)):
             raise ModelError(
-                f"{target} holds {name!r}, which LoHan has not saved there or not like that, and it"
-                " is left as it is; give another folder, or move it away"
+                f"{target} holds {name!r}, which LoHan did not save there or which has changed "
+                "since; it was left unchanged; give another folder, or move it away"
             )
 
 

@@ -647,8 +647,8 @@ def _check_frozen(store: Store, held: StoredModel, values: Mapping[str, torch.Te
             before = read(name, start, stop).to(dtype)
             if not torch.equal(before, flat[start:stop].to("cpu", dtype)):
                 raise ModelError(
-                    f"{name} is frozen, and the store holds it once and for all, but other values "
-                    "are to be loaded into it; load them before the model is attached or the "
+                    f"{name} is frozen, so its values in the store cannot change, and other values "
+                    "would be loaded into it; load them before the model is attached or the "
                     "Trainer is made"
                 )
 

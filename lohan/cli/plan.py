@@ -653,8 +653,8 @@ def _search(request: PlanRequest, named: str, *, model_too: bool, as_json: bool)
         with_what = f"batch {request.batch}" if model_too else request.model.name
         seq = request.model.sample_tokens or request.seq
         echo(
-            f"{what.replace('_', ' ')} on {request.machine.name}, {with_what}, {seq} tokens a "
-            f"sample: {value or 'none fits'}"
+            f"{what.replace('_', ' ')} on {request.machine.name}, {with_what}, {seq} tokens "
+            f"per example: {value or 'none fits'}"
         )
 
 

@@ -56,7 +56,7 @@ def init(
     minute.
     """
     if os.path.lexists(file):  # a dangling link is not overwritten either
-        raise ConfigError(f"--file {file}: the file is there already; give another name")
+        raise ConfigError(f"--file {file}: the file already exists; give another name")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--file {file}: no such folder; create it, or give another name")
     run = (out or file.with_name(f"{file.stem}-run")).resolve()
@@ -429,9 +429,9 @@ def refuse_yaml(file: Path) -> None:
     other = [key for key in keys if key not in NAMES]
     rest = f"; without a counterpart: {', '.join(other)}" if other else ""
     raise ConfigError(
-        f"{file}: settings of another trainer, and ours are TOML; {', '.join(renamed)} (a batch is "
-        f"the rows of a whole step, accumulation included){rest}; `lohan init` writes a file to "
-        "fill in"
+        f"{file}: these are settings of another trainer, and LoHan reads TOML; "
+        f"{', '.join(renamed)} (a batch is the rows of a whole step, accumulation included){rest}; "
+        "`lohan init` writes a file to fill in"
     )
 
 

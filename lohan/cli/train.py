@@ -216,10 +216,13 @@ def export(
         )
     elif (run / "adapter_config.json").is_file():
         if not merge:
-            raise ConfigError(f"{run}: is an adapter's folder already; add --merge")
+            raise ConfigError(f"{run} is an adapter folder; add --merge")
         facts = merge_adapter(run, model, out, dtype=dtype, overwrite=overwrite, quiet=as_json)
     elif model is not None:
-        raise ConfigError(f"--model: {run} is no adapter's folder; a run knows its model, leave it")
+        raise ConfigError(
+            f"--model: {run} is not an adapter folder, and a run records its model; leave the "
+            "option out"
+        )
     else:
         facts = export_run(
             run, out, dtype=dtype, ema=ema, overwrite=overwrite, merge=merge, quiet=as_json

@@ -551,7 +551,7 @@ class ImageFiles:
         name, digest = self.files[number]
         path = Path(name)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise DataError(f"{path}: is gone, or not what it was when the run began; put it back")
+            raise DataError(f"{path}: is missing or has changed since the run began; put it back")
         return open_image(path)
 
 

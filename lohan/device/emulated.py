@@ -62,8 +62,8 @@ class EmulatedEvent:
     def synchronize(self) -> None:
         if not self._come.wait(STALL_S):
             raise LohanError(
-                f"an event of the emulated device has not come for {STALL_S:.0f} s; a stream "
-                "hangs: stop the run and resume it"
+                f"an event of the emulated device has not completed for {STALL_S:.0f} s; a "
+                "stream hangs: stop the run and resume it"
             )
         if self._error is not None:
             raise self._error

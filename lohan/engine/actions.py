@@ -150,8 +150,8 @@ def _device_slots(context: PlanContext, plan: Plan, spec: ScheduleSpec) -> Devic
             raise
         raise BudgetError(
             f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
-            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
-            "else uses it, or lower --device-memory"
+            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); stop "
+            "other programs that use it, or lower --device-memory"
         ) from None
 
 

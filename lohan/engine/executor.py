@@ -348,8 +348,8 @@ class Executor:
         """Sum the gradients of all backward calls inside, and run one step with them at the end."""
         if self.collector.accumulated is not None:
             raise LohanError(
-                "accumulate: gradients are added up already; one `with session.accumulate()` is "
-                "one step, and the next begins behind it"
+                "accumulate: gradients are already being added up; one `with session.accumulate()` "
+                "is one step, and the next begins after it"
             )
         self._roll_back_unfinished()
         step = self.train_state.step

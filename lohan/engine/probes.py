@@ -693,7 +693,7 @@ def _fitting(sizes: Sizes, device: Device, name: str) -> Sizes:
         return sizes
     if 2 * block > memory // 2:
         raise ConfigError(
-            f"--model {name}: one of its blocks and the gradients of it take "
+            f"--model {name}: one of its blocks takes, with its gradients, "
             f"{format_bytes(2 * block)}, more than half of {format_bytes(memory)} that "
             f"{device.name} has; leave --model out to measure a smaller block"
         )

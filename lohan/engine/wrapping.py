@@ -505,9 +505,10 @@ def _compare(
 def _differs(name: str, what: str, how: str) -> ModelError:
     return ModelError(
         f"block {name}: in its first call {what} is {how}, compared with a plain call of the same "
-        "module on the same inputs, so it would be trained wrongly: nothing was. A block must give "
-        "the same whenever it is called with the same inputs; keep this one in memory with "
-        f"resident=[{name!r}], or leave the comparison out with check=False if chance is meant"
+        "module on the same inputs, so it would be trained wrongly; no step was taken. A block "
+        "must give the same result whenever it is called with the same inputs; keep this one in "
+        f"memory with resident=[{name!r}], or leave the comparison out with check=False if it is "
+        "random"
     )
 
 

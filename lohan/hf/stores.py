@@ -286,7 +286,7 @@ class OutputStore:
             )
         if (first := self._original()) is not None:
             raise StoreError(
-                f"{self.args.output_dir} is a copy of {first}, and both have one store at "
+                f"{self.args.output_dir} is a copy of {first}, and both use one store at "
                 f"{dirs[0]}; continue in that one, or move it away"
             )
         meta: dict[str, Any] = describe(dirs)["meta"]

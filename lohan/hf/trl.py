@@ -232,8 +232,8 @@ class WithReference(OverTokens):
         if args is not None:
             if getattr(args, "sync_ref_model", False):
                 raise ConfigError(
-                    "sync_ref_model cannot be used with lohan.hf: the reference is no model in "
-                    "memory, its log-probabilities are made once; leave it out"
+                    "sync_ref_model cannot be used with lohan.hf: the reference is not a "
+                    "model; its log-probabilities are computed once; leave it out"
                 )
             args.precompute_ref_log_probs = False  # LoHan computes them with the streamed model
         if ref_model is not None and any(lacks_values(p) for p in ref_model.parameters()):
@@ -255,7 +255,7 @@ class WithReference(OverTokens):
         self.precompute_ref_logps = True  # batches contain the reference values
         if not self._tables and not self._without_adapter and ref_model is None:
             raise ConfigError(
-                f"{type(self).__name__}: the reference's log-probabilities are made before the "
+                f"{type(self).__name__}: the reference's log-probabilities are computed before the "
                 "first step, which needs a dataset with rows (no IterableDataset, no images); or "
                 "train an adapter (peft_config), which is switched off for the reference"
             )
@@ -308,7 +308,7 @@ class WithReference(OverTokens):
             and self._reference_model is None
         ):
             raise DataError(
-                f"{file}: the reference's log-probabilities are not there, and the model has "
+                f"{file}: the reference's log-probabilities are missing, and the model has "
                 "changed since; restore the file, or start a new training"
             )
         else:

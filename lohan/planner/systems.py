@@ -260,7 +260,7 @@ def _shortage(profile: Profile, ledger: tuple[LedgerEntry, ...], tier: str) -> s
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:2])
     return (
         f"{tier} memory too small, {format_bytes(sum(e.bytes for e in rows))} needed, "
-        f"{format_bytes(_have(profile, tier))} there (largest: {largest})"
+        f"{format_bytes(_have(profile, tier))} available (largest: {largest})"
     )
 
 

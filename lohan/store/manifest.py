@@ -222,7 +222,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if fields.get("format") != FORMAT:
         raise StoreError(
             f"{path}: format is {str(fields.get('format'))[:60]!r}, {FORMAT!r} expected; not a"
-            " store of ours"
+            " LoHan store"
         )
     if fields.get("version") != VERSION:
         raise StoreError(
@@ -425,7 +425,7 @@ def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | No
             raise StoreError(
                 f"rank {rank} of {len(states)} has commit {state.committed} and {state.prepared}"
                 f" prepared, but another rank has commit {newest}:"
-                " their stores are not of one moment of one run; put back the stores that were"
+                " the stores do not belong to one step of one run; put back the stores that were"
                 " exchanged, or start the run again"
             )
     return tuple(actions)

@@ -237,8 +237,8 @@ def copy_model(model: Path, folder: Path, *, layers: int | None = None) -> Model
     copy = ModelCopy(folder, layer_count(folder), whole, tuple(dropout))
     if copy.layers != (layers or whole):
         raise ModelError(
-            f"{model}: cannot be cut to {layers} of {whole} layers (config.json names their number "
-            f"otherwise than {', '.join(LAYERS)}); verify it on a machine with more memory"
+            f"{model}: cannot be cut to {layers} of {whole} layers (config.json has none of "
+            f"{', '.join(LAYERS)}); verify it on a machine with more memory"
         )
     return copy
 

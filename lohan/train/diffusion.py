@@ -450,7 +450,7 @@ def diffusers_folder_of(config: Config) -> DiffusersFolder:
     folder = find_diffusers_folder(config.model)
     if folder is None:
         raise ModelError(
-            f"{config.model}: no folder of diffusers (config.json with _class_name, or "
+            f"{config.model}: not a diffusers folder (config.json with _class_name, or "
             "model_index.json), which --task diffusion needs; give one, or leave --task out"
         )
     return folder

@@ -198,9 +198,9 @@ def check_norm(norm: float | None, before: TrainState, after: TrainState) -> Non
 
 
 def _stopped(what: str, value: float | None, done: int) -> TrainingError:
-    state = f"step {done}, the last committed one, is whole" if done else "nothing was trained"
+    state = f"step {done} is committed and complete" if done else "no step was committed"
     return TrainingError(
-        f"step {done + 1}: the {what} is {value}, which no training has; the run stops before it "
-        f"is committed or exported ({state}). Lower --lr, look at the data, or compare the first "
-        "steps with plain PyTorch: `lohan verify`"
+        f"step {done + 1}: the {what} is {value}, which is not plausible; the run stops before "
+        f"this step is committed or exported ({state}). Lower --lr, check the data, or compare the "
+        "first steps with plain PyTorch: `lohan verify`"
     )

@@ -181,7 +181,7 @@ class Preference(Task[Preferences]):
             session.process_group.barrier()
         elif not file.is_file():
             raise DataError(
-                f"{file}: the reference's log-probabilities are not there, and the model has "
+                f"{file}: the reference's log-probabilities are missing, and the model has "
                 "changed since; restore the file, or train again with another --out"
             )
         examples.reference = read_reference(file, examples.total)

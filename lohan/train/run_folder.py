@@ -464,8 +464,8 @@ def check_names(folder: RunFolder, config: Config) -> None:
     if conflicts:
         remedy = "" if mark is not None else ", or remove it if an earlier start has left it"
         raise ConfigError(
-            f"{folder.path} holds {conflicts[0]!r}, which is not this run's, and a run has "
-            f"something of its own by that name; give another --out, or move it away{remedy}"
+            f"{folder.path} holds {conflicts[0]!r}, which does not belong to this run, and a "
+            f"run writes a file or folder of that name; give another --out, or move it away{remedy}"
         )
 
 
@@ -571,7 +571,7 @@ def check_original(folder: RunFolder, config: Config) -> None:
     if first.path.samefile(folder.path) or first.tag(config) != folder.tag(config):
         return
     raise ConfigError(
-        f"{folder.path} is a copy of the run in {first.path}, and both have one store; continue "
+        f"{folder.path} is a copy of the run in {first.path}, and both use one store; continue "
         f"that one with `lohan resume {shlex.quote(str(first.path))}`, or move it away"
     )
 

@@ -486,8 +486,8 @@ def show_commits(session: Session, display: Display) -> None:
     plan = session.plan
     if plan.log_gradients:
         display.note(
-            f"logs gradients: every step is committed by them, and the full state is written every "
-            f"{plan.commit}"
+            f"logs gradients: every step is committed by its gradients, and the full state is "
+            f"written every {plan.commit}"
         )
     elif not plan.commit.every_step:
         display.note(

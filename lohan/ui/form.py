@@ -131,7 +131,7 @@ def save(places: Places, name: str, text: str) -> Path:
     file = places.root / f"{name}.toml"
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         raise ConfigError(
-            f"{file}: the file is there already and holds other settings; choose another name for "
+            f"{file}: the file already exists and holds other settings; choose another name for "
             "the run"
         )
     try:

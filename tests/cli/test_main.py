@@ -353,7 +353,7 @@ def test_a_model_among_other_files_is_not_overwritten(name, lohan, run, tmp_path
     (project / name).write_text('{"mine": true}')
     before = tree(project)
     ended = lohan("export", run, "--out", project, "--overwrite")
-    refused(ended, f"holds {name!r}, which no export has written there", "give another --out")
+    refused(ended, f"holds {name!r}, which no export wrote", "give another --out")
     assert tree(project) == before
 
 
@@ -364,7 +364,7 @@ def test_rejects_overwriting_a_model_without_an_export_mark(lohan, run, tmp_path
     (project / MARK).unlink()
     before = tree(project)
     ended = lohan("export", run, "--out", project, "--overwrite")
-    refused(ended, "which no export has written there", "give another --out")
+    refused(ended, "which no export wrote", "give another --out")
     assert tree(project) == before
 
 

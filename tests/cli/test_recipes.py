@@ -36,7 +36,7 @@ def test_the_file_is_one_that_train_takes(tmp_path: Path, capsys: pytest.Capture
     assert "the longest of the first 85 examples has 81 tokens" in out.read_text()
     assert f"lohan train --config {out}" in capsys.readouterr().out
     before = out.read_bytes()
-    with pytest.raises(ConfigError, match="the file is there already"):
+    with pytest.raises(ConfigError, match="the file already exists"):
         init(model=str(model), data=tmp_path / "rows.jsonl", file=out, machine="rtx4090")
     assert out.read_bytes() == before
 

@@ -343,7 +343,7 @@ def test_resume_of_a_finished_run_exports_nothing_again(forge, inputs, whole, tm
     assert not resumed()[0], "a comment is no setting"
     weights.write_bytes(bytes(10))
     ended = forge.run("resume", out)
-    assert ended.code == 2 and "which this run has not written or not like that" in ended.err
+    assert ended.code == 2 and "which this run did not write or which has changed" in ended.err
 
 
 def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):

@@ -163,7 +163,7 @@ def test_files_that_were_not_saved_by_us_stay(foreign, tmp_path):
         (saved / foreign).write_text("mine")
     before = tree(tmp_path)
     with attached(model, tmp_path / "ssd"):
-        with pytest.raises(lohan.LohanError, match=r"has not saved there .*give another folder"):
+        with pytest.raises(lohan.LohanError, match=r"did not save there .*give another folder"):
             model.save_pretrained(saved)
         assert before.items() <= tree(tmp_path).items()
         assert len(list(saved.iterdir())) == 1

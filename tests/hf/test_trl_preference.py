@@ -143,7 +143,7 @@ def test_a_resumed_training_keeps_its_reference(name: str, tmp_path: Path) -> No
     assert logged(second, "loss")[2:] == logged(whole, "loss")[2:]
     second.session.close()
     files[0].unlink()
-    with pytest.raises(DataError, match="log-probabilities are not there, and the model has"):
+    with pytest.raises(DataError, match="log-probabilities are missing, and the model has"):
         script(name, tmp_path / "parts", ours=True, **settings, max_steps=5, resume=True)
 
 

@@ -209,7 +209,7 @@ def test_infeasible_outcome_names_both_numbers():
     )
     assert not outcome.feasible and outcome.timeline is None
     assert outcome.to_json()["step_s"] is None
-    words = r"zero-offload: device memory too small, .* GiB needed, 24.00 GiB there .*--batch"
+    words = r"zero-offload: device memory too small, .* GiB needed, 24.00 GiB available .*--batch"
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(outcome.reason)
 

@@ -37,7 +37,7 @@ def test_the_newest_committed_counts():
     "other", [CommitState(3, None), CommitState(3, 4), CommitState(None, None)]
 )
 def test_stores_of_different_moments_are_refused(other):
-    with pytest.raises(StoreError, match="not of one moment"):
+    with pytest.raises(StoreError, match="not belong to one step"):
         recovery_actions([CommitState(5, None), other])
 
 

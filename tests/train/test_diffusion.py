@@ -500,4 +500,4 @@ def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):
     assert ended.code == 2 and "UNet2DModel is not a model that --task diffusion" in ended.err
     (unet / "config.json").write_text(json.dumps({"model_type": "llama"}))
     ended = lohan("train", "--model", unet, *words, "--task", "diffusion")
-    assert ended.code == 2 and "no folder of diffusers" in ended.err
+    assert ended.code == 2 and "not a diffusers folder" in ended.err

@@ -150,7 +150,7 @@ def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: st
     actual = [(row["step"], row["loss"]) for row in rows_of(tmp_path / "parts")]
     assert actual == [(row["step"], row["loss"]) for row in whole]
     result.unlink()
-    with pytest.raises(DataError, match="log-probabilities are not there, and the model has"):
+    with pytest.raises(DataError, match="log-probabilities are missing, and the model has"):
         resume(RunFolder(tmp_path / "parts"), Display(), steps=7)
 
 

@@ -77,6 +77,6 @@ def test_a_run_that_diverges_stops_and_exports_nothing(clip, lohan, model, tmp_p
         "64MiB",
     )
     assert result.code == 2
-    assert "which no training has" in result.err
+    assert "which is not plausible" in result.err
     assert "Traceback" not in result.err
     assert not (run / "model").exists()

@@ -343,5 +343,5 @@ def test_an_image_that_changes_is_told(place, tmp_path):
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
     inputs.train_examples.batch(0, 1)
     picture.write_bytes((place / "1.png").read_bytes())
-    with pytest.raises(LohanError, match="not what it was when the run began"):
+    with pytest.raises(LohanError, match="has changed since the run began"):
         inputs.train_examples.batch(0, 1)
