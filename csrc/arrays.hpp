@@ -1,5 +1,5 @@
-// Array arguments from Python, checked by hand so that nothing is ever converted to a temporary and
-// every refusal names the argument.
+// Array arguments from Python. They are checked here, so that nothing is ever converted to a
+// temporary and every error names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -95,7 +95,7 @@ struct Named {
   Array array;
 };
 
-// No array of one call overlaps one that is written; those come first.
+// Check that no array of a call overlaps one that is written. Written arrays come first.
 inline void check_apart(const std::vector<Named>& arrays, size_t written) {
   auto begin = [](const Array& a) { return static_cast<const char*>(a.data); };
   auto end = [&](const Array& a) { return begin(a) + a.size * a.item_bytes; };
@@ -108,7 +108,7 @@ inline void check_apart(const std::vector<Named>& arrays, size_t written) {
     }
 }
 
-// All have the length of the first.
+// Check that all arrays have the length of the first.
 inline size_t common_size(const std::vector<Named>& arrays) {
   const size_t size = arrays[0].array.size;
   for (const Named& a : arrays)

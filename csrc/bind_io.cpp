@@ -1,5 +1,5 @@
 // Python classes of the native engines. They hold a reference to each buffer until its ticket has
-// been waited for, and let go of the interpreter while they wait.
+// been waited for, and release the interpreter lock while they wait.
 #include <nanobind/stl/string.h>
 
 #include <unordered_map>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace nb::literals;
 
-// How often a waiting main thread looks for Ctrl-C.
+// The interval at which a waiting main thread checks for Ctrl-C.
 constexpr double kSignalCheckS = 0.1;
 
 class PyEngine {
@@ -24,10 +24,12 @@ class PyEngine {
     try {
       close(kCloseTimeoutS);
     } catch (const IoError&) {
-      // Already closed with a failure nobody waited for, or stuck; the latter is handled below.
+      // The engine was closed after a failure that nobody waited for, or I/O is stuck. The latter
+      // is handled below.
     }
     if (engine_->closed() || engine_->forked()) return;
-    // Stuck: the kernel may still write to the buffers, so neither they nor the engine may go.
+    // I/O is stuck, and the kernel may still write to the buffers. Neither they nor the engine may
+    // be freed.
     engine_.release();
     for (auto& [ticket, buffer] : buffers_) buffer.release();
   }

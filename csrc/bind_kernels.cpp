@@ -55,7 +55,8 @@ void to_fp16_arrays(nb::handle p_, nb::handle w_) {
   to_fp16(static_cast<const float*>(p.data), static_cast<uint16_t*>(w.data), count);
 }
 
-// Anything with a contiguous buffer (bytes, numpy arrays), else a uint8 tensor.
+// Return the bytes of an object with a contiguous buffer (bytes, numpy arrays) or of a uint8
+// tensor.
 uint32_t crc32c_of(nb::handle buffer, uint32_t seed) {
   Py_buffer view;
   if (PyObject_CheckBuffer(buffer.ptr())) {
@@ -78,7 +79,7 @@ uint32_t crc32c_of(nb::handle buffer, uint32_t seed) {
 
 using Part = std::tuple<size_t, size_t, uint32_t>;  // begin, end, checksum
 
-// What lies between the parts is read, their own bytes are not.
+// Only the bytes between the parts are read; the checksums of the parts are given.
 uint32_t crc32c_around(nb::handle buffer, const std::vector<Part>& parts) {
   Array a = array_argument(buffer, "buffer", Access::read, {Type::u8}, "uint8");
   const char* data = static_cast<const char*>(a.data);

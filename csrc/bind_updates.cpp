@@ -1,4 +1,4 @@
-// Python functions for optimizer updates: RULE_fp32, RULE_bf16 and RULE_fp16 by how the master
+// Python functions for optimizer updates: RULE_fp32, RULE_bf16 and RULE_fp16, by how the master
 // weights are stored. RULE_fp32_updates and so on apply several updates in one pass.
 #include <nanobind/stl/vector.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 using namespace nb::literals;
 
-// The arrays of one call, taken one by one: those that are written first.
+// The arrays of one call, added one by one: written arrays first.
 class Call {
  public:
   explicit Call(Rule rule) { args.rule = rule; }
@@ -78,10 +78,11 @@ class Call {
     args.first = first;
   }
 
-  // Add the update that `args` and the last gradient describe to those that `run` applies.
+  // Add the update with these `args` and the last gradient to the updates that `run` applies.
   void add_update() { updates_.push_back(args); }
 
-  // With `checksums`, those of the written arrays: weights, what is beside them, moments, scales.
+  // With `checksums`, return those of the written arrays: weights, master or remainder, moments,
+  // scales.
   nb::object run(nb::sequence scales, bool checksums) {
     std::vector<Named> all = arrays_;
     all.insert(all.end(), gradients_.begin(), gradients_.end());
@@ -129,7 +130,7 @@ class Call {
     }
   }
 
-  std::vector<Named> arrays_;  // those that are written
+  std::vector<Named> arrays_;  // the written arrays
   std::vector<Named> gradients_;
   std::vector<UpdateArgs> updates_;
   size_t moments_ = 0;
@@ -143,7 +144,7 @@ void check_share(const char* name, double x) {
   if (!(x >= 0 && x < 1)) refuse_value(name, "must be in [0, 1)");
 }
 
-// What every rule has besides its own numbers.
+// The arguments that all rules share, besides their own numbers.
 struct Rest {
   double grad_scale;
   nb::sequence scales;
@@ -214,7 +215,7 @@ nb::object lion(Call call, nb::handle m, nb::handle g, double lr, double beta1, 
 
 // -- several updates in one pass ------------------------------------------------------------------
 
-// The keywords of one update; each must be used.
+// The keywords of one update; each of them must be used.
 class Numbers {
  public:
   explicit Numbers(nb::handle given) : given_(nb::cast<nb::dict>(given)) {}
@@ -276,7 +277,7 @@ void add_updates(Call& call, nb::sequence gradients, nb::sequence updates, uint3
 nb::object apply_updates(Call call, std::initializer_list<nb::handle> moments,
                          nb::sequence gradients, nb::sequence updates, nb::sequence scales,
                          uint32_t first, bool checksums) {
-  bool has_sign = true;  // that of AdamW's second moment has none
+  bool has_sign = true;  // AdamW's second moment has no sign
   for (nb::handle m : moments) {
     call.moment(has_sign ? "m" : "v", m, has_sign);
     has_sign = false;

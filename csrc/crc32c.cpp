@@ -16,7 +16,7 @@ namespace {
 constexpr uint32_t kPolynomial = 0x82f63b78u;
 using Table = std::array<uint32_t, 256>;
 
-// bytewise[k][b]: effect of byte b followed by k zero bytes.
+// bytewise[k][b] is the contribution of byte b followed by k zero bytes.
 std::array<Table, 8> make_bytewise() {
   std::array<Table, 8> t{};
   for (uint32_t b = 0; b < 256; ++b) {
@@ -35,11 +35,11 @@ const std::array<Table, 8>& bytewise() {
 }
 
 #if defined(__x86_64__)
-// The instruction has a latency of three cycles and a throughput of one: three independent lanes of
-// kLane bytes keep it busy, and `shift` moves a lane's register over the lanes that follow it.
+// The instruction has a latency of three cycles and a throughput of one, so three independent lanes
+// of kLane bytes keep it busy. `shift` moves the register of a lane over the lanes that follow it.
 constexpr size_t kLong = 8192, kShort = 256;
 
-// Moves a register over `bytes` zero bytes: the map is linear, so four tables hold it.
+// Move a register over `bytes` zero bytes. The map is linear, so four tables represent it.
 struct Shift {
   std::array<Table, 4> table;
 
@@ -101,7 +101,7 @@ __attribute__((target("sse4.2,crc32"))) uint32_t crc32c_sse42(const void* data, 
 
 }  // namespace
 
-// Slicing by eight, with byte order spelled out.
+// Slicing by eight, with explicit byte order.
 uint32_t crc32c_plain(const void* data, size_t bytes, uint32_t seed) {
   const auto& t = bytewise();
   auto p = static_cast<const unsigned char*>(data);
@@ -117,7 +117,7 @@ uint32_t crc32c_plain(const void* data, size_t bytes, uint32_t seed) {
 
 namespace {
 
-// Of polynomials modulo kPolynomial; bit 31 is the coefficient of x^0.
+// Multiply polynomials modulo kPolynomial; bit 31 is the coefficient of x^0.
 uint32_t multiplied(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
@@ -142,7 +142,7 @@ uint32_t crc32c_combine(uint32_t first, uint32_t second, uint32_t factor) {
 
 uint32_t crc32c(const void* data, size_t bytes, uint32_t seed) {
 #if defined(__x86_64__)
-  // A forced plain instruction set also means the plain checksum: tests compare the two.
+  // A forced plain instruction set also selects the plain checksum, because tests compare the two.
   static const bool fast = has_sse42();
   if (fast && isa() != Isa::plain) return crc32c_sse42(data, bytes, seed);
 #endif

@@ -21,10 +21,9 @@ inline float float_of(uint32_t u) {
 
 constexpr uint32_t kQuietNan = 0x7fc00000u;
 
-// The fp32 bits are (w << 16) + r with a signed r, so w is the nearest bf16 and the remainder
-// r = bits - (w << 16) lies in [-32768, 32767]: it is the low half of the bits as it stands. A tie
-// goes away from zero: with ties to even 65,537 patterns would share an even w, one more than r can
-// tell apart.
+// The fp32 bits are (w << 16) + r with a signed r, so w is the nearest bf16. The remainder r = bits
+// - (w << 16) lies in [-32768, 32767] and equals the low half of the bits. Ties round away from
+// zero: with ties to even, 65,537 patterns would share an even w, one more than r can distinguish.
 // NaN becomes the quiet NaN, because rounding its payload could leave infinity or zero in w.
 inline void split_bf16(float x, uint16_t& w, int16_t& r) {
   uint32_t u = x != x ? kQuietNan : bits_of(x);
@@ -39,7 +38,8 @@ inline float join_bf16(uint16_t w, int16_t r) {
 
 inline float bf16_to_float(uint16_t w) { return float_of(static_cast<uint32_t>(w) << 16); }
 
-// Nearest, ties to even; from 65520 on infinity; NaN keeps its upper payload and becomes quiet.
+// Round to nearest, ties to even. Values from 65520 on become infinity; NaN keeps its upper payload
+// and becomes quiet.
 inline uint16_t float_to_fp16(float x) {
   uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
   if (a > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((a >> 13) & 0x3ffu));

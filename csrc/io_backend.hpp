@@ -1,4 +1,4 @@
-// What an engine hands to the part that makes the system calls.
+// The interface between an engine and the backend that makes the system calls.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@
 
 namespace lohan {
 
-// One read or write as the caller asked for it. Guarded by the engine's mutex except `failed_at`.
+// One requested read or write. The engine's mutex guards it, except for `failed_at`.
 struct Ticket {
   bool write;
   std::string path;
@@ -20,7 +20,7 @@ struct Ticket {
   size_t pieces_left;
   int error = 0;            // errno of the failed piece with the lowest offset
   bool came_short = false;  // end of file before the end of the piece
-  // Bytes from `offset` up to which that piece got; what lies behind need not be started any more.
+  // The bytes from `offset` up to which that piece succeeded; later pieces need not be started.
   std::atomic<uint64_t> failed_at{kNever};
 
   static constexpr uint64_t kNever = ~0ull;
@@ -40,15 +40,16 @@ struct Piece {
   bool pointless() const { return offset + done - ticket->offset > ticket->failed_at; }
 };
 
-// Takes the result of a system call (bytes or -errno); true: submit the rest of the piece again.
+// Record the result of a system call (bytes or -errno); return whether to submit the rest of the
+// piece again.
 using Advance = std::function<bool(Piece&, int64_t result)>;
 
 class Backend {
  public:
   virtual ~Backend() = default;
-  // Queues the pieces and returns; they are done in this order as far as the depth allows.
+  // Queue the pieces and return. They are processed in this order, as far as the depth allows.
   virtual void submit(std::vector<Piece> pieces) = 0;
-  // Ends the threads; nothing may be in flight.
+  // End the threads. Nothing may be in flight.
   virtual void stop() = 0;
 };
 

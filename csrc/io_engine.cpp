@@ -48,7 +48,7 @@ IoEngine::IoEngine(const MakeBackend& make_backend, uint64_t piece_bytes)
 
 IoEngine::~IoEngine() {
   if (forked()) {
-    backend_.release();  // its threads live in the parent
+    backend_.release();  // its threads exist in the parent only
     for (const File& f : files_) ::close(f.fd);
   }
 }
@@ -106,7 +106,7 @@ uint64_t IoEngine::submit(bool write, int file, uint64_t offset, void* data, uin
   uint64_t id;
   {
     std::lock_guard lock(mutex_);
-    check_usable();  // again: from here on close() waits for this ticket
+    check_usable();  // Check again: from here on, close() waits for this ticket.
     id = next_ticket_++;
     tickets_.emplace(id, ticket);
   }
@@ -114,8 +114,8 @@ uint64_t IoEngine::submit(bool write, int file, uint64_t offset, void* data, uin
   return id;
 }
 
-// Called by the backend's threads. A ticket is complete when none of its pieces is in flight, also
-// after a failure: until then the kernel may use the buffer.
+// Called by the backend's threads. A ticket is complete when none of its pieces is in flight, even
+// after a failure, because the kernel may use the buffer until then.
 bool IoEngine::advance(Piece& piece, int64_t result) {
   int error = 0;
   bool came_short = false;
@@ -126,7 +126,7 @@ bool IoEngine::advance(Piece& piece, int64_t result) {
     error = static_cast<int>(-result);
   } else {
     const uint64_t reached = piece.done + static_cast<uint64_t>(result);
-    // Direct I/O goes on at an aligned offset; a partial block at the end of a file is met again
+    // Direct I/O continues at an aligned offset. A partial block at the end of a file is read again
     // from there and then makes no progress.
     const uint64_t whole = reached / kIoAlign * kIoAlign;
     if (reached < piece.length && whole > piece.done) {
@@ -209,7 +209,7 @@ void IoEngine::close(double timeout_s) {
                   seconds_text(timeout_s) + "; check the drive (dmesg, iostat)");
   }
   if (closed_.exchange(true)) return;
-  lock.unlock();  // the backend's threads may still be leaving advance()
+  lock.unlock();  // The backend's threads may still be returning from advance().
   backend_->stop();
   lock.lock();
   std::string problem;
@@ -224,7 +224,7 @@ void IoEngine::close(double timeout_s) {
 }
 
 IoEngine::Clock::time_point deadline_after(double seconds) {
-  constexpr double kYear = 365.0 * 86400;  // also what "for ever" comes to
+  constexpr double kYear = 365.0 * 86400;  // The limit of a wait without a deadline.
   const double bounded = seconds > 0 ? std::min(seconds, kYear) : 0.0;
   return IoEngine::Clock::now() +
          std::chrono::duration_cast<IoEngine::Clock::duration>(

@@ -1,4 +1,4 @@
-// Files, tickets and waiting, common to all native engines. Knows nothing of Python.
+// Files, tickets and waiting, common to all native engines. This code does not depend on Python.
 #pragma once
 
 #include <sys/types.h>
@@ -30,21 +30,21 @@ class IoEngine {
   int open(const std::string& path, uint64_t size, bool create);
   uint64_t submit(bool write, int file, uint64_t offset, void* data, uint64_t length);
 
-  // True when the ticket is complete, false at `until`. A complete ticket is then taken off with
-  // finish(), which throws if it failed.
+  // Return true when the ticket is complete, or false at `until`. A complete ticket is then removed
+  // by finish(), which throws if the I/O failed.
   bool wait_until(uint64_t ticket, Clock::time_point until);
   void finish(uint64_t ticket);
   IoError late(uint64_t ticket, double timeout_s);
 
   void sync(int file);
 
-  // Waits for what is in flight, closes the files, throws if anything not waited for has failed.
-  // If the deadline passes first, it throws and leaves everything as it is: the kernel may still
-  // be writing to the buffers.
+  // Wait for all I/O in flight, close the files, and throw if a ticket that nobody waited for has
+  // failed. If the deadline passes first, throw and change nothing, because the kernel may still be
+  // writing to the buffers.
   void close(double timeout_s);
   bool closed() const { return closed_; }
-  bool forked() const;  // true in a child process, where the engine's threads do not exist
-  bool direct();        // every file so far was opened with O_DIRECT
+  bool forked() const;  // true in a child process, which does not have the engine's threads
+  bool direct();  // whether every file so far was opened with O_DIRECT
 
  private:
   struct File {
@@ -55,7 +55,7 @@ class IoEngine {
   };
 
   bool advance(Piece& piece, int64_t result);
-  File file_at(int file);  // a copy: the table may grow meanwhile
+  File file_at(int file);  // a copy, because the table may grow in the meantime
   void check_usable() const;
   IoError failure(const Ticket& ticket) const;
 

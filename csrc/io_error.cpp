@@ -41,7 +41,7 @@ const char* errno_name(int error) {
 
 std::string errno_text(int error) {
   char text[128];
-  // The GNU form returns the message, the POSIX form fills the buffer: take either.
+  // The GNU form returns the message, and the POSIX form fills the buffer. Accept both.
   auto message = strerror_r(error, text, sizeof text);
   std::string name = errno_name(error);
   if (name == "errno") name += " " + std::to_string(error);

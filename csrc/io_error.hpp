@@ -1,4 +1,4 @@
-// What the engines throw; bind_io.cpp turns it into lohan.errors.StorageIOError.
+// The exception of the engines; bind_io.cpp converts it to lohan.errors.StorageIOError.
 #pragma once
 
 #include <stdint.h>

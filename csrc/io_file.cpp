@@ -19,7 +19,7 @@ int open_retrying(const std::string& path, int flags) {
   return fd;
 }
 
-// -errno instead of a file descriptor on failure.
+// Returns a file descriptor, or -errno on failure.
 OpenedFile open_direct(const std::string& path, int flags) {
   int fd = open_retrying(path, flags | O_DIRECT);
   if (fd >= 0) return {fd, true};
@@ -34,7 +34,7 @@ int free_bytes(int fd, uint64_t& bytes) {
   return 0;
 }
 
-// Asked before allocating: fallocate would fill the file system before it finds out.
+// This is checked before allocating, because fallocate would fill the file system before it fails.
 int check_space(int fd, uint64_t size) {
   struct stat info;
   if (fstat(fd, &info) != 0) return errno;
@@ -44,7 +44,7 @@ int check_space(int fd, uint64_t size) {
   return size > allocated && size - allocated > free ? ENOSPC : 0;
 }
 
-// 0 or an errno.
+// Returns 0 or an errno.
 int allocate(int fd, const std::string& path, uint64_t size) {
   if (const int error = check_space(fd, size)) return error;
   if (ftruncate(fd, static_cast<off_t>(size)) != 0) return errno;
@@ -55,7 +55,7 @@ int allocate(int fd, const std::string& path, uint64_t size) {
   } while (result != 0 && errno == EINTR);
   if (result == 0) return 0;
   if (errno != EOPNOTSUPP) return errno;
-  // posix_fallocate then writes single bytes, which a direct descriptor would refuse.
+  // posix_fallocate may write single bytes, which a descriptor for direct I/O would refuse.
   const int plain = open_retrying(path, O_RDWR);
   if (plain < 0) return errno;
   do {

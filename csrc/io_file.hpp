@@ -9,14 +9,14 @@ namespace lohan {
 
 struct OpenedFile {
   int fd;
-  bool direct;  // false where the file system refuses O_DIRECT
+  bool direct;  // false if the file system refuses O_DIRECT
 };
 
-// The file must exist and have exactly `size` bytes.
+// Open a file that must exist and have exactly `size` bytes.
 OpenedFile open_file(const std::string& path, uint64_t size);
 
-// The file has exactly `size` bytes, all of them allocated. A new file that cannot be allocated is
-// removed again.
+// Create a file with exactly `size` bytes, all of them allocated. A new file that cannot be
+// allocated is removed again.
 OpenedFile create_file(const std::string& path, uint64_t size);
 
 }  // namespace lohan

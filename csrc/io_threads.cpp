@@ -1,4 +1,4 @@
-// A few threads with pread and pwrite: works on every file system and kernel.
+// A few threads with pread and pwrite, which work on every file system and kernel.
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>

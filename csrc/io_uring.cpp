@@ -1,6 +1,6 @@
 // io_uring by raw system calls. One thread owns the ring: it alone fills the submission queue,
 // enters the kernel and reaps completions, so the ring needs no lock and callers never wait for the
-// kernel. Callers put pieces on a list and signal an eventfd that the ring itself polls.
+// kernel. Callers append pieces to a list and signal an eventfd that the ring itself polls.
 #include <errno.h>
 #include <linux/io_uring.h>
 #include <poll.h>
@@ -28,7 +28,7 @@ IoError uring_error(const char* what, int error) {
                  "; use the 'threads' engine on this system");
 }
 
-// Released in reverse order of construction, also when that fails half-way.
+// Members are released in reverse order of construction, even if construction fails half-way.
 struct Fd {
   int fd = -1;
   ~Fd() {
@@ -53,8 +53,8 @@ struct Mapping {
   }
 };
 
-// The shared rings. Kernel and user space each own one end of a ring: what the other side writes is
-// loaded with acquire, what it reads is stored with release.
+// The shared rings. Kernel and user space each own one end of a ring. Values that the other side
+// writes are loaded with acquire, values that it reads are stored with release.
 class Ring {
  public:
   explicit Ring(unsigned entries) {
@@ -76,7 +76,7 @@ class Ring {
     cqes_ = rings_.field<io_uring_cqe>(params.cq_off.cqes);
   }
 
-  // The caller keeps what is in flight below the number of entries, so there is always room.
+  // The caller keeps the number in flight below the number of entries, so there is always room.
   void push(const io_uring_sqe& sqe) {
     const uint32_t tail = *sq_tail_, slot = tail & sq_mask_;
     *(sqes_.field<io_uring_sqe>(0) + slot) = sqe;
@@ -84,7 +84,7 @@ class Ring {
     __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
   }
 
-  // Submits what was pushed and sleeps until something completes; 0 or an errno.
+  // Submit the pushed entries and sleep until something completes; return 0 or an errno.
   int submit_and_wait() {
     const uint32_t waiting = *sq_tail_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE);
     const long result = syscall(__NR_io_uring_enter, fd_.fd, waiting, 1, IORING_ENTER_GETEVENTS,
@@ -92,7 +92,7 @@ class Ring {
     return result >= 0 || errno == EINTR ? 0 : errno;
   }
 
-  // What was pushed and the kernel has not taken, last first; it is taken off the queue.
+  // Remove an entry that was pushed but not taken by the kernel, the last one first.
   bool withdraw(uint64_t& user_data) {
     const uint32_t tail = *sq_tail_;
     if (tail == __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE)) return false;
@@ -110,7 +110,7 @@ class Ring {
   }
 
  private:
-  // Plain reads and writes came with Linux 5.6, as did this question.
+  // Plain reads and writes, and this query, exist since Linux 5.6.
   void check_opcodes() {
     constexpr size_t kOps = 256, kBytes = sizeof(io_uring_probe) + kOps * sizeof(io_uring_probe_op);
     alignas(io_uring_probe) char space[kBytes] = {};
@@ -126,7 +126,7 @@ class Ring {
       throw uring_error("probe of read, write and poll", EOPNOTSUPP);
   }
 
-  Fd fd_;  // declared first: closed last
+  Fd fd_;  // declared first, so that it is closed last
   Mapping rings_, sqes_;
   uint32_t *sq_head_, *sq_tail_, *sq_array_, *cq_head_, *cq_tail_;
   uint32_t sq_mask_, cq_mask_;
@@ -173,7 +173,7 @@ class UringBackend : public Backend {
     do {
       result = ::write(wake_.fd, &one, sizeof one);
     } while (result < 0 && errno == EINTR);
-    // EAGAIN: the counter is full, so a wake-up is due anyway.
+    // EAGAIN means that the counter is full, so that a wake-up is pending anyway.
     if (result < 0 && errno != EAGAIN) throw uring_error("write to eventfd", errno);
   }
 
@@ -182,7 +182,7 @@ class UringBackend : public Backend {
     while (!stop_seen_ || !queue_.empty() || in_flight() > 0) {
       issue();
       const int error = ring_.submit_and_wait();
-      // EAGAIN and EBUSY: the kernel is short of memory or of completion slots; reaping helps.
+      // EAGAIN and EBUSY mean that the kernel lacks memory or completion slots; reaping helps.
       if (error == EAGAIN || error == EBUSY) {
         pause();
       } else if (error != 0) {
@@ -208,7 +208,7 @@ class UringBackend : public Backend {
     ring_.push(sqe);
   }
 
-  // The counter is cleared before the list is taken: what is put on it later signals again.
+  // The counter is cleared before the list is taken, so that later additions signal again.
   void take_incoming() {
     uint64_t count;
     while (::read(wake_.fd, &count, sizeof count) < 0 && errno == EINTR) {
@@ -266,8 +266,8 @@ class UringBackend : public Backend {
     if (advance_(piece, result)) queue_.push_front(std::move(piece));
   }
 
-  // The ring takes no more: what the kernel has not taken fails at once, what it has still
-  // completes, and only then is its buffer free. It needs no further call for that.
+  // The ring accepts no more entries. Entries that the kernel has not taken fail now; the others
+  // still complete, without another call, and only then are their buffers free.
   void fail_queued(int error) {
     constexpr int kLookAgainMs = 10;
     uint64_t user_data;
@@ -289,7 +289,7 @@ class UringBackend : public Backend {
   Advance advance_;
   Ring ring_;
   Fd wake_;
-  std::mutex mutex_;  // guards incoming_ and stopping_; all else belongs to the thread
+  std::mutex mutex_;  // guards incoming_ and stopping_; everything else belongs to the thread
   std::vector<Piece> incoming_;
   bool stopping_ = false;
   bool stop_seen_ = false;

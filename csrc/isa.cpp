@@ -11,8 +11,9 @@
 namespace lohan {
 namespace {
 
-// What the processor has and the operating system saves. The compiler's own builtin is not used: its
-// runtime library cannot be linked into a shared library by every compiler that builds wheels.
+// Detection of features that the processor has and the operating system saves. The compiler's
+// builtin is not used, because not every compiler that builds wheels can link its runtime library
+// into a shared library.
 struct Processor {
   bool sse42 = false, avx2 = false, avx512 = false;
 
@@ -55,7 +56,7 @@ std::atomic<Isa>& chosen() {
 
 std::vector<Isa> supported_isas() {
   std::vector<Isa> found{Isa::plain};
-  // The tables are empty where the compiler does not target that instruction set.
+  // The tables are empty if the compiler does not target that instruction set.
   if (kernels_avx2.update && processor().avx2) found.push_back(Isa::avx2);
   if (kernels_avx512.update && processor().avx512) found.push_back(Isa::avx512);
   return found;

@@ -1,4 +1,4 @@
-// Which instruction set the kernels use; found at run time, or forced by a test.
+// The instruction set of the kernels, detected at run time or forced by a test.
 #pragma once
 
 #include <string>

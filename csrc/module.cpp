@@ -8,7 +8,7 @@ void bind_io(nanobind::module_& m);
 }  // namespace lohan
 
 NB_MODULE(_core, m) {
-  // Engines may live until the interpreter ends; that is no leak worth a warning.
+  // Engines may live until the interpreter exits, so do not warn about leaks.
   nanobind::set_leak_warnings(false);
   m.doc() = "Native core: fused optimizer updates, CRC-32C, I/O engines.";
   lohan::bind_kernels(m);

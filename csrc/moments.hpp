@@ -1,8 +1,9 @@
 // Moments in 16 and 8 bits.
 //
-// Both round up or down by chance, in proportion to what lies between (rounding to the nearest
-// would keep a second moment where it is: what one step adds is less than half a unit). Chance is
-// a hash of a seed and the number of the element: the same on any thread and instruction set.
+// Both round up or down at random, with probabilities given by the distance to either neighbour.
+// Rounding to nearest would never change a second moment, because a step adds less than half a
+// unit. The random numbers are a hash of a seed and the index of the element, so they are the same
+// on any thread and with any instruction set.
 //
 //   bf16  the upper half of the fp32 bits, after 16 random bits were added to the lower one
 //   int8  with a sign:    code = sign(x) * round(sqrt(|x|) / scale),  scale = largest root / 127
@@ -18,9 +19,10 @@
 namespace lohan {
 namespace {  // local to each file: see CMakeLists.txt
 
-constexpr uint32_t kStride = 0x9e3779b1u;  // odd: numbers of elements are spread over all patterns
+// It is odd, so that element indices are spread over all patterns.
+constexpr uint32_t kStride = 0x9e3779b1u;
 
-// 32 random bits for each of the elements from number i on.
+// Return 32 random bits for each element, starting with element i.
 template <class V>
 typename V::I chance(const UpdateArgs& a, size_t i) {
   const uint32_t base = (a.first + static_cast<uint32_t>(i)) * kStride + a.seed;
@@ -30,7 +32,7 @@ typename V::I chance(const UpdateArgs& a, size_t i) {
   return V::ixor(x, V::template shift_right<16>(x));
 }
 
-// Of them, the 16 for moment number k.
+// Return the 16 of these bits that moment number k uses.
 template <class V, int k>
 typename V::I share(typename V::I bits) {
   if constexpr (k == 0) return V::iand(bits, V::iset(0xffffu));
@@ -42,7 +44,7 @@ typename V::F root(typename V::F x) {
   return V::sqrt(has_sign ? V::abs(x) : V::sqrt(x));
 }
 
-// Moments of `vectors` vectors that begin at element i, from their codes.
+// Decode the moments of `vectors` vectors, starting with element i.
 template <class V, bool has_sign>
 void decode(const void* codes, float scale_of_block, size_t i, size_t vectors,
             typename V::F* x) {
@@ -59,8 +61,7 @@ void decode(const void* codes, float scale_of_block, size_t i, size_t vectors,
   }
 }
 
-// The other way, from the roots of the moments x and the bits of the largest of them; returns the
-// scale.
+// Encode moments x, given their roots and the bits of the largest root; return the scale.
 template <class V, int number, bool has_sign>
 float encode(void* codes, size_t i, size_t vectors, const typename V::F* x, typename V::F* roots,
              uint32_t top, const typename V::I* bits) {

@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 
-// Rounding and denormal modes belong to the thread and may have been changed by other libraries;
-// within the kernels they are always the IEEE defaults: results do not depend on the thread.
+// Rounding and denormal modes belong to the thread, and other libraries may have changed them. The
+// kernels always use the IEEE defaults, so that results do not depend on the thread.
 class DefaultFloatMode {
 #if defined(__x86_64__)
  public:
@@ -51,7 +51,7 @@ struct Job {
   }
 };
 
-// Never destroyed: its threads sleep until the process ends.
+// The pool is never destroyed: its threads sleep until the process ends.
 struct Pool {
   std::mutex mutex;
   std::condition_variable work_ready, helper_left;
@@ -70,7 +70,7 @@ struct Pool {
       lock.unlock();
       job->work();
       lock.lock();
-      remove(job);  // no block is left: nobody else need join
+      remove(job);  // No block is left, so no other helper needs to join.
       if (--job->helpers == 0) helper_left.notify_all();
     }
   }
@@ -85,7 +85,7 @@ struct Pool {
     work_ready.notify_all();
     job.work();
     std::unique_lock lock(mutex);
-    remove(&job);  // after this no helper can join, and those that did are waited for
+    remove(&job);  // After this no helper can join, and those that have joined are waited for.
     helper_left.wait(lock, [&] { return job.helpers == 0; });
   }
 };
@@ -93,7 +93,8 @@ struct Pool {
 std::mutex g_pool_mutex;
 Pool* g_pool = nullptr;
 
-// A forked child has none of the pool's threads: it forgets the pool and makes its own when needed.
+// A forked child has none of the pool's threads. It abandons the pool and creates its own when
+// needed.
 void before_fork() { g_pool_mutex.lock(); }
 void after_fork_parent() { g_pool_mutex.unlock(); }
 void after_fork_child() {
@@ -112,7 +113,7 @@ Pool& pool() {
   return *g_pool;
 }
 
-// Memory bandwidth, not arithmetic, limits the kernels: more than eight threads seldom help.
+// Memory bandwidth limits the kernels, not arithmetic, so more than eight threads seldom help.
 int default_threads() {
   cpu_set_t set;
   int usable = sched_getaffinity(0, sizeof set, &set) == 0

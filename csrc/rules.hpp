@@ -1,6 +1,6 @@
-// The arithmetic of each optimizer on one vector of elements, generic over a vector type V: the
-// master p, the scaled gradient g and the moments m, in and out. A new one is a struct here, an
-// entry in Rule and in update_any, and a table entry in lohan/optim.py.
+// The arithmetic of each optimizer on one vector of elements, generic over a vector type V. It
+// reads and writes the master p and the moments m, and reads the scaled gradient g. A new optimizer
+// is a struct here, an entry in Rule and in update_any, and a table entry in lohan/optim.py.
 #pragma once
 
 #include "update.hpp"

@@ -8,7 +8,7 @@
 namespace lohan {
 namespace {
 
-constexpr size_t kBlock = 1 << 15;  // elements: fixed, so that the order of additions is too
+constexpr size_t kBlock = 1 << 15;  // elements; fixed, so that the order of additions is fixed too
 constexpr size_t kLanes = 8;
 
 template <class T, class Load>

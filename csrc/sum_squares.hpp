@@ -1,4 +1,4 @@
-// Sum of squares in double precision; the same bits whatever the instruction set or thread count.
+// Sum of squares in double precision, with the same bits for any instruction set and thread count.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// Native threads leave all signals to Python's main thread.
+// Blocking of signals in native threads, so that Python's main thread receives all of them.
 #pragma once
 
 #include <signal.h>

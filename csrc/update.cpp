@@ -10,13 +10,13 @@
 namespace lohan {
 namespace {
 
-// Small enough that a thread delayed by the system holds the others up for microseconds only.
+// It is small, so that a thread delayed by the system delays the others by microseconds only.
 constexpr size_t kBlock = 24 * 1024;
-// Elements that are checksummed when they are updated: all their arrays lie in a core's own cache,
-// and 16-bit ones are as long as the checksum's longest stride.
+// The number of elements that are checksummed at a time, right after their update. All their arrays
+// fit in a core's own cache, and 16-bit arrays are as long as the checksum's longest stride.
 constexpr size_t kHot = 12 * 1024;
-// Elements that take all of several updates before the next ones do: with their gradients they fit
-// into the first-level or second-level cache of a core.
+// The number of elements that get all of several updates before the next ones do. With their
+// gradients they fit into the first-level or second-level cache of a core.
 constexpr size_t kTile = 2 * 1024;
 static_assert(kBlock % kHot == 0 && kHot % kTile == 0 && kTile % kScaled == 0);
 
@@ -27,7 +27,8 @@ void over_blocks(size_t count, const Body& body) {
   });
 }
 
-// Bytes of an array that belong to the elements before `end`; a block of `per` counts when it begins.
+// Return the bytes of an array that belong to elements before `end`. A block of `per` elements
+// counts if it begins there.
 size_t bytes_before(const Written& array, size_t end) {
   return (end + array.per - 1) / array.per * array.item_bytes;
 }
@@ -72,7 +73,8 @@ void update(const std::vector<UpdateArgs>& updates, size_t count,
     return;
   }
   const size_t arrays = written.size(), blocks = (count + kBlock - 1) / kBlock;
-  std::vector<uint32_t> parts(blocks * arrays, 0);  // a thread writes those of its blocks
+  // each thread writes the entries of its own blocks
+  std::vector<uint32_t> parts(blocks * arrays, 0);
   over_blocks(count, [&](size_t begin, size_t end) {
     uint32_t* own = parts.data() + begin / kBlock * arrays;
     for (size_t i = begin; i < end; i += kHot) {

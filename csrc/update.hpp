@@ -1,4 +1,4 @@
-// Fused optimizer updates: what a call is made of, and the table of kernels that each instruction
+// Fused optimizer updates: the arguments of a call, and the table of kernels that each instruction
 // set fills.
 #pragma once
 
@@ -12,14 +12,14 @@ namespace lohan {
 // How the master weights are stored.
 enum class Master { fp32, bf16_split, fp16_copy };
 enum class Grad { fp32, bf16, fp16 };
-// How moments are stored: see moments.hpp.
+// How moments are stored; see moments.hpp.
 enum class Moments { fp32, bf16, int8 };
 enum class Rule { adamw, sgd, lion };
 
 constexpr int kMostMoments = 2;
 constexpr size_t kScaled = 32;  // elements of a moment in int8 that share a scale
 
-// Numbers of the rules, computed in double and rounded once.
+// The numbers of the rules, computed in double precision and rounded once.
 struct AdamwNumbers {
   float decay;          // 1 - lr * weight_decay
   float one_minus_b1;
@@ -53,11 +53,11 @@ struct UpdateArgs {
   int16_t* r;   // bf16_split: remainder
   float* p;     // fp32, fp16_copy: master
   void* m[kMostMoments];
-  float* scale[kMostMoments];  // int8: one for every kScaled elements
+  float* scale[kMostMoments];  // for int8: one scale for every kScaled elements
   const void* g;
   float grad_scale;
-  uint32_t seed;   // of the rounding of moments that are not fp32
-  uint32_t first;  // number of the first element, which its rounding depends on
+  uint32_t seed;  // seed for rounding moments that are not fp32
+  uint32_t first;  // index of the first element, which determines its random bits
   union {
     AdamwNumbers adamw;
     SgdNumbers sgd;
@@ -66,7 +66,8 @@ struct UpdateArgs {
 };
 
 struct Kernels {
-  void (*update)(const UpdateArgs&, size_t begin, size_t end);  // begin: a multiple of kScaled
+  // `begin` must be a multiple of kScaled
+  void (*update)(const UpdateArgs&, size_t begin, size_t end);
   void (*split)(const float* p, uint16_t* w, int16_t* r, size_t begin, size_t end);
   void (*join)(const uint16_t* w, const int16_t* r, float* p, size_t begin, size_t end);
   void (*to_fp16)(const float* p, uint16_t* w, size_t begin, size_t end);
@@ -79,7 +80,7 @@ AdamwNumbers adamw_numbers(double lr, double beta1, double beta2, double eps, do
 SgdNumbers sgd_numbers(double lr, double momentum, bool nesterov, double weight_decay);
 LionNumbers lion_numbers(double lr, double beta1, double beta2, double weight_decay);
 
-// An array that an update writes: `per` elements of the update share an item of it.
+// An array that an update writes; `per` elements of the update share one item of the array.
 struct Written {
   const void* data;
   size_t item_bytes, per;
@@ -87,8 +88,8 @@ struct Written {
 
 // Apply consecutive updates of the same arrays, which differ in gradients and numbers, in one pass
 // over main memory, on the thread pool with the chosen instruction set. The bits are those of one
-// pass per update. With `checksums`, return the CRC-32C of each of `written`, computed piece by
-// piece while an update has them in the cache.
+// pass per update. With `checksums`, return the CRC-32C of each array in `written`, computed piece
+// by piece while the piece is in the cache.
 void update(const std::vector<UpdateArgs>& updates, size_t count,
             const std::vector<Written>& written, std::vector<uint32_t>* checksums);
 void split(const float* p, uint16_t* w, int16_t* r, size_t count);

@@ -44,7 +44,7 @@ struct Avx2 {
     return _mm256_castsi256_ps(
         _mm256_add_epi32(widen_bf16(w), _mm256_cvtepi16_epi32(load16(r))));
   }
-  static I quieted(F x) {  // its bits, NaN as the quiet NaN
+  static I quieted(F x) {  // the bits, with NaN as the quiet NaN
     F nan = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(kQuietNan)));
     return _mm256_castps_si256(_mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
   }

@@ -46,7 +46,7 @@ struct Avx512 {
     return _mm512_castsi512_ps(
         _mm512_add_epi32(widen_bf16(w), _mm512_cvtepi16_epi32(load16(r))));
   }
-  static I quieted(F x) {  // its bits, NaN as the quiet NaN
+  static I quieted(F x) {  // the bits, with NaN as the quiet NaN
     return _mm512_mask_set1_epi32(_mm512_castps_si512(x), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
                                   static_cast<int>(kQuietNan));
   }

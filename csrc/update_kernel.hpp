@@ -24,7 +24,7 @@ struct Plain {
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
   static F abs(F a) { return float_of(bits_of(a) & 0x7fffffffu); }
-  // x, which is not negative, with the sign of s; 0 where s is 0, NaN where it is NaN.
+  // Return the non-negative x with the sign of s: 0 if s is 0, NaN if s is NaN.
   static F with_sign(F x, F s) { return s > 0 ? x : s < 0 ? -x : s == 0 ? 0.0f : s; }
   static F load_bf16(const uint16_t* p) { return bf16_to_float(*p); }
   static F load_fp16(const uint16_t* p) { return fp16_to_float(*p); }
@@ -53,7 +53,7 @@ struct Plain {
   static F load_i8(const int8_t* p) { return static_cast<float>(*p); }
   static F load_u8(const uint8_t* p) { return static_cast<float>(*p); }
   static void store8(uint8_t* p, I code) { *p = static_cast<uint8_t>(code); }
-  // The upper half after `up`, of 16 bits, was added; NaN stays one.
+  // Return the upper half of the bits after adding the 16-bit number `up`. NaN stays NaN.
   static void store_bf16(uint16_t* p, F x, I up) {
     *p = static_cast<uint16_t>(((x != x ? kQuietNan : bits_of(x)) + up) >> 16);
   }
@@ -98,7 +98,7 @@ void store_moments(const UpdateArgs& a, size_t i, const typename V::F* m, typena
   }
 }
 
-// `count` vectors at i. All are read before any is written, array by array.
+// Update `count` vectors at i. All arrays are read before any is written, array by array.
 template <class V, template <class> class Rule, Master master, Grad grad, Moments moments,
           size_t count>
 inline __attribute__((always_inline)) void update_vectors(const UpdateArgs& a, const Rule<V>& rule,
@@ -119,8 +119,8 @@ inline __attribute__((always_inline)) void update_vectors(const UpdateArgs& a, c
   for (size_t n = 0; n < count; ++n) store_master<V, master>(a, i + n * V::width, p[n]);
 }
 
-// Returns the first element not done: fewer than V::width remain. A cache line of each array at a
-// time: where arrays lie a large power of two apart, their lines drive each other out.
+// Return the first element that was not updated: fewer than V::width remain. Arrays are processed
+// one cache line at a time, because lines at a distance of a large power of two evict each other.
 template <class V, template <class> class Rule, Master master, Grad grad, Moments moments>
 size_t update_each(const UpdateArgs& args, size_t i, size_t end) {
   constexpr size_t line = V::width < kLine ? kLine / V::width : 1;
@@ -147,15 +147,15 @@ void decode_all(const UpdateArgs& a, size_t i, size_t vectors,
   }
 }
 
-// Moments of one block after the rule, on their way to codes.
+// The moments of one block after the update, before they are encoded.
 template <class V, int moments>
 struct Block {
   typename V::F m[moments][kScaled / V::width], roots[moments][kScaled / V::width];
-  typename V::I largest[moments];  // bits of the roots, as numbers
+  typename V::I largest[moments];  // bits of the largest roots, as integers
   typename V::I bits[kScaled / V::width];
 };
 
-// With the rule itself, since AdamW has taken a root already.
+// This applies the rule itself, because AdamW has already computed a root.
 template <class V, class Rule, size_t number = 0>
 void take(Block<V, Rule::moments>& block, size_t k, const typename V::F* m) {
   if constexpr (number < Rule::moments) {
@@ -176,7 +176,7 @@ void encode_all(const UpdateArgs& a, size_t i, size_t vectors, Block<V, Rule::mo
   }
 }
 
-// One block of `count` elements, a multiple of V::width, at i.
+// Update one block of `count` elements, a multiple of V::width, at i.
 template <class V, template <class> class Rule, Master master, Grad grad>
 inline __attribute__((always_inline)) void update_block(const UpdateArgs& a, const Rule<V>& rule,
                                                         size_t i, size_t count) {
@@ -205,7 +205,8 @@ void update_blocks(const UpdateArgs& args, size_t i, size_t end) {
   if (i < end) update_block<Plain, Rule, master, grad>(a, Rule<Plain>(a), i, end - i);
 }
 
-// -- which of them ---------------------------------------------------------------------------------
+// -- selection of the kernel
+// -----------------------------------------------------------------------
 
 template <class V, template <class> class Rule, Master master, Grad grad>
 void update_range(const UpdateArgs& a, size_t begin, size_t end) {
