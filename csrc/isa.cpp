@@ -73,15 +73,15 @@ const char* isa_name(Isa isa) {
 Isa isa() { return chosen(); }
 
 void set_isa(const std::string& name) {
-  std::string known;
+  std::string names;
   for (Isa candidate : supported_isas()) {
     if (name == isa_name(candidate)) {
       chosen() = candidate;
       return;
     }
-    known += (known.empty() ? "" : ", ") + std::string(isa_name(candidate));
+    names += (names.empty() ? "" : ", ") + std::string(isa_name(candidate));
   }
-  throw std::invalid_argument("isa '" + name + "' is not supported here; choose one of: " + known);
+  throw std::invalid_argument("isa '" + name + "' is not supported here; choose one of: " + names);
 }
 
 const Kernels& kernels() {

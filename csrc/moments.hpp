@@ -10,7 +10,7 @@
 //         without one:    code = round(sqrt(sqrt(x)) / scale),        scale = largest root / 255
 //         where the largest is over kScaled elements. Roots, since moments of neighbours differ by
 //         orders of magnitude. A positive x without a sign is never 0: updates divide by its root.
-//         If one of them is not finite, none of them is known: the scale is NaN.
+//         If one of them is not finite, the scale is NaN, which marks all of them as unknown.
 #pragma once
 
 #include "half.hpp"
@@ -66,12 +66,12 @@ template <class V, int number, bool has_sign>
 float encode(void* codes, size_t i, size_t vectors, const typename V::F* x, typename V::F* roots,
              uint32_t top, const typename V::I* bits) {
   constexpr uint32_t most = has_sign ? 127 : 255;
-  const bool known = top < 0x7f800000u;  // NaN is above infinity
+  const bool finite = top < 0x7f800000u;  // NaN is above infinity
   const float extent = float_of(top);
-  const auto to_code = V::set(known && top != 0 ? static_cast<float>(most) / extent : 0.0f);
+  const auto to_code = V::set(finite && top != 0 ? static_cast<float>(most) / extent : 0.0f);
   for (size_t k = 0; k < vectors; ++k) {
     const auto up = V::mul(V::to_float(share<V, number>(bits[k])), V::set(0x1p-16f));
-    if (!known) roots[k] = V::set(0.0f);
+    if (!finite) roots[k] = V::set(0.0f);
     const auto scaled = V::mul(roots[k], to_code);
     auto code = V::imin(V::truncated(V::add(scaled, up)), V::iset(most));
     if constexpr (has_sign) {
@@ -82,7 +82,7 @@ float encode(void* codes, size_t i, size_t vectors, const typename V::F* x, type
     }
     V::store8(static_cast<uint8_t*>(codes) + i + k * V::width, code);
   }
-  return known ? extent / static_cast<float>(most) : float_of(kQuietNan);
+  return finite ? extent / static_cast<float>(most) : float_of(kQuietNan);
 }
 
 }  // namespace

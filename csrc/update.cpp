@@ -76,13 +76,13 @@ void update(const std::vector<UpdateArgs>& updates, size_t count,
   // each thread writes the entries of its own blocks
   std::vector<uint32_t> parts(blocks * arrays, 0);
   over_blocks(count, [&](size_t begin, size_t end) {
-    uint32_t* own = parts.data() + begin / kBlock * arrays;
+    uint32_t* crcs = parts.data() + begin / kBlock * arrays;
     for (size_t i = begin; i < end; i += kHot) {
       const size_t stop = std::min(end, i + kHot);
       update_range(i, stop);
       for (size_t k = 0; k < arrays; ++k) {
         const size_t from = bytes_before(written[k], i), to = bytes_before(written[k], stop);
-        own[k] = crc32c(static_cast<const char*>(written[k].data) + from, to - from, own[k]);
+        crcs[k] = crc32c(static_cast<const char*>(written[k].data) + from, to - from, crcs[k]);
       }
     }
   });

@@ -21,9 +21,9 @@ struct Avx2 {
   static F sqrt(F a) { return _mm256_sqrt_ps(a); }
   static F abs(F a) { return _mm256_andnot_ps(set(-0.0f), a); }
   static F with_sign(F x, F s) {
-    F made = _mm256_or_ps(_mm256_and_ps(s, set(-0.0f)), x);
-    made = _mm256_andnot_ps(_mm256_cmp_ps(s, _mm256_setzero_ps(), _CMP_EQ_OQ), made);
-    return _mm256_blendv_ps(made, s, _mm256_cmp_ps(s, s, _CMP_UNORD_Q));
+    F signed_x = _mm256_or_ps(_mm256_and_ps(s, set(-0.0f)), x);
+    signed_x = _mm256_andnot_ps(_mm256_cmp_ps(s, _mm256_setzero_ps(), _CMP_EQ_OQ), signed_x);
+    return _mm256_blendv_ps(signed_x, s, _mm256_cmp_ps(s, s, _CMP_UNORD_Q));
   }
 
   static __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }

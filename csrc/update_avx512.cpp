@@ -22,9 +22,9 @@ struct Avx512 {
   static F abs(F a) { return _mm512_abs_ps(a); }
   static F with_sign(F x, F s) {
     __m512i sign = _mm512_and_si512(bits(s), iset(0x80000000u));
-    F made = _mm512_castsi512_ps(_mm512_or_si512(sign, bits(x)));
-    made = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, set(0.0f), _CMP_NEQ_UQ), made);
-    return _mm512_mask_mov_ps(made, _mm512_cmp_ps_mask(s, s, _CMP_UNORD_Q), s);
+    F signed_x = _mm512_castsi512_ps(_mm512_or_si512(sign, bits(x)));
+    signed_x = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, set(0.0f), _CMP_NEQ_UQ), signed_x);
+    return _mm512_mask_mov_ps(signed_x, _mm512_cmp_ps_mask(s, s, _CMP_UNORD_Q), s);
   }
 
   static __m256i load16(const void* p) {
