@@ -1,10 +1,10 @@
-"""What is it worth to keep activations? Seconds per step by policy and tokens, against recompute.
+"""The benefit of kept activations: seconds per step by policy and tokens, against recomputation.
 
     python benchmarks/activations.py [--tokens 64 256 1024 4096] [--host 4GiB]
 
-The machine is profiled and every policy plans with that profile. Those that come to different plans
-take turns (children.py), as long as they fit into memory together. All of it takes about 40 minutes
-on two cores; --tokens, --policies and --rounds cut it short. --log keeps every result as it comes.
+The machine is profiled, and every policy plans with that profile. Policies with different plans run
+in turn (children.py), as long as they fit into memory together. This takes about 40 minutes on two
+cores; --tokens, --policies and --rounds make it shorter. --log appends every result to a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from children import run_child, take_turns
 from common import Report, median, note, parser_of, work_folder
 
 POLICIES = ("static", "capuchin", "checkmate", "g10", "all", "holistic")
-BESIDE = 1.2  # of its host budget a process takes, at most
+BESIDE = 1.2  # A process takes at most this multiple of its host budget.
 Child = dict[str, Any]
 
 
@@ -74,7 +74,7 @@ def policies(options: argparse.Namespace, work: Path, tokens: int) -> list[dict[
 def measure(
     options: argparse.Namespace, work: Path, tokens: int, names: list[str]
 ) -> dict[str, Child]:
-    """Policies in turn; one after another where not all of them fit into memory."""
+    """Run the policies in turn, or one after another if they do not fit into memory together."""
     note(f"{tokens} tokens, {options.host}: {', '.join(names)}")
     turn = reference.turn_of(options, tokens)
     limits = {"threads": options.threads, "deadline_s": options.deadline}

@@ -25,12 +25,12 @@ from common import HERE, Report, cores, has_deepspeed, median, note, parser_of
 from lohan.errors import LohanError
 from lohan.util.units import parse_bytes
 
-# Bytes that one parameter must cross the memory bus with: all arrays read, all but the gradient
-# written. fp16's compute weights are only written.
+# The bytes per parameter that must cross the memory bus: all arrays are read, and all but the
+# gradient are written. The compute weights of fp16 are only written.
 BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
 COPY_BYTES = 6  # per parameter: the fp32 value read, the 16-bit one written
 LOOPS = {"copy": 8, "triad": 12, "in place": 12}  # bytes per element
-ANSWER_S = 1800.0  # deepspeed compiles its kernel when first asked
+ANSWER_S = 1800.0  # DeepSpeed compiles its kernel on first use.
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     def count(text: str) -> int:
-        """256Ki, 4Mi or a plain number."""
+        """Parse a number such as 256Ki, 4Mi or 1000."""
         try:
             return parse_bytes(f"{text}B" if text.endswith("i") else text, name="parameters")
         except LohanError:
@@ -138,7 +138,7 @@ class Worker:
 
 
 def bandwidth(worker: Worker, options: argparse.Namespace) -> dict[str, float]:
-    """Bytes per second of plain loops over arrays of the same size, best of the rounds."""
+    """Return the bytes per second of plain loops over arrays of the same size, the best round."""
     collected = {}
     for loop, width in LOOPS.items():
         worker.prepare("fp32", options.parameters, options.parameters, loop)

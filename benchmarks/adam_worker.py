@@ -1,7 +1,7 @@
-"""A child of adam.py: one library, one number of threads; runs passes over a model when asked.
+"""A child of adam.py that runs passes of one library with one number of threads.
 
 Every pass goes once through all parameters in chunks, so that each chunk comes from memory and not
-from a cache. Reads requests as JSON lines, answers with the seconds of one pass.
+from a cache. The process reads requests as JSON lines and answers with the seconds of one pass.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def deepspeed_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass
 
 
 def fp32_parameters(parameters: int, chunk: int) -> list[Any]:
-    """Masters with fp32 gradients, which both libraries need whatever the compute dtype is."""
+    """Return fp32 masters and gradients, which both libraries need for any compute dtype."""
     import torch
 
     values, grads = torch.randn(parameters) * 0.02, torch.randn(parameters)
@@ -143,7 +143,7 @@ def with_copies(step: Callable[[], Any], weights: list[Any], mode: str) -> Pass:
     return run
 
 
-# -- what memory can do ---------------------------------------------------------------------------
+# -- memory bandwidth ------------------------------------------------------------------------------
 
 
 def copy_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:

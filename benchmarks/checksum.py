@@ -1,10 +1,11 @@
-"""AdamW and the checksums of what it writes: in one pass, against a pass of its own afterwards.
+"""AdamW with checksums of the data that it writes, in one pass or in a separate pass afterwards.
 
     python benchmarks/checksum.py [--threads 1 2] [--chunk 1Mi]
 
-Seconds are those of all cores together, which other work on the machine changes little. Chunks come
-from memory, not from a cache. `apart` is what writes to the store do with other bytes than an
-update's: CRC-32C of weights and state when a chunk is submitted. `update` takes no checksum.
+Seconds are those of all cores together, so that other work on the machine changes little. Chunks
+come from memory, not from a cache. `apart` is what writes to the store do with data that is not
+from an update: CRC-32C of weights and state when a chunk is submitted. `update` computes no
+checksum.
 """
 
 from __future__ import annotations

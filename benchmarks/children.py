@@ -1,8 +1,8 @@
-"""The sides of a benchmark as processes: one after another, or all alive and each in its turn.
+"""Processes for the sides of a benchmark, run one after another or in turn.
 
-The speed of a shared machine changes within a minute. Sides that take turns are started once and
-run a few steps whenever it is their turn, so that a round of all of them is short, and the ratios
-within a round mean something. Who waits for its turn uses no processor, but all are in memory.
+The speed of a shared machine changes within a minute. Sides that run in turn are started once and
+run a few steps per turn. A round of all of them is therefore short, and the ratios within a round
+are meaningful. A process that waits for its turn uses no processor, but all are in memory.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def started(script: str, spec: Mapping[str, Any], **options: Any) -> Iterator[Ch
 
 
 def environment(*, threads: int, python: str = sys.executable) -> dict[str, str]:
-    """Equal conditions for every child: thread count, and no spinning at OpenMP barriers."""
+    """Return equal conditions for every child: thread count, and no spinning at OpenMP barriers."""
     settings = {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

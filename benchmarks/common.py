@@ -1,7 +1,7 @@
-"""What the benchmarks share: the machine, tables, medians.
+"""Common parts of the benchmarks: the machine, tables and medians.
 
-A number of one run on one machine says little: every benchmark runs its sides in turn in one
-invocation and reports ratios.
+A number from one run on one machine has little meaning, so every benchmark runs its sides in turn
+in one invocation and reports ratios.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def cores() -> int:
 
 
 def machine(work: Path) -> dict[str, str]:
-    """Processor, memory and the drive under `work`, as lines of a report."""
+    """Return processor, memory and the drive under `work`, as lines of a report."""
     text = Path("/proc/cpuinfo").read_text()
     names = [x.split(":")[1].strip() for x in text.splitlines() if x.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -74,7 +74,7 @@ def machine(work: Path) -> dict[str, str]:
 
 
 def drive_of(folder: Path) -> str:
-    """File system and drive that hold a folder, and the room there."""
+    """Return the file system, the drive and the free space of a folder."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     kind = source = "unknown"
@@ -105,7 +105,7 @@ def versions(*packages: str) -> str:
 
 
 class Report:
-    """Facts and tables of one benchmark; prints as it goes, or all of it as JSON at the end."""
+    """Facts and tables of one benchmark, printed one by one, or all as JSON at the end."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -134,7 +134,7 @@ class Report:
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns as wide as their cells; text to the left, numbers to the right."""
+    """Return lines with aligned columns: text to the left, numbers to the right."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name)) for name in names] for row in rows]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
@@ -154,7 +154,7 @@ def _cell(value: Any) -> str:
 
 
 def note(text: str) -> None:
-    """Progress, apart from the report."""
+    """Print progress to stderr, apart from the report."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -174,7 +174,7 @@ def has_deepspeed(python: str) -> bool:
 
 
 def peak_bytes() -> int:
-    """VmHWM: the most memory this process has had resident."""
+    """Return VmHWM, the peak resident memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -32,7 +32,7 @@ from emulated import SEQ, add_dtype, add_options, measure, measured_text, rates_
 
 SERVER = "rtx4090"
 MODELS = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3-70b")
-NEVER, ALWAYS = 1e9, 1e-6  # limits of the norm: below it, and above it
+NEVER, ALWAYS = 1e9, 1e-6  # limits of the norm that no step exceeds, and that every step exceeds
 DEFAULT = "default, no step clipped"
 SIDES = {
     "clipping": {

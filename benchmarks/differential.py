@@ -41,15 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 Case = dict[str, Any]
 
-MOST_CPU_S = 100.0  # of one process of a case; most take less than one
+MOST_CPU_S = 100.0  # Of one process of a case; most take less than one second.
 DEADLINE_S = 300.0  # for one process of a case, on a machine with other work
 SHRINKING_TRIES, SHRINKING_S = 60, 120.0
-DEFAULT_SHARE = 0.55  # of the draws of an axis that take its first, simplest value
-# The same for axes whose other values make the planner trace the model, which takes most time.
+DEFAULT_SHARE = 0.55  # The share of the draws of an axis that take its first, simplest value.
+# The same for axes whose other values make the planner trace the model, which takes the most time.
 COSTLY = {"known_batch": 0.75, "host": 0.8, "device_memory": 0.8}
 KINDS = (88, 8, 4)  # weights of the kinds of case; one of `lohan train` costs as much as ten others
-SLOW = {"llama", "gpt2", "tied", "moe", "t5", "bert"}  # to trace, and to run
-TRACED_SHARE = 0.15  # of the cases of slow models with a known batch that keep it
+SLOW = {"llama", "gpt2", "tied", "moe", "t5", "bert"}  # Models that are slow to trace and to run.
+TRACED_SHARE = 0.15  # The share of cases of slow models with a known batch that keep it.
 
 # The axes of a case: values to draw, the simplest first. A value that is listed more than once is
 # drawn more often.
@@ -131,7 +131,7 @@ SIMPLEST: Case = {axis: values[0] for axis, values in AXES.items()}
 
 
 def draw(number: int) -> Case:
-    """Return case `number`: every axis at random, then what cannot go together mended."""
+    """Return case `number`: a random value for every axis, after resolving conflicts."""
     from benchmarks.differential_models import FAMILIES
 
     rng = random.Random(number)
@@ -148,7 +148,7 @@ def draw(number: int) -> Case:
     case["events"] = draw_events(case, rng)
     if not FAMILIES[case["model"]].adapters:
         case["lora"] = 0
-    if rng.random() > 0.03:  # a few stay as drawn, to be refused
+    if rng.random() > 0.03:  # A few cases keep their conflicts and must be refused.
         mend(case, rng)
     return case
 
@@ -167,7 +167,7 @@ def draw_events(case: Case, rng: random.Random) -> list[list[Any]]:
 
 
 def mend(case: Case, rng: random.Random) -> None:
-    """Change what LoHan would refuse for a reason that has nothing to do with the rest."""
+    """Change settings that LoHan would refuse for reasons that the case does not test."""
     from benchmarks.differential_models import FAMILIES
 
     family = FAMILIES[case["model"]]
@@ -188,16 +188,16 @@ def mend(case: Case, rng: random.Random) -> None:
         case["known_batch"] = True
     if case["model"] in SLOW and rng.random() > TRACED_SHARE:
         case["known_batch"] = False
-    if not case["known_batch"]:  # then nothing is known of activations
+    if not case["known_batch"]:  # Nothing is known of activations then.
         case["host"] = case["device_memory"] = "large"
         case["activations"], case["tiles"] = "recompute", "off"
         case["events"] = [e for e in case["events"] if e[1] not in ("replan", "oom_guard")]
     if case["accumulate"] > 1:
         case["run_again"] = False
-    for event in case["events"]:  # the guard watches the first steps of a plan alone
+    for event in case["events"]:  # The guard watches the first steps of a plan only.
         if event[1] == "oom_guard":
             event[0] = 0
-    if family.stateful:  # a forward that is done twice counts twice, in PyTorch too
+    if family.stateful:  # A forward that runs twice is counted twice, in PyTorch too.
         twice = ERRORS | {"forward"}
         case["events"] = [event for event in case["events"] if event[1] not in twice]
         case["run_again"] = False
@@ -292,7 +292,8 @@ def compare_on_rank(case: Case, folder: Path, group: Any) -> None:
     from lohan.model.plan import Plan
 
     result = SessionRun(case, folder / "overlapped", group=group).run()
-    if len(result["numerics"]) == 1:  # else a smaller plan was followed after out-of-memory
+    # Otherwise, a smaller plan was followed after running out of memory.
+    if len(result["numerics"]) == 1:
         reference = Plan.from_json(result["plan"])
         try:
             serial = SessionRun(case, folder / "serial", reference=reference, group=group).run()
@@ -305,7 +306,7 @@ def compare_on_rank(case: Case, folder: Path, group: Any) -> None:
     try:
         check_values(case, result, plain, None, ranks=group.world)
     except Found:
-        if case["dropout"]:  # drawn otherwise in fp64
+        if case["dropout"]:  # Dropout draws other numbers in fp64.
             raise
         wide = plain_run(case, result, wide=True)
         check_values(case, result, plain, wide, ranks=group.world)
@@ -395,12 +396,12 @@ def in_processes(
     return results
 
 
-# Messages of a LohanError that report a defect of LoHan, and no wish that it cannot fulfil.
+# Messages of a LohanError that indicate a defect of LoHan and not a request that it cannot fulfil.
 DEFECTS = ("race on the emulated device", "a bug in LoHan", "hangs", "was written", "ChecksumError")
 
 
 def raise_failures(results: list[dict[str, Any]]) -> None:
-    """Raise what went wrong on some rank; the loss of another rank is only its consequence."""
+    """Raise the error of the rank that failed first; the loss of that rank is a consequence."""
     failed = [result for result in results if "failure" in result]
     failed.sort(key=lambda result: (result["status"] == "refused", "RankError" in result["trace"]))
     for result in failed:
@@ -501,7 +502,8 @@ def check_bits(case: Case, result: Mapping[str, Any], serial: Mapping[str, Any])
     """Compare a run with that of the serial path, bit by bit."""
     for what in ("losses", "norms", "evals", "updated", "progress"):
         one, two = result[what], serial[what]
-        if what == "norms" and (None in one or None in two):  # known only where it is needed
+        # The norm is known only where it is needed.
+        if what == "norms" and (None in one or None in two):
             continue
         if repr(one) != repr(two):
             raise Found("bits", f"other {what}\noverlapped {one}\nserial     {two}")
@@ -541,7 +543,7 @@ def check_values(
     exact = case["dtype"] == "fp32" and case["moments"] == "fp32"
     limit = 2e-5 if exact else 0.05
     for what in ("losses", "evals"):
-        if ranks > 1:  # each rank has the loss of its own rows
+        if ranks > 1:  # Each rank has the loss of its own rows.
             break
         for number, (one, two) in enumerate(zip(result[what], plain[what], strict=True)):
             allowed = limit * abs(two) + 1e-6
@@ -554,7 +556,7 @@ def check_values(
     for what in ("weights", "ema"):
         for name, value in result[what].items():
             wanted, finer = plain[what][name], None if wide is None else wide[what][name]
-            if name not in plain["trained"]:  # only read, in the type of compute
+            if name not in plain["trained"]:  # It is only read, in the compute type.
                 dtype = DTYPES[case["dtype"]]
                 value, wanted = value.to(dtype), wanted.to(dtype).double()
             check_tensor(case, f"{what} {name}", value, wanted, finer)
@@ -674,7 +676,7 @@ class Tally:
 
 
 def trace_once(family: str) -> None:
-    """Trace a model, so that forks find what torch learns about its operations on the way."""
+    """Trace a model, so that forks inherit what torch caches about its operations."""
     from benchmarks.differential_models import batches, build_model
     from lohan.engine.context import blocks_of, workload_of
 

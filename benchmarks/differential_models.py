@@ -1,7 +1,7 @@
-"""The models of benchmarks/differential.py: tiny ones of every kind that LoHan takes, and batches.
+"""The models and batches of benchmarks/differential.py: tiny ones of every supported kind.
 
-Shapes are as small as they can be without being trivial, since 16-bit matrix products may be
-hundreds of times slower than fp32 ones on a CPU.
+Shapes are as small as possible without being trivial, since 16-bit matrix products may be hundreds
+of times slower than fp32 ones on a CPU.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def stack_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
 
 
 def text_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
-    """Tokens whose first two are not learnt."""
+    """Return random tokens. The first two of each row have no label."""
     ids = torch.randint(3, VOCAB, (rows, tokens), generator=generator)
     labels = ids.clone()
     labels[:, :2] = -100
@@ -252,7 +252,7 @@ def build_transformer(name: str, dropout: float) -> nn.Module:
         "bert": tf.BertForSequenceClassification,
     }.get(name)
     model: nn.Module = tf.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    with torch.no_grad():  # biases and norms away from their trivial first values
+    with torch.no_grad():  # Move biases and norms away from their trivial initial values.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -314,7 +314,7 @@ def build_model(case: dict[str, Any]) -> nn.Module:
         from lohan.optim import Lora
 
         model = add_lora(model, Lora(rank=case["lora"]))
-        with torch.no_grad():  # away from the zeros that adapters start with
+        with torch.no_grad():  # Move adapters away from their initial zeros.
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(0.0, 0.05)

@@ -1,7 +1,7 @@
 """The runs that benchmarks/differential.py compares: in memory, through `attach`, `lohan train`.
 
-Each function runs in a process of its own and returns a dictionary of what must be equal. The
-run in memory is PyTorch's; of the LoHan run it knows only which steps fp16 skipped and the values
+Each function runs in its own process and returns a dictionary of values that must be equal. The run
+in memory uses PyTorch only. From the LoHan run it gets the steps that fp16 skipped, and the values
 of a packed base.
 """
 
@@ -215,9 +215,9 @@ def optimizer_of(case: Case) -> Any:
 class SessionRun:
     """One training through `attach`, with the events of its case between and inside of steps.
 
-    `reference`: the plan of the run to be compared with. Then this run goes one thing after the
-    other (`overlap=False`) in ample memory, in the same micro-batches and slices, and does nothing
-    between steps but evaluate.
+    `reference` is the plan of the run to be compared with. If it is given, this run is serial
+    (`overlap=False`) in ample memory, with the same micro-batches and slices, and its only events
+    are evaluations.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class SessionRun:
     # -- budgets --
 
     def choose_limits(self) -> None:
-        """Find budgets near the least, as a user would: by what a refusal advises."""
+        """Find budgets near the minimum as a user would, by following the advice of refusals."""
         case = self.case
         emulated = case["device"] == "emulated"
         self.limits = {"host": LARGE, "device": LARGE if emulated else None}
@@ -265,7 +265,7 @@ class SessionRun:
             if requested == "large" or chosen[tier] is None:
                 continue
             advised = self.advised(tier, option)
-            # Exactly as the message has it, or a multiple.
+            # Use exactly the size in the message, or a multiple.
             size = parse_bytes(advised, name=tier)
             chosen[tier] = advised if requested == 1.0 else int(size * requested)
         self.limits = chosen
@@ -317,7 +317,7 @@ class SessionRun:
             commit = "step"
             if self.family.adapters and not serial.tiles:
                 known_batch = False  # tracing takes most of the time
-            if not case["clip"]:  # a device sums the squares of a norm in another order
+            if not case["clip"]:  # A device sums the squares of a norm in another order.
                 device = "cpu"
         if case["cast"] == "attach":
             options["dtype"] = case["dtype"]
@@ -445,7 +445,7 @@ class SessionRun:
                 raise Mismatch(f"{what} has another {name} than the store")
 
     def event_export(self, number: int) -> None:
-        """Export, and compare what was written with the store. Adapters have other names there."""
+        """Export, and compare the files with the store. Adapters have other names in the files."""
         out = self.session.export(self.folder / f"export-{number}", dtype="fp32")
         if self.case["lora"] or not self.group.ranks.first:
             self.group.barrier()
@@ -466,7 +466,7 @@ class SessionRun:
             raise Mismatch(f"resumed at step {self.session.step} instead of {number}")
 
     def event_replan(self, number: int) -> None:
-        """Go on by a plan that keeps other activations."""
+        """Follow a plan that keeps other activations."""
         context, plan = self.session.context, self.session.plan
         kept = "recompute" if plan.kept else "all"
         options = replace(context.options.fixed_by(plan), activations=kept, world=plan.world)
@@ -489,7 +489,7 @@ class SessionRun:
         self.fail_in("backward", number)
 
     def fail_in(self, where: str, number: int) -> None:
-        """Let the model's own code fail in this step, which is then done once more."""
+        """Let the model's own code fail in this step, which is then repeated."""
 
         def fail(*_: Any) -> None:
             raise Tripped(where)
@@ -511,7 +511,7 @@ class SessionRun:
         raise Mismatch(f"an error in the model's {where} was swallowed")
 
     def event_out_of_memory(self, number: int) -> None:
-        """Let the device run out of memory in this step, which is then done once more."""
+        """Let the device run out of memory in this step, which is then repeated."""
         device = self.session.context.device
         if not isinstance(device, EmulatedDevice):
             return
@@ -631,7 +631,7 @@ def write_inputs(case: Case, folder: Path) -> None:
 
 
 def train_arguments(case: Case, folder: Path, *, serial: bool) -> list[str]:
-    """Return the command line of a case; `serial`: one thing after the other, in ample memory."""
+    """Return the command line of a case; with `serial`, without overlap in ample memory."""
     out = folder / ("serial" if serial else "run")
     words: list[object] = [
         "train",

@@ -1,11 +1,11 @@
-"""Does the simulator know this machine? Predicted against measured seconds per step.
+"""The accuracy of the simulator: predicted against measured seconds per step.
 
     python benchmarks/forecast.py [--tokens 64 256 1024] [--host 1GiB]
 
-The settings of one --host take turns (children.py). The machine is profiled before every round and
-after the last, as `lohan profile` does it: the steps of a round are compared with the mean of what
-the profiles before and after it promise for the plan of the run. Takes about 12 minutes on two
-cores.
+The settings of one --host run in turn (children.py). The machine is profiled before every round and
+after the last, as `lohan profile` does it. The steps of a round are compared with the mean of the
+forecasts from the profiles before and after it, for the plan of the run. This takes about 12
+minutes on two cores.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lohan.errors import LohanError
 
 SECONDS = 10
-ROOM = 2**30  # bytes that an input may take beyond what the process has
-SHOWN = 20  # findings that are printed whole
+ROOM = 2**30  # Bytes that an input may take in addition to the memory of the process.
+SHOWN = 20  # Findings that are printed in full.
 
-Read = Callable[[bytes], object]  # writes the bytes where they are read from, and reads them
+Read = Callable[[bytes], object]  # writes the bytes to a file and reads them
 
 
 @dataclass(frozen=True)
@@ -716,7 +716,7 @@ def read_all(folder: Path) -> None:
 
 
 def packed_kinds(work: Path) -> list[Kind]:
-    """Checkpoints whose weights are dequantised: what their config says, and the files."""
+    """Return checkpoints whose weights are dequantised: their configs and their files."""
     import torch
     from safetensors.torch import save
 
@@ -886,7 +886,7 @@ def adapter_kinds(work: Path) -> list[Kind]:
 
 
 def vision_kinds(work: Path) -> list[Kind]:
-    """Rows of conversations about images, as a processor takes them."""
+    """Return rows of conversations about images, in the form that a processor accepts."""
     from PIL import Image
 
     from lohan.data.images import Conversations, load_processor, rows_with_images
@@ -995,7 +995,7 @@ def fuzz(
     warnings.simplefilter("ignore")
     kinds = [kind for kind in all_kinds(work) if not only or kind.name in only]
     tallies = {kind.name: Tally() for kind in kinds}
-    for kind in kinds:  # what is read for the first time imports a lot
+    for kind in kinds:  # The first read of a kind imports many modules.
         kind.read(kind.seal(json.loads(kind.seeds[0])) if kind.is_json else kind.seeds[0])
     with limited_memory(ROOM):
         for number in range(inputs):

@@ -119,7 +119,7 @@ def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
 
 
 def timed(work: Any) -> tuple[float, Any]:
-    """CPU seconds, the least of two, and the result."""
+    """Return the CPU seconds of `work`, the smaller of two runs, and its result."""
     taken = []
     for _ in range(2):
         start = time.process_time()
@@ -143,7 +143,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`checkpointed`: as a plain run would have it; LoHan recomputes blocks by itself."""
+    """A stack of blocks with its own loss.
+
+    `checkpointed` selects torch's checkpointing, as in a plain run. LoHan recomputes blocks itself.
+    """
 
     def __init__(self, blocks: int, experts: int, *, checkpointed: bool) -> None:
         super().__init__()
@@ -178,7 +181,7 @@ def per_each(rows: list[dict[str, Any]], of: str) -> list[dict[str, Any]]:
 
 
 def run_cost(blocks: int, experts: int, folder: Path) -> dict[str, float]:
-    """Sizes, milliseconds and KiB of the whole model."""
+    """Return sizes, milliseconds and KiB of the whole model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain_s = plain_step_s(Net(blocks, experts, checkpointed=True))

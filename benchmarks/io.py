@@ -35,7 +35,8 @@ from lohan.store.store import Store
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 KINDS = ("read", "write", "mixed")
-DEPTH, PIECE = 32, MiB  # of the engine, its defaults: what is in flight at the drive
+# The defaults of the engine, which determine the I/O in flight at the drive.
+DEPTH, PIECE = 32, MiB
 WEIGHT_SHARE = 3  # of a step's state, one chunk in three is weights, which are read twice
 Request = tuple[str, int]
 
@@ -43,7 +44,7 @@ Request = tuple[str, int]
 @dataclass(frozen=True)
 class Measured:
     bytes_per_s: float
-    request_kib: float | None  # mean of what reached the drive
+    request_kib: float | None  # mean size of the requests that reached the drive
 
 
 def main() -> int:
@@ -114,7 +115,7 @@ def sides_of(
 
 
 def share_text(lohan_results: list[Measured], other: list[Measured]) -> str:
-    """Median of the rounds' own ratios, and their range."""
+    """Return the median and the range of the ratios of the rounds."""
     shares = [a.bytes_per_s / b.bytes_per_s for a, b in zip(lohan_results, other, strict=True)]
     return f"{median(shares):.2f} ({min(shares):.2f} .. {max(shares):.2f})"
 
@@ -154,7 +155,7 @@ def rows_of(results: dict[str, list[Measured]]) -> list[dict[str, Any]]:
     return rows
 
 
-# -- ours -----------------------------------------------------------------------------------------
+# -- LoHan's store ---------------------------------------------------------------------------------
 
 
 class Target:
@@ -163,13 +164,13 @@ class Target:
     def __init__(self, folder: Path, chunk: int, options: argparse.Namespace) -> None:
         self._count = max(WEIGHT_SHARE, options.size // chunk)
         self._chunk, self._seconds = chunk, options.seconds
-        # The pool that a run takes its buffers from: other memory may be faster or slower.
+        # Buffers come from the pool of a run, because other memory may be faster or slower.
         pool = HostPool(options.in_flight * chunk)
         self._buffers = [pool.allocate("chunks", chunk).bytes for _ in range(options.in_flight)]
         fill(self._buffers)
         region = Region("state", (chunk,) * self._count)
         self.store = Store.create([folder], [region], engine=options.engine)
-        for _ in range(2):  # first writes to a preallocated file cost more than later ones
+        for _ in range(2):  # The first writes to a preallocated file are slower than later ones.
             self._move(("write", i) for i in range(self._count))
 
     def bytes_per_s(self, kind: str) -> float:
@@ -213,7 +214,7 @@ def requests(kind: str, count: int) -> Iterator[Request]:
 
 
 def fill(buffers: list[Any]) -> None:
-    """Random bytes: a drive may make short work of zeros."""
+    """Fill the buffers with random bytes, because drives may compress zeros."""
     import numpy as np
 
     generator = np.random.default_rng(0)

@@ -47,12 +47,13 @@ from tests.support.forked_commands import Boundary, Ended, Forge, Run
 from tests.support.phase_log import FIRST
 from tests.support.tiny_run import STEPS, Result, arguments, result, write_inputs
 
-HANG_S = 300.0  # a process that takes longer does not end at all
-PATIENCE_S = 15.0  # for the other ranks to see that one is gone
-MOST_KILLS = 25  # of one run; then it may end
+HANG_S = 300.0  # A process that takes longer counts as hung.
+PATIENCE_S = 15.0  # Time for the other ranks to detect that one has ended.
+MOST_KILLS = 25  # After this many kills of one run, the run may finish.
 SNAPSHOT_EVERY = 2
-EARLY = 4  # the process is killed within so many steps: the next one meets the later ones
-OUTSIDE = 0.2  # of the kills: a signal at any instant
+# A process is killed within this many steps, so that the next process can be killed in later ones.
+EARLY = 4
+OUTSIDE = 0.2  # The share of kills by a signal at any instant.
 EXIT_CODES = (0, 2, 130)  # documented ones of train, resume, export
 NOT_BEGUN = "start it again"
 
@@ -85,8 +86,8 @@ class Whole:
 
     result: Result
     seconds: float
-    boundaries: dict[str, int]  # the most that a phase has
-    spans_s: dict[str, float]  # the longest of each phase
+    boundaries: dict[str, int]  # the largest number of boundaries in each phase
+    spans_s: dict[str, float]  # the longest duration of each phase
 
 
 class Tally:
@@ -280,7 +281,7 @@ class Series:
         self.promised = max(self.promised, rows)
 
     def go(self) -> None:
-        """Killed and continued until it has ended, then compared."""
+        """Kill and continue the run until it has ended, then compare the result."""
         kills, words = 0, self.train_words()
         while True:
             kill = kills < MOST_KILLS and not self.tally.enough()
@@ -342,7 +343,7 @@ class Kill:
 
 
 def drawn(whole: Whole, choices: list[str], share: float, draw: random.Random) -> Kill:
-    """Draw a kill in one of these phases; steps, commits and snapshots occur more than once."""
+    """Draw a kill in one of these phases. Steps, commits and snapshots occur more than once."""
     phase = draw.choice(choices)
     left = max(1, round(share * STEPS))
     number = draw.randrange(

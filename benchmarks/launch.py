@@ -58,7 +58,7 @@ from lohan.util.units import MiB
 LAYERS, ROWS, TOKENS = 4, 2, 4
 LIMITS = {"recompute": 1.5, "all": 2.0}
 Parts = dict[str, list[tuple[Any, str]]]
-# What belongs to which part of a call; what is inside another part is counted there.
+# The functions that belong to each part of a call. Time inside a nested part is counted there.
 PARTS: Parts = {
     "arguments": [
         (SavedCall, "__init__"),
@@ -170,7 +170,7 @@ def model_of() -> Any:
 
 
 class Nothing(TorchDispatchMode):
-    """Sees every operation and does nothing."""
+    """A dispatch mode that sees every operation and changes nothing."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -185,7 +185,7 @@ def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
 
 
 def torch_sides(kept: str, slices: int, device: str) -> dict[str, Callable[[], float]]:
-    """Microseconds of one block and slice, forward and backward, of what torch itself does."""
+    """Return microseconds per block and slice of torch's own forward and backward."""
     model = model_of().to(device)
     x = torch.randn(ROWS // slices, TOKENS, 32, device=device, requires_grad=True)
     positions = torch.arange(TOKENS, device=device)[None]

@@ -30,8 +30,8 @@ from lohan.util.units import format_bytes, parse_bytes
 
 PACKAGES = ("lohan", "torch", "transformers")
 
-# The child prints its own VmHWM: RSS of children as the kernel reports it to a parent would mix
-# several of them. It joins the cgroup before it imports anything.
+# The child prints its own VmHWM, because the RSS of children that the kernel reports to a parent
+# would mix several children. The child joins the cgroup before it imports anything.
 CHILD = """
 import os, sys
 group, arguments = sys.argv[1], sys.argv[2:]
@@ -129,7 +129,7 @@ def bench(options: argparse.Namespace, work: Path) -> int:
 
 
 def verify(options: argparse.Namespace, work: Path) -> int:
-    """`lohan verify` with the same settings: the reference needs the model in memory."""
+    """Run `lohan verify` with the same settings. The reference needs the model in memory."""
     arguments = [
         "verify",
         "--model",

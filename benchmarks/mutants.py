@@ -384,7 +384,7 @@ class Check:
 
     def __init__(self, copy: Copy, *, whole: bool) -> None:
         self._copy, self._whole = copy, whole
-        # Whether the given tests pass without a mutant, within the time limit.
+        # whether the given tests pass without a mutant, within the time limit
         self._passes_unchanged: dict[tuple[str, ...], bool] = {}
 
     def run(self, mutant: Mutant) -> Result:

@@ -1,4 +1,4 @@
-"""The work that the step benchmarks do: a Llama-shaped model with random weights, random tokens.
+"""The workload of the step benchmarks: a Llama-shaped model with random weights, random tokens.
 
 The children of all sides use it, so it needs neither LoHan nor DeepSpeed.
 """
@@ -17,7 +17,7 @@ from common import median, note, peak_bytes
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
 MACHINE = "machine.toml"  # the profile, in the work folder
-WAY = {"clip": 0.0, "update_mode": "balanced"}  # how LoHan runs
+WAY = {"clip": 0.0, "update_mode": "balanced"}  # the settings of LoHan's runs
 SHAPE = ("hidden", "layers", "intermediate", "vocabulary", "heads")
 
 
@@ -61,7 +61,7 @@ def write_model(
     )
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     write_random_checkpoint(folder, config, dtype=torch_dtype)
-    os.sync()  # what is still on its way to the drive would slow the first side down
+    os.sync()  # Pending writes to the drive would slow down the first side.
     tensors = TensorFolder(folder)
     count = sum(torch.Size(tensors.shape(name)).numel() for name in tensors.names())
     shape = ", ".join(f"{name} {getattr(options, name)}" for name in SHAPE)
@@ -84,7 +84,7 @@ def spec_of(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, 
 
 
 def batches(spec: dict[str, Any]) -> list[Any]:
-    """Token ids of every step, the same on all sides."""
+    """Return the token ids of every step, which are the same on all sides."""
     import torch
 
     steps = spec.get("turns", 1) * (spec["warmup"] + spec["steps"])
@@ -111,7 +111,7 @@ def time_steps(
     """
     losses, seconds, early, rows = [], [], [], iter(batches(spec))
     if "turns" in spec:
-        end_turn()  # of getting ready
+        end_turn()  # end the preparation
     for _ in range(spec.get("turns", 1)):
         if "turns" in spec:
             await_turn()
@@ -142,7 +142,7 @@ def turn_of(options: argparse.Namespace, tokens: int) -> argparse.Namespace:
 
 
 def rounds_of(child: dict[str, Any]) -> list[float]:
-    """Seconds per step of each turn."""
+    """Return the seconds per step of each turn."""
     seconds = child["step_s"]
     size = len(seconds) // child["turns"]
     return [median(seconds[i : i + size]) for i in range(0, len(seconds), size)]
@@ -179,7 +179,7 @@ def show(name: str, child: dict[str, Any]) -> None:
 
 
 def profile_machine(options: argparse.Namespace, work: Path, name: str = MACHINE) -> None:
-    """Measures the machine in a child, into a file in `work`."""
+    """Measure the machine in a child, and write the profile to a file in `work`."""
     note("profiling the machine")
     run_child(
         "side_profile.py",

@@ -1,15 +1,15 @@
-"""Takes one wait at a time out of the code and asks whether a test notices.
+"""Remove one wait at a time from the code, and report whether a test notices.
 
     python benchmarks/remove_waits.py [--out FILE] [--only TEXT] [--softcuda PYTHON]
 
-Each row below names a wait of the engine or of a device by the text that makes it and by what is
-left without it. The package is copied and changed in one place. tests/engine/test_races.py then
-runs on the copy, with one lane late at a time on the emulated device; for torch's accelerators, the
-tests on the trial backend run as well. The waits of schedules are derived from effects:
+Each row below identifies a wait of the engine or of a device by its source text, and gives the text
+without the wait. The package is copied and changed in one place. tests/engine/test_races.py then
+runs on the copy, with one lane delayed at a time on the emulated device. For torch's accelerators,
+the tests on the trial backend run as well. The waits of schedules are derived from effects;
 tests/schedule/test_effects.py removes those one at a time.
 
-With the Python of an environment of `make test-cuda`, the waits of engine and device are taken out
-on software CUDA instead.
+With the Python of an environment of `make test-cuda`, the waits of engine and device are removed on
+software CUDA instead.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RACES = "tests/engine/test_races.py"
 BACKEND = "tests/device/test_external_backend.py"
 CUDA_TESTS = "tests/softcuda/check_training.py"
-CUDA_FIRST = "set_aside or four_slices"  # short, and made for waits
+CUDA_FIRST = "set_aside or four_slices"  # tests that are short and depend on waits
 ON_CUDA = "language_models or every_buffer or padded"
 PATIENCE_S = 600
-# In every process of the copy: an editable install leads `import lohan` back to its own tree.
+# This code runs in every process of the copy, because an editable install would make `import lohan`
+# import the original tree.
 SITE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "_editable" not in type(f).__module__]

@@ -26,7 +26,7 @@ class Pace:
         self._lock, self._free_s = threading.Lock(), 0.0
 
     def take(self, seconds: float) -> float:
-        """Return the time at which work that is submitted now will be done."""
+        """Return the time at which work that is submitted now will be complete."""
         with self._lock:
             self._free_s = max(self._free_s, time.perf_counter()) + seconds
             return self._free_s
@@ -40,8 +40,8 @@ def sleep_until(done_s: float) -> None:
 class PacedEngine:
     """An I/O engine whose files are on a drive of given rates.
 
-    Bytes are moved for real. A ticket is done when such a drive would have served it and
-    everything submitted before it.
+    Bytes are moved for real. A ticket is complete when such a drive would have served it and all
+    earlier requests.
     """
 
     def __init__(self, inner: Any, rates: Rates, pace: Pace) -> None:
@@ -86,7 +86,7 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 
 def slow_drives(rates: Rates) -> None:
-    """Give all stores, for state and for activations, one drive of these rates."""
+    """Give all stores, for state and for activations, a single drive of these rates."""
     from lohan.store import io_engine
 
     real, pace = io_engine.open_engine, Pace()
@@ -108,14 +108,14 @@ def slow_updates(rate: float) -> None:
 
         return updated
 
-    # Several logged updates of a chunk are one pass over memory.
+    # The updates of several logged steps of a chunk are one pass over memory.
     actions.update_chunk, actions.replay_chunk = map(
         paced, (actions.update_chunk, actions.replay_chunk)
     )
 
 
 def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
-    """Compute, links and the fixed costs as measured; drives and updates as they are told to be."""
+    """Return a profile with measured compute, links and fixed costs, and the given other rates."""
     from lohan.engine.probes import Effort, Sizes, profile
     from lohan.model.machine import Drive
     from lohan.util.units import MiB

@@ -79,7 +79,8 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             new = trace.take_step()
             spans.extend(new)
             value, stop_s = float(loss.item()), time.perf_counter()
-            del loss  # its graph knows the buffers of the plan, which another may follow
+            # The graph of the loss refers to buffers of the plan, which another plan may replace.
+            del loss
             text = replanner.after_step(new, step_s=stop_s - start_s)
             if text is not None:
                 took_s = time.perf_counter() - stop_s

@@ -1,6 +1,6 @@
 """A child of the activation benchmark: plans and their forecasts, without training.
 
-It plans with several policies, or with ever more bytes of activations kept.
+It plans with several policies, or with increasing bytes of kept activations.
 """
 
 from __future__ import annotations

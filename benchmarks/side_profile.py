@@ -1,4 +1,4 @@
-"""A child of forecast.py: measures the machine in the conditions of the other children."""
+"""A child of forecast.py that measures the machine under the conditions of the other children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child of the step benchmark: the same steps by PyTorch with everything in memory."""
+"""A child of the step benchmark: the same steps in PyTorch with everything in memory."""
 
 from __future__ import annotations
 

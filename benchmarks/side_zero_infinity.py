@@ -1,6 +1,6 @@
-"""A child of vs_zero_infinity.py: the same steps by DeepSpeed, parameters and optimizer on NVMe.
+"""A child of vs_zero_infinity.py: the same steps in DeepSpeed, parameters and optimizer on NVMe.
 
-Runs in the peer's environment: no LoHan here. The settings are those that were fastest on a
+It runs in the peer's environment, without LoHan. The settings are those that were fastest on a
 machine with 2 cores; `pipeline` (overlapped swapping of optimizer state) is tried both ways.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, config=settings, model_parameters=model.parameters()
     )
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM from here on: loading does not count
+    Path("/proc/self/clear_refs").write_text("5")  # Reset VmHWM, so that loading does not count.
 
     def step(ids: torch.Tensor) -> float:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -59,7 +59,7 @@ def main() -> None:
 
     tell({**reference.time_steps(spec, step), "deepspeed": deepspeed.__version__})
     sys.stdout.flush()
-    os._exit(0)  # its swappers do not always let the interpreter end
+    os._exit(0)  # The swapper threads may keep the interpreter from exiting.
 
 
 def settings_of(spec: dict[str, Any], *, largest: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Plant bugs that other frameworks had, and show what a run shows of them, and `lohan verify`.
+"""Insert bugs of other frameworks, and compare what a run and `lohan verify` show of them.
 
     python benchmarks/silent_bugs.py
 
-Each bug is planted in LoHan by replacing one function. A small Llama then trains on the text of
+Each bug is inserted in LoHan by replacing one function. A small Llama then trains on the text of
 examples/data, and `lohan verify` compares the first steps with plain PyTorch. The table also has
-the losses of each training, because a loss that falls is what hides such a bug.
+the losses of each training, because a falling loss is what hides such a bug.
 """
 
 from __future__ import annotations

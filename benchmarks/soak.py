@@ -45,16 +45,18 @@ KINDS: dict[str, tuple[object, ...]] = {
     "replanned": ("--activations", "holistic", "--host", "450KiB"),
     "snapshots": ("--set", "budget.snapshot_every=2"),
 }
-LIMITS = {  # what may come with a cycle; 0: the second half has no more than the first
+LIMITS = {  # The largest growth per cycle. 0 means that the second half must not exceed the first.
     "file descriptors": 0,
     "threads": 0,
     "memory": 8 * 1024,  # bytes in pages, as the system counts them
-    "allocated": 3 * 1024,  # bytes in use of the C allocator
-    "objects": 10,  # of Python, that its garbage collector knows
+    "allocated": 3 * 1024,  # bytes in use in the C allocator
+    "objects": 10,  # Python objects that the garbage collector tracks
 }
 SAMPLES = 20  # rows of the table
-LOOKED_AT = 100  # objects more than a cycle before: their types are printed
-LEAST = 48  # cycles, however short the time: after a third of them caches have their size
+LOOKED_AT = 100  # The types of objects are printed if there are this many more than a cycle before.
+# Cycles to run at least, however short the time. Caches have their final size after a third of
+# them.
+LEAST = 48
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def failing_fsync(at: int) -> Iterator[None]:
 
 
 def lohan(*words: object) -> Ended:
-    """`lohan WORDS` in this process."""
+    """Run `lohan WORDS` in this process."""
     from lohan.cli import main as cli
 
     out, err = io.StringIO(), io.StringIO()
@@ -113,7 +115,7 @@ def cycle(forge: Forge, inputs: Path, folder: Path, kind: str, draw: random.Rand
 
 
 def go_on(words: tuple[object, ...], out: Path) -> Ended:
-    """Run the same command again, then what its message advises."""
+    """Run the same command again, then follow the advice in its message."""
     ended = lohan(*words)
     if ended.code == 2 and f"lohan resume {out}" in ended.err:
         ended = lohan("resume", out)
@@ -124,7 +126,7 @@ def go_on(words: tuple[object, ...], out: Path) -> Ended:
     return ended
 
 
-# -- what the process holds ------------------------------------------------------------------
+# -- resources of the process ----------------------------------------------------------------------
 
 
 class MallInfo(ctypes.Structure):
@@ -154,7 +156,8 @@ def held() -> dict[str, int]:
     mallinfo2.restype = MallInfo
     actual = mallinfo2()
     return {
-        "file descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,  # this look itself
+        # This call itself uses one descriptor.
+        "file descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,
         "threads": int(status["Threads"]),
         "memory": int(status["RssAnon"].split()[0]) * 1024,
         "allocated": actual.uordblks + actual.hblkhd,
@@ -163,12 +166,15 @@ def held() -> dict[str, int]:
 
 
 def types() -> Counter[str]:
-    """Objects of Python by their type."""
+    """Return the number of Python objects by type."""
     return Counter(type(item).__qualname__ for item in gc.get_objects())
 
 
 def slope(values: list[int]) -> float:
-    """Per cycle: the median over all pairs (Theil and Sen), which a single jump does not move."""
+    """Return the growth per cycle, the median over all pairs (Theil and Sen).
+
+    A single jump does not change it.
+    """
     pairs = itertools.combinations(range(len(values)), 2)
     return median((values[j] - values[i]) / (j - i) for i, j in pairs)
 
@@ -181,7 +187,7 @@ def growing(name: str, values: list[int]) -> bool:
 
 
 def main() -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # This must be set before torch is imported.
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -21,7 +21,7 @@ from common import Report, median, note, parser_of, work_folder
 
 CHECKPOINTED, WHOLE = "PyTorch in memory, checkpointing", "PyTorch in memory"
 UPDATE_MODES = ("serial", "naive", "optimized", "balanced")
-LANES = {"optimizer": "adam"}  # what it is here
+LANES = {"optimizer": "adam"}  # the name of the optimizer lane in a profile
 Child = dict[str, Any]
 
 
@@ -69,7 +69,7 @@ def settings_text(options: argparse.Namespace) -> str:
 def sides_of(
     options: argparse.Namespace, work: Path, stores: Path, tokens: int
 ) -> dict[str, tuple[str, Child]]:
-    """Script and settings by name."""
+    """Return script and settings of each side, by name."""
     spec = {**reference.spec_of(options, work / "model", tokens), "clip": options.clip}
     sides: dict[str, tuple[str, Child]] = {}
     for name, checkpointing in ((CHECKPOINTED, True), (WHOLE, False)):

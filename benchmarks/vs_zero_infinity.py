@@ -2,12 +2,12 @@
 
     python benchmarks/vs_zero_infinity.py --peer-python ~/peer/bin/python [--host 1GiB] [--quick]
 
-The peer keeps parameters and optimizer state on NVMe (stage 3, CPU accelerator) and gets the better
-of its optimizer swapping with and without pipelining. Same checkpoint, same batches, and the same
-limit of the gradient norm, LoHan's default unless --clip says otherwise (0: no clipping). Norms of
-this model are 10 to 20: with a limit of 1 every step is clipped, with one of 100 none is. Of
-several limits the peer gets the first; it takes the norm and waits for it either way.
-The machine is profiled first, as `lohan profile` does it; LoHan plans with that.
+The peer keeps parameters and optimizer state on NVMe (stage 3, CPU accelerator). The better of its
+two results, with and without pipelined optimizer swapping, counts. Checkpoint, batches and the
+limit of the gradient norm are the same on both sides. The limit is LoHan's default unless --clip
+sets others (0: no clipping). Norms of this model are 10 to 20, so a limit of 1 clips every step and
+a limit of 100 none. Of several limits the peer gets the first, because it waits for the norm in any
+case. The machine is profiled first, as `lohan profile` does it, and LoHan plans with this profile.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     reference.add_options(parser)
-    parser.set_defaults(steps=3, warmup=4)  # ours makes its plan again after three
+    parser.set_defaults(steps=3, warmup=4)  # LoHan replans after three steps.
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has deepspeed")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
     hosts = list(dict.fromkeys(setting.host for setting in SETTINGS))
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
 def sides_of(
     options: argparse.Namespace, work: Path, tokens: int
 ) -> dict[str, Callable[[], Child]]:
-    """Return all sides, with the peer's two variants between ours to share slow phases."""
+    """Return all sides; the peer's two variants are between LoHan's, to share slow phases."""
     spec = reference.spec_of(options, work / "model", tokens)
     peers = [
         (name, partial(zero_infinity, name, spec, options, work, pipeline))

@@ -26,7 +26,7 @@ def main() -> None:
     config = LlavaConfig(vision_config=sight, text_config=text, **places)
     model = LlavaForConditionalGeneration(config).train()
     ids = torch.randint(2, 64, (BATCH, 24))
-    ids[:, :16] = 1  # where the image stands
+    ids[:, :16] = 1  # the positions of the image
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 1, -100)}
     batch["pixel_values"] = torch.randn(BATCH, 3, 16, 16)
     with tempfile.TemporaryDirectory() as ssd:

@@ -26,7 +26,7 @@ def main() -> None:
         sample_size=16,
         num_embeds_ada_norm=CLASSES,
     ).train()
-    latents = torch.randn(SAMPLES, 4, 16, 16)  # those of your images
+    latents = torch.randn(SAMPLES, 4, 16, 16)  # replace by the latents of your images
     classes = torch.arange(SAMPLES) % CLASSES
     example = {"hidden_states": latents, "timestep": classes, "class_labels": classes}
     with tempfile.TemporaryDirectory() as ssd:

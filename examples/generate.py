@@ -3,7 +3,7 @@
     python examples/generate.py FOLDER PROMPTS.txt
 
 FOLDER is any Hugging Face folder, such as the RUN/model that `lohan train` writes; PROMPTS.txt has
-a prompt per line. Prints one JSON object per prompt: {"prompt": ..., "answer": ...}.
+one prompt per line. Prints one JSON object per prompt: {"prompt": ..., "answer": ...}.
 """
 
 from __future__ import annotations

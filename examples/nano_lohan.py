@@ -68,7 +68,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 ARRAYS = ("weights", "m", "v")  # of a block, in its file
-HEAD_TOKENS = 256  # logits of so many tokens exist at a time
+HEAD_TOKENS = 256  # Number of tokens whose logits exist at a time.
 
 
 # == The model, cut into blocks ====================================================================
@@ -174,7 +174,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-    """Bytes that are on the drive, not in a cache, when it returns."""
+    """Write a file, which is on the drive and not only in a cache when this returns."""
     with open(path, "wb") as file:
         for part in parts:
             file.write(part)
@@ -200,7 +200,7 @@ class Store:
 
     @classmethod
     def create(cls, folder: Path, weights: Iterator[tuple[Block, Array]]) -> Store:
-        """Step 0: the weights of the checkpoint, and moments of zero."""
+        """Create the state of step 0: the weights of the checkpoint, and moments of zero."""
         folder.mkdir(parents=True, exist_ok=True)
         store = cls(folder)
         for block, flat in weights:
@@ -266,7 +266,7 @@ class Store:
     def _path(self, block: Block, generation: int) -> Path:
         return self.folder / f"{block.name}.{'ab'[generation % 2]}"
 
-    # -- gradients that wait for the others: scratch, of no worth after a crash
+    # -- gradients that wait for the others; they are worthless after a crash ----------------------
 
     def put_gradient(self, block: Block, gradient: Array) -> None:
         gradient.tofile(self.folder / f"{block.name}.grad")
@@ -297,7 +297,7 @@ class AdamW:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
-        self._waiting: list[Block] = []  # whose gradients lie on SSD
+        self._waiting: list[Block] = []  # blocks whose gradients are on SSD
         self._squares: list[float] = []
 
     def take(self, block: Block, grads: Mapping[str, torch.Tensor]) -> None:
@@ -437,9 +437,10 @@ def backward(
     head_grads: dict[str, torch.Tensor],
     optimizer: AdamW,
 ) -> None:
-    """From the last block to the first: read, recompute, differentiate, hand over to the optimizer.
+    """Run backward from the last block to the first, and pass gradients to the optimizer.
 
-    The gradient of a tied head is not final before the embedding, far below, has added its own.
+    Each block is read, recomputed and differentiated. The gradient of a tied head is not final
+    before the embedding, which comes last, has added its own.
     """
     if model.head.size:
         optimizer.take(model.head, head_grads)
@@ -542,7 +543,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = rows_of(given.data, given.model_dir, given.seq)
 
     def batch_of(step: int) -> torch.Tensor:
-        """In order, and from the start again when the text is used up."""
+        """Return the rows of a step in order, starting again when the text is used up."""
         return rows[torch.arange(step * given.batch, (step + 1) * given.batch) % len(rows)]
 
     settings = Settings(lr=given.lr, weight_decay=given.weight_decay, clip=given.clip)

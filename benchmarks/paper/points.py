@@ -17,14 +17,14 @@ from lohan.planner.systems import Policy, PolicyResult, fits, policy, run, with_
 DATA = Path(__file__).with_name("published.json")
 MACHINE, SEQ = "ratel-4090", 1024
 SIZES = ("1.55", "6", "13", "30", "70", "135", "175", "276", "412")  # the paper's GPT models
-BATCHES = (8, 16, 32, 64, 128)  # those of its figures
+BATCHES = (8, 16, 32, 64, 128)  # the batch sizes of the paper's figures
 IMAGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 NOT_PUBLISHED = "-"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One published value next to ours; None means out of memory."""
+    """A published value and the simulated one; None means out of memory."""
 
     figure: str
     unit: str
@@ -37,7 +37,7 @@ class Point:
 
     @property
     def error(self) -> float | None:
-        """Ours over published, less one; None where either is no number."""
+        """The simulated value over the published one, minus 1; None if either is not a number."""
         if isinstance(self.published, str) or isinstance(self.ours, str):
             return None
         if self.published is None or self.ours is None:
@@ -141,7 +141,8 @@ def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) 
 def simulated(
     chosen: Policy, model: ModelShape, machine: Profile, batch: int, swapped_gib: float | None
 ) -> PolicyResult:
-    swapped = None if swapped_gib is None else (swapped_gib + 0.5) * 2**30  # they are rounded
+    # The published values are rounded.
+    swapped = None if swapped_gib is None else (swapped_gib + 0.5) * 2**30
     return run(chosen, model, machine, batch=batch, seq=SEQ, swapped=swapped)
 
 

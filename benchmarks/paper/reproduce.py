@@ -1,9 +1,9 @@
-"""Every published result of the paper next to ours, point by point, and how far apart they are.
+"""Every published result of the paper next to the simulated one, with the error of each.
 
     python benchmarks/paper/reproduce.py [--figure TEXT] [--plot DIR] [--json] [--docs FILE]
 
-Everything is simulated: it needs no GPU, and takes about ten seconds. `--docs` writes the tables of
-docs/paper.md again, between their markers.
+Everything is simulated, so it needs no GPU and takes about ten seconds. `--docs` rewrites the
+tables of docs/paper.md between their markers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def summary(points: Sequence[Point]) -> list[str]:
 
 
 def groups(points: Iterable[Point]) -> dict[str, list[Point]]:
-    """LoHan's own points together, the others by policy; rival choices of activations apart."""
+    """Return the points by group: LoHan's own, then other systems by policy.
+
+    Rival choices of activations form groups of their own.
+    """
     created: dict[str, list[Point]] = {}
     for point in points:
         rival = point.series.startswith("lohan, ")
