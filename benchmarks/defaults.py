@@ -117,7 +117,7 @@ def planned_there(
     wished = PlanOptions(dtype="bf16", clip=clip, can_rerun=True, commit=None)
     if log is None:  # The memory is that of the plan without a log, on all sides of `--sides log`.
         log = "off" if options.sides == "log" else "auto"
-    wished = with_log(wished, log, commit_every="auto", world=1)
+    wished = with_log(wished, log, commit_every="auto")
     return plan_for_machine(
         PlanRequest(
             model=presets.model(large),

@@ -22,7 +22,7 @@ def planned(model: str, machine: str, batch: int, k: int) -> MachinePlan:
     profile = presets.machine(machine)
     options = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True)
     if k:
-        options = with_log(options, k, commit_every="step", world=1)
+        options = with_log(options, k, commit_every="step")
     request = PlanRequest(
         model=presets.model(model),
         machine=profile,

@@ -29,13 +29,8 @@ from lohan.store.extents import Region
 from lohan.store.files import IDENTITY, StoreLock
 from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.log import read_latest
-from lohan.store.manifest import (
-    COMMITS,
-    apply_recovery,
-    commit_state_of,
-    recovery_actions,
-    step_of,
-)
+from lohan.store.manifest import COMMITS, step_of
+from lohan.store.recovery import apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 
 # -- The stores of one run: one per rank -----------------------------------------------------------

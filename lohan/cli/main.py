@@ -187,6 +187,11 @@ def store_fold(folders: RunsOrStores, as_json: Json = False) -> None:
     results = []
     for dirs in named_stores(folders):
         with display(stderr=as_json) as shown, Store.open(dirs, replays=True) as store:
+            if store.log is not None and store.meta.get("world", 1) > 1:
+                raise ConfigError(
+                    f"{first_of(dirs)}: has logged steps of {store.meta['world']} ranks, which "
+                    "have to agree on the last one; resume the run with as many ranks"
+                )
             count = fold_log(store, progress=lambda d, t: shown.advance("folding", d, t))
             shown.note(
                 f"{first_of(dirs)}: {count} logged steps are folded"

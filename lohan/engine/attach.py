@@ -76,7 +76,7 @@ from lohan.planner.given import GivenPlan, accept_plan, read_plan
 from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.files import StoreLock, free_bytes
 from lohan.store.io_engine import IOEngine
-from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
+from lohan.store.recovery import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.util.libraries import offline
 from lohan.util.settings import tile_tokens
@@ -162,7 +162,8 @@ def open_store(
     try:
         with process_group.all_or_none():
             apply_recovery(Path(dirs[0]), moves[process_group.rank])
-            store = Store.open(dirs, engine=engine, barrier=process_group.barrier)
+            store = Store.open(dirs, engine=engine, barrier=process_group.barrier, replays=True)
+            fold_log(store)
     except BaseException:
         if store is not None:
             store.close()
@@ -272,8 +273,7 @@ def attach(
             settings.enter_context(deterministic_algorithms(device.torch_device))
         device = rank_device(device, process_group)
         host_bytes = budget.host_bytes(process_group.local_size)
-        world = process_group.world
-        options = _options(dtype, offload_policy, budget, optimizer, clip, world=world)
+        options = _options(dtype, offload_policy, budget, optimizer, clip)
         context = PlanContext(
             blocks,
             replace(options, device_overhead=device_overhead(device, model, host_bytes)),
@@ -358,8 +358,6 @@ def _options(
     budget: Budget,
     optimizer: Optimizer,
     clip: float,
-    *,
-    world: int,
 ) -> PlanOptions:
     options = PlanOptions(
         dtype=dtype,
@@ -373,7 +371,7 @@ def _options(
         can_rerun=offload.run_again,
         commit=parse_interval(budget.commit_every, name="commit_every"),
     )
-    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every)
 
 
 def _created(

@@ -82,6 +82,8 @@ class PlanContext:
         work = step_work(
             self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
         )
+        # Early in a run, there is one logged step since the last full state.
+        work = replace(work, logged=min(1.0, work.logged))
         return profile_of_step(
             spans,
             work,

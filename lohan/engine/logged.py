@@ -18,13 +18,14 @@ import torch
 from lohan.checkpoint.store_io import aligned
 from lohan.engine.buffers import HostBuffer, HostPool, StepScalars, Update, replay_chunk
 from lohan.errors import ConfigError, StoreError
-from lohan.model.layout import FlatGroup
+from lohan.model.layout import FlatGroup, RankInfo
 from lohan.model.state import (
     FLOAT,
     TensorRange,
     chunks,
     damaged,
     state_key,
+    stored,
     stored_model,
     weight_key,
 )
@@ -298,7 +299,8 @@ def fold_log(store: Store, progress: Callable[[int, int], None] = lambda done, t
         return 0
     meta, held = store.meta, stored_model(store.meta, store.regions)
     steps = [LoggedStep.of_record(entry.record, entry.segment) for entry in log.entries]
-    trained = [group for group in held.groups if not group.frozen]
+    ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
+    trained = [ranks.shard(group) for group in held.groups if not group.frozen]
     for step in steps:
         if step.groups.keys() != {group.key for group in trained}:
             raise damaged("a logged step has other groups than the store")

@@ -125,12 +125,18 @@ class Replanner:
         stays = Decision()
         if self._promised is not None:
             measured = busy_s(spans, float("-inf"), float("inf"))
-            why = surprises(self._promised.busy_s, measured, step_s=step_s)
+            promised = dict(self._promised.busy_s)
+            if self._session.plan.log_gradients:
+                del promised["ssd"]  # It depends on the number of steps since the last full state.
+            why = surprises(promised, measured, step_s=step_s)
             stays = Decision(why=f"{why}; the plan stays as it is" if why else None)
         context, plan = self._session.context, self._session.plan
         measured_profile = context.measured(spans, plan) if why else None
         if measured_profile is None or self._plans >= MOST_PLANS:
             return stays
+        if plan.log_gradients and context.profile is not None:
+            # A logged step hardly writes, so it does not measure the rate of writes.
+            measured_profile = replace(measured_profile, drives=context.profile.drives)
         other = self._better(measured_profile)
         if other is None:
             return stays

@@ -65,9 +65,7 @@ LOGGED_MODES = ("optimized", "balanced")  # modes of updates that a log can be c
 LOG_CHOICES = (8, 4)
 
 
-def with_log(
-    options: PlanOptions, setting: str | int, *, commit_every: str | int, world: int
-) -> PlanOptions:
+def with_log(options: PlanOptions, setting: str | int, *, commit_every: str | int) -> PlanOptions:
     """Return the options with a log of gradients, or with the choice of one.
 
     Raises ConfigError if the user asks for a log and it is not possible.
@@ -76,9 +74,7 @@ def with_log(
     if steps == 0:
         return options
     problem = ""
-    if world > 1:
-        problem = f"{world} ranks share the state, and a log is for one rank; train on one rank"
-    elif not options.overlap:
+    if not options.overlap:
         problem = "it needs overlap; leave out overlap = false"
     elif options.update_mode not in LOGGED_MODES:
         problem = f"update_mode is {options.update_mode!r}; choose {' or '.join(LOGGED_MODES)}"
@@ -110,7 +106,7 @@ def options_of(
         can_rerun=True,
         commit=parse_interval(budget.commit_every, name="commit_every"),
     )
-    return with_log(options, budget.log_gradients, commit_every=budget.commit_every, world=world)
+    return with_log(options, budget.log_gradients, commit_every=budget.commit_every)
 
 
 def activation_policy_of(policy: str) -> str | Kept:

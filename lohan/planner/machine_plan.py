@@ -294,13 +294,6 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
     if ranks > 1 and not machine.has_link:
         count = "one GPU" if machine.unified else "no GPU"
         raise ConfigError(f"--gpus {ranks}: {machine.name} has {count}; take a machine with some")
-    if request.options.log_gradients and ranks > 1:
-        raise ConfigError(
-            f"log_gradients: {ranks} ranks share the state, and a log is for one rank; leave out "
-            "--gpus, or set --log-gradients off"
-        )
-    if ranks > 1:
-        request = replace(request, options=replace(request.options, log_choices=()))
     if request.batch < ranks:
         raise ConfigError(
             f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "

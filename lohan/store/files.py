@@ -23,6 +23,7 @@ CHECKSUM_FILES = ("slot-a.crc", "slot-b.crc")
 TEMPORARY = ".tmp"
 # The log of gradients: its manifest, and its data in each directory.
 LOG, LOG_DATA = "log.json", "log.bin"
+LOG_PREPARED = "log.prepared"  # the log manifest of a step that not all ranks have prepared yet
 # Suffix of the sibling directory in which a session stores activations.
 ACTIVATIONS = "-activations"
 # All files of a store, in the order in which they are removed. Without a manifest, the remaining
@@ -30,8 +31,12 @@ ACTIVATIONS = "-activations"
 _OWNED = (
     MANIFEST,
     PREPARED,
-    *(name + TEMPORARY for name in (MANIFEST, PREPARED, *CHECKSUM_FILES, IDENTITY, LOG)),
+    *(
+        name + TEMPORARY
+        for name in (MANIFEST, PREPARED, *CHECKSUM_FILES, IDENTITY, LOG, LOG_PREPARED)
+    ),
     LOG,
+    LOG_PREPARED,
     *CHECKSUM_FILES,
     *SLOTS,
     FIXED,

@@ -12,7 +12,7 @@ free. docs/storage-format.md specifies the format.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.extents import Extent, Layout, Region, layout_from_json, plan_layout
-from lohan.store.files import LOG, LOG_DATA
+from lohan.store.files import LOG, LOG_DATA, LOG_PREPARED, rename_durably
 from lohan.store.io_engine import Buffer, DeadlineError, Volume
 from lohan.store.manifest import (
     PROGRESS,
@@ -58,9 +58,9 @@ class LogManifest:
     meta: dict[str, Any]  # the meta of the last entry's step
 
 
-def read_log(directory: Path) -> LogManifest | None:
+def read_log(directory: Path, *, name: str = LOG) -> LogManifest | None:
     """Return the log manifest in the first directory of a store, or None if there is none."""
-    path = directory / LOG
+    path = directory / name
     if not path.exists():
         return None
     try:
@@ -132,6 +132,7 @@ def remove_log(dirs: Iterable[Path]) -> None:
     """Remove the files of a log that is not live, log.json first."""
     for path in dirs:
         (path / LOG).unlink(missing_ok=True)
+        (path / LOG_PREPARED).unlink(missing_ok=True)
     for path in dirs:
         (path / LOG_DATA).unlink(missing_ok=True)
 
@@ -164,8 +165,10 @@ class GradientLog:
         *,
         timeout_s: float,
         create: bool,
+        barrier: Callable[[], None] | None,
     ) -> None:
         self._volume, self._manifest, self.layout = volume, manifest, layout
+        self._barrier = barrier
         self._timeout_s, self._lock = timeout_s, threading.Lock()
         self._outstanding: set[LogTicket] = set()
         self.bytes_read = self.bytes_written = 0
@@ -193,6 +196,7 @@ class GradientLog:
         regions: Sequence[tuple[str, tuple[int, ...]]],
         segments: int,
         timeout_s: float,
+        barrier: Callable[[], None] | None = None,
     ) -> GradientLog:
         """Preallocate a log without entries; any other log in the directories must not be live."""
         # The log is spread over the directories like the chunks of the store.
@@ -210,7 +214,7 @@ class GradientLog:
         }
         files.check_free_space(needed)
         try:
-            log = cls(volume, manifest, layout, timeout_s=timeout_s, create=True)
+            log = cls(volume, manifest, layout, timeout_s=timeout_s, create=True, barrier=barrier)
             log._sync()  # later appending cannot fail for lack of space
             for path in volume.dirs:
                 files.sync_directory(path)
@@ -220,11 +224,18 @@ class GradientLog:
         return log
 
     @classmethod
-    def open(cls, volume: Volume, manifest: LogManifest, *, timeout_s: float) -> GradientLog:
+    def open(
+        cls,
+        volume: Volume,
+        manifest: LogManifest,
+        *,
+        timeout_s: float,
+        barrier: Callable[[], None] | None = None,
+    ) -> GradientLog:
         """Open a live log to replay it."""
         layout = layout_from_json(list(manifest.layout), directories=len(volume.dirs))
         _check_entries(manifest, layout, volume.dirs[0] / LOG)
-        return cls(volume, manifest, layout, timeout_s=timeout_s, create=False)
+        return cls(volume, manifest, layout, timeout_s=timeout_s, create=False, barrier=barrier)
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
@@ -404,7 +415,13 @@ class GradientLog:
         self._replace(replace(self._manifest, meta=plain_json(meta)))
 
     def _replace(self, manifest: LogManifest) -> None:
-        write_json(self._volume.dirs[0] / LOG, asdict(manifest))
+        primary = self._volume.dirs[0]
+        if self._barrier is None:
+            write_json(primary / LOG, asdict(manifest))
+        else:  # This is a two-phase commit; see recovery.py.
+            write_json(primary / LOG_PREPARED, asdict(manifest))
+            self._barrier()
+            rename_durably(primary / LOG_PREPARED, primary / LOG)
         self._manifest = manifest
 
     def folded(self, generation: int) -> None:

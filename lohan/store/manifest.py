@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,9 @@ from lohan.store.files import (
     CHECKSUM_FILES,
     IDENTITY,
     MANIFEST,
-    PREPARED,
     TEMPORARY,
     lock_holder,
-    rename_durably,
     store_dirs,
-    sync_directory,
 )
 from lohan.store.io_engine import Buffer
 from lohan.util.files import (
@@ -376,66 +372,3 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
         paths[0] / CHECKSUM_FILES[disk_slot], count=len(layout.durable), crc=manifest.sums_crc32c
     )
     return layout, manifest, checksums
-
-
-# -- Two-phase commit: which commit the stores of all ranks agree on -------------------------------
-#
-# Every rank prepares a commit by making its data, checksums and `manifest.prepared` durable. After
-# a barrier, each rank renames its prepared manifest. If any rank has renamed its manifest, all
-# ranks have therefore prepared the commit. After a crash, the newest commit of any rank is the
-# agreed one: ranks that have only prepared it promote it, and commits prepared beyond it are
-# dropped. The meta of such a store holds the number of its last commit.
-
-
-@dataclass(frozen=True)
-class CommitState:
-    """The numbers of a store's committed and prepared commits; None if there is no such commit."""
-
-    committed: int | None
-    prepared: int | None
-
-
-class Recovery(Enum):
-    # The committed manifest is the agreed one; a prepared manifest is dropped.
-    KEEP = "keep"
-    PROMOTE = "promote"  # The prepared manifest becomes the committed one.
-
-
-def commit_state_of(primary: Path) -> CommitState:
-    """Return the commit state recorded in the primary directory of a store."""
-    manifests = (read_manifest(primary), read_manifest(primary, name=PREPARED))
-    return CommitState(
-        *(None if manifest is None else commit_number(manifest) for manifest in manifests)
-    )
-
-
-def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | None:
-    """Return the action that brings each rank to the agreed commit, or None without any commit."""
-    committed = [s.committed for s in states if s.committed is not None]
-    if not committed:
-        return None
-    newest = max(committed)
-    actions = []
-    for rank, state in enumerate(states):
-        if state.committed == newest:
-            actions.append(Recovery.KEEP)
-        elif state.prepared == newest:
-            actions.append(Recovery.PROMOTE)
-        else:
-            raise StoreError(
-                f"rank {rank} of {len(states)} has commit {state.committed} and {state.prepared}"
-                f" prepared, but another rank has commit {newest}:"
-                " the stores do not belong to one step of one run; put back the stores that were"
-                " exchanged, or start the run again"
-            )
-    return tuple(actions)
-
-
-def apply_recovery(primary: Path, action: Recovery) -> None:
-    """Bring the manifest files of a store to the agreed commit, durably."""
-    prepared = primary / PREPARED
-    if action is Recovery.PROMOTE:
-        rename_durably(prepared, primary / MANIFEST)
-        return
-    prepared.unlink(missing_ok=True)
-    sync_directory(primary)

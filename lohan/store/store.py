@@ -22,7 +22,14 @@ import numpy.typing as npt
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.extents import Extent, Layout, Region, plan_layout
-from lohan.store.files import CHECKSUM_FILES, MANIFEST, PREPARED, StoreLock, rename_durably
+from lohan.store.files import (
+    CHECKSUM_FILES,
+    LOG_PREPARED,
+    MANIFEST,
+    PREPARED,
+    StoreLock,
+    rename_durably,
+)
 from lohan.store.io_engine import (
     FIXED_DISK_SLOT,
     SCRATCH_DISK_SLOT,
@@ -300,7 +307,7 @@ class Store:
         self._log: GradientLog | None = None
         self._earlier_logs = Counters(0, 0)  # bytes of logs that have been closed
         if log is not None:
-            self._log = GradientLog.open(volume, log, timeout_s=timeout_s)
+            self._log = GradientLog.open(volume, log, timeout_s=timeout_s, barrier=barrier)
 
     @classmethod
     @files.storage_errors("creating a store")
@@ -414,7 +421,8 @@ class Store:
                     f"{counted(len(log.entries), 'step')} in the log of gradients; `lohan store "
                     f"fold {paths[0]}` applies them, and so does resuming the run"
                 )
-            if log is None and with_scratch:
+            # A prepared entry may be the newest commit of the ranks.
+            if log is None and with_scratch and not (paths[0] / LOG_PREPARED).exists():
                 remove_log(paths)
             disk_slots = disk_slot_count(manifest.durability)
             volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
@@ -494,10 +502,8 @@ class Store:
         """Preallocate a log with space for `segments` steps, given the bytes of each chunk."""
         with self._lock:
             self._check_usable()
-            if self._volume.disk_slots == 1 or self.barrier is not None:
-                raise StoreError(
-                    "a log of gradients needs a store of one rank that keeps two generations"
-                )
+            if self._volume.disk_slots == 1:
+                raise StoreError("a log of gradients needs a store that keeps two generations")
             self._end_log()
             self._log = GradientLog.create(
                 self._volume,
@@ -506,6 +512,7 @@ class Store:
                 regions=regions,
                 segments=segments,
                 timeout_s=self._timeout_s,
+                barrier=self.barrier,
             )
 
     def stop_log(self) -> None:
@@ -535,7 +542,7 @@ class Store:
             self._check_usable()
             assert self._log is not None
             try:
-                self._log.commit(self.generation, meta, record)
+                self._log.commit(self.generation, self._numbered(meta), record)
             except BaseException as error:
                 self._fail(f"the commit of a logged step failed ({error})")
                 raise
@@ -546,10 +553,17 @@ class Store:
             self._check_usable()
             assert self._log is not None
             try:
-                self._log.commit_meta(meta)
+                self._log.commit_meta(self._numbered(meta))
             except BaseException as error:
                 self._fail(f"the commit of a logged step failed ({error})")
                 raise
+
+    def _numbered(self, meta: Mapping[str, Any], add: int = 1) -> dict[str, Any]:
+        """Return the meta of a commit with its number, if there are other ranks."""
+        if self.barrier is None:
+            return dict(meta)
+        last = commit_number(replace(self._manifest, meta=self.meta))
+        return {**meta, COMMITS: last + add}
 
     @property
     def status(self) -> Status:
@@ -828,7 +842,10 @@ class Store:
             checksums = self._tracker.checksums.copy() if advance else self._checksums
             if self._volume.disk_slots == 2 or clean or self._status is Status.CREATING:
                 data_changed = advance or self._status is Status.DIRTY
-                self._commit_durably(generation, new_meta, checksums if data_changed else None)
+                folds = self._log is not None and self._log.live
+                self._commit_durably(
+                    generation, new_meta, checksums if data_changed else None, folds=folds
+                )
             else:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
             self._checksums = checksums
@@ -926,10 +943,17 @@ class Store:
         return self._disk_slot_of(self.generation + 1)
 
     def _commit_durably(
-        self, generation: int, meta: dict[str, Any], checksums: Checksums | None
+        self,
+        generation: int,
+        meta: dict[str, Any],
+        checksums: Checksums | None,
+        *,
+        folds: bool,
     ) -> None:
         """Write data, then checksums, then the manifest; make each durable before writing the next.
 
+        `folds` states that the generation is that of the last logged step, so that other ranks need
+        not commit it at the same time.
         If `checksums` is None, the data and the checksums on disk are already correct. After a
         failed sync it is unknown which data reached the drive, and after a failed rename or
         directory sync it is unknown which manifest is current. The store then fails, and only
@@ -946,11 +970,11 @@ class Store:
             manifest = replace(
                 self._manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
             )
-            if self.barrier is None:
+            if self.barrier is None or folds:
+                manifest = replace(manifest, meta=self._numbered(meta, add=0) if folds else meta)
                 write_manifest(primary, manifest)
-            else:  # This is a two-phase commit; see manifest.py.
-                number = commit_number(self._manifest) + 1
-                manifest = replace(manifest, meta={**meta, COMMITS: number})
+            else:  # This is a two-phase commit; see recovery.py.
+                manifest = replace(manifest, meta=self._numbered(meta))
                 write_manifest(primary, manifest, name=PREPARED)
                 self.barrier()
                 rename_durably(primary / PREPARED, primary / MANIFEST)

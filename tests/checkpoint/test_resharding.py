@@ -35,7 +35,8 @@ from lohan.model.state import EXACT_ARRAYS, regions, state_format_of
 from lohan.optim import StateKind
 from lohan.store.files import MANIFEST, PREPARED
 from lohan.store.io_engine import aligned_buffer
-from lohan.store.manifest import COMMITS, commit_state_of
+from lohan.store.manifest import COMMITS
+from lohan.store.recovery import commit_state_of
 from lohan.store.store import Store
 
 CHUNK = 3 * GROUP_ALIGN

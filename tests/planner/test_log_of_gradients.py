@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lohan.cli.plan import describe
-from lohan.errors import ConfigError
 from lohan.model.layout import RESIDENT
 from lohan.model.machine import Profile
 from lohan.model.options import LOG_CHOICES, PlanOptions, with_log
@@ -21,8 +20,8 @@ from lohan.schedule.steps import check_order
 from lohan.util.units import GiB, Interval
 
 OPTIONS = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True)
-CHOOSES = with_log(OPTIONS, "auto", commit_every="auto", world=1)
-LOGGED = with_log(OPTIONS, 8, commit_every="auto", world=1)
+CHOOSES = with_log(OPTIONS, "auto", commit_every="auto")
+LOGGED = with_log(OPTIONS, 8, commit_every="auto")
 
 
 def planned(
@@ -96,13 +95,16 @@ def test_chooses_a_shorter_log_or_none_where_the_drives_are_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "world"),
-    [({}, 2), ({"overlap": False}, 1), ({"update_mode": "naive"}, 1), ({"commit": Interval(5)}, 1)],
-    ids=["ranks", "no overlap", "naive updates", "interval"],
+    "changes", [{"overlap": False}, {"update_mode": "naive"}, {"commit": Interval(5)}]
 )
-def test_leaves_the_log_out_where_another_option_forbids_it(changes: Any, world: int) -> None:
+def test_leaves_the_log_out_where_another_option_forbids_it(changes: Any) -> None:
     options = replace(OPTIONS, **changes)
-    assert with_log(options, "auto", commit_every="auto", world=world) == options
+    assert with_log(options, "auto", commit_every="auto") == options
+
+
+def test_chooses_a_log_for_several_ranks() -> None:
+    chosen = planned(CHOOSES, gpus=2)
+    assert chosen.plan.log_gradients and chosen.plan.world == 2
 
 
 def test_another_plan_of_a_run_keeps_its_log() -> None:
@@ -110,8 +112,3 @@ def test_another_plan_of_a_run_keeps_its_log() -> None:
         plan = planned(OPTIONS.logging(steps)).plan
         fixed = CHOOSES.fixed_by(plan)
         assert (fixed.log_gradients, fixed.log_choices) == (steps, ())
-
-
-def test_rejects_several_gpus() -> None:
-    with pytest.raises(ConfigError, match="log_gradients: 2 ranks share the state"):
-        planned(LOGGED, gpus=2)

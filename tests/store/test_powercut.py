@@ -26,7 +26,8 @@ from lohan.errors import StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import find_snapshot, is_whole, restore, verify
 from lohan.store.io_engine import Volume
-from lohan.store.manifest import apply_recovery, checksum, commit_state_of, recovery_actions
+from lohan.store.manifest import checksum
+from lohan.store.recovery import apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows
 from lohan.util.files import write_new

@@ -11,8 +11,8 @@ from lohan.errors import StoreError
 from lohan.store.extents import Region
 from lohan.store.files import MANIFEST, PREPARED
 from lohan.store.io_engine import aligned_buffer
-from lohan.store.manifest import (
-    COMMITS,
+from lohan.store.manifest import COMMITS
+from lohan.store.recovery import (
     CommitState,
     Recovery,
     apply_recovery,
