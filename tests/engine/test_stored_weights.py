@@ -169,7 +169,7 @@ def test_files_that_were_not_saved_by_us_stay(foreign, tmp_path):
         assert len(list(saved.iterdir())) == 1
         model.save_pretrained(tmp_path / "other")
         (tmp_path / "other" / "model.safetensors").write_text("edited")
-        with pytest.raises(lohan.LohanError, match=r"'model.safetensors', which LoHan has not"):
+        with pytest.raises(lohan.LohanError, match=r"'model.safetensors', which LoHan did not"):
             model.save_pretrained(tmp_path / "other")
     assert (tmp_path / "other" / "model.safetensors").read_text() == "edited"
 
