@@ -142,7 +142,7 @@ def test_backward_runs_on_a_thread_of_the_device_on_the_stream_of_forward():
     assert torch.equal(leaf.grad.cpu(), torch.ones(COUNT))
 
 
-def test_memory_has_an_end_and_none_is_left_behind():
+def test_allocation_beyond_the_limit_fails_and_leaks_nothing():
     torch.accelerator.synchronize()
     used = torch.accelerator.memory_allocated()
     trial.set_memory(used + 4 * COUNT)
@@ -162,7 +162,7 @@ def test_memory_that_nobody_wrote_is_nan():
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_released_memory_is_the_next_owners_at_once(told):
+def test_released_memory_is_reused_at_once(told):
     """A copy on another stream is too late for it, unless the allocator was told of that stream."""
     on_device, on_host, other = ones(), torch.zeros(COUNT), torch.Stream(device=NAME)
     with held(other):
@@ -183,7 +183,7 @@ def test_devices_are_not_mixed():
         torch.nn.Parameter(torch.ones(COUNT)).data = ones()
 
 
-def test_an_error_in_a_stream_comes_to_whoever_waits():
+def test_error_in_a_stream_is_raised_by_every_wait():
     index = torch.full((1,), COUNT).to(NAME)
     tensor = ones()[index]
     with pytest.raises(RuntimeError, match=r"out of (bounds|range)"):
@@ -191,7 +191,7 @@ def test_an_error_in_a_stream_comes_to_whoever_waits():
     assert torch.equal(ones().cpu(), torch.ones(COUNT))
 
 
-def test_its_generator_is_its_own():
+def test_device_has_its_own_random_generator():
     host = torch.get_rng_state()
     torch.trial.manual_seed_all(5)
     state = torch.trial.get_rng_state()

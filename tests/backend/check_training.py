@@ -172,7 +172,7 @@ class Positions(torch.nn.Module):
         return hidden.square().mean()
 
 
-def test_a_large_buffer_is_no_part_of_a_step(tmp_path):
+def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
     batch = {"x": torch.ones(2, 3, 8)}
     with attached(Positions(), tmp_path, batch=batch, device=there()) as session:
         session.model(**batch).backward()
@@ -225,7 +225,7 @@ def test_a_device_that_is_too_small_is_refused(tmp_path):
         attached(small_model("llama"), tmp_path, batch=train_batches[0], device=there(64 * KiB))
 
 
-def test_out_of_memory_is_an_error_of_torch_and_gives_up_the_step(tmp_path):
+def test_out_of_memory_raises_the_error_of_torch_and_aborts_the_step(tmp_path):
     train_batches = batches(2, batch=2, seq=8)
     with attached(small_model("llama"), tmp_path, device=there()) as session:
         torch.accelerator.synchronize()
@@ -265,7 +265,7 @@ def test_a_smaller_plan_is_made_when_the_model_is_on_the_device(tmp_path):
     assert len(messages) == 1 and "ran out of memory in step 1" in messages[0]
 
 
-def test_a_slot_is_no_lanes_before_its_last_owner_is_done():
+def test_slot_is_reused_only_after_its_last_owner_is_done():
     """Memory that was released while compute had work on it goes to a slot that a lane fills."""
     device, here = there(), torch.full((4096,), 3, dtype=torch.uint8)
     stream = torch.accelerator.current_stream().stream_id

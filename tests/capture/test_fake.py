@@ -11,7 +11,7 @@ from lohan.capture.blocks import Outside, used_outside
 from lohan.capture.fake import CPU, UNKNOWN, KnownValues, buffers_at, fake_like, faking
 
 
-def test_whole_numbers_keep_their_values():
+def test_integer_inputs_keep_their_values():
     ids = torch.tensor([[3, 1, 3], [0, 3, 2]])
     with faking(KnownValues.NUMBERS):
         fake_ids, weights = fake_like(ids, KnownValues.NUMBERS), torch.empty(5, 2**40)
@@ -24,12 +24,12 @@ def test_whole_numbers_keep_their_values():
             weights.sum().item()
 
 
-def test_without_numbers_nothing_is_known():
+def test_fake_inputs_have_no_values_by_default():
     with faking(), pytest.raises(UNKNOWN):
         fake_like(torch.ones(3, dtype=torch.long)).sum().item()
 
 
-def test_all_inputs_keep_their_values_where_a_model_looks_at_them():
+def test_inputs_keep_their_values_if_a_model_reads_them():
     """All inputs keep their values where a model inspects them.
 
     Idefics looks for images that are padding, and Longformer for a float mask that lets all
@@ -90,7 +90,7 @@ def test_products_by_groups_have_shapes_in_every_type():
         assert experts.grad.shape == (3, 8, 5)
 
 
-def test_a_trial_leaves_no_hooks_and_no_list_longer():
+def test_trial_leaves_no_hooks_and_extends_no_list():
     """A trial leaves no hooks and no longer lists.
 
     transformers records in an attribute that a tower has its hooks. Without this record every

@@ -72,7 +72,7 @@ def model():
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_questions_are_answered_as_in_memory(planned, model, tmp_path):
+def test_properties_of_placeholders_equal_those_of_parameters(planned, model, tmp_path):
     data = Idioms.data(3)
     expected_losses, expected = plain_run(model, data)
     options = {"batch": data[0]} if planned else {}

@@ -113,7 +113,7 @@ def test_bytes_and_flops_are_those_of_the_inventory(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_no_save_plan_can_do_harm(kind):
+def test_wrong_save_plan_never_changes_a_result(kind):
     """Operations kept and skipped at random, whatever depends on them."""
     expected, draw = plain(kind), random.Random(0)
     nodes = inventory_of(kind, BATCH).graph.nodes
@@ -309,7 +309,7 @@ class Hiding(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["function", "module"])
-def test_a_result_that_someone_holds_unseen_is_made(where):
+def test_result_that_is_referenced_elsewhere_is_computed(where):
     block = Hiding(where)
     save_plan = inventory(block, (torch.empty(6, 8),)).save_plan([])
     assert save_plan.skip  # as far as autograd shows, nothing needs it
@@ -328,7 +328,7 @@ def test_an_output_without_values_that_autograd_saves_is_noticed():
         compared(block, SavePlan(frozenset(), skip))
 
 
-def test_tensors_must_come_back():
+def test_offloaded_tensors_must_be_returned_before_backward():
     block = nn.Linear(8, 8, bias=False)
     save_plan = SavePlan(frozenset({("aten.mm.default", 0)}))
     with torch.no_grad():

@@ -121,7 +121,7 @@ def test_a_small_tensor_stands_in_for_its_wide_copy():
     assert actual.kept_bytes(everything) >= really_saved(block, call) - hidden
 
 
-def test_a_mask_does_not_depend_on_what_it_masks():
+def test_mask_does_not_depend_on_the_masked_values():
     block, call = small_block("gpt2", batch=BATCH)
     save_plan = parts(block, call).save_plan([])
     last = max(count for name, count in save_plan.skip if name == "aten.addmm.default")

@@ -26,7 +26,7 @@ def tree(draw: random.Random, depth: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_as_pytree_finds_them(seed):
+def test_finds_the_same_leaves_as_pytree(seed):
     draw = random.Random(seed)
     for made in (tree(draw) for _ in range(40)):
         leaves, spec = saved_call.flatten(made)

@@ -28,7 +28,7 @@ def test_language_models_are_cut_the_same_with_and_without_a_batch(family):
         ("parameter", Outside(parameters=("entry.weight",))),
     ],
 )
-def test_parts_and_parameters(outside, found):
+def test_finds_parts_and_parameters_used_outside_their_block(outside, found):
     model = Plain(outside=outside)
     assert used_outside(model, site_names(model), Plain.data(1)[0]) == found
     assert not any(parameter.is_meta for parameter in model.parameters())

@@ -131,7 +131,7 @@ def test_a_rule_that_moves_elements_goes_element_by_element(monkeypatch):
 @pytest.mark.parametrize(
     "rule", [lambda t: {"t": t["a"] + 1}, lambda t: {"t": t["a"][:1].expand(3, -1)}]
 )
-def test_a_rule_that_does_more_than_move_is_not_followed(rule):
+def test_refuses_conversion_rule_that_changes_values(rule):
     with pytest.raises(Exception, match="exactly once"):
         assembled(rule, {"a": (3, 4)}, {"t": (3, 4)})
 

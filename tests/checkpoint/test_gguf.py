@@ -124,7 +124,7 @@ def test_rejects_damaged_and_unsupported_files(tmp_path):
         open_folder(tmp_path)
 
 
-def test_arrays_that_announce_more_than_the_file_has(tmp_path):
+def test_rejects_arrays_longer_than_the_file(tmp_path):
     """A walk over them would take hours: lists in a list are empty, and cost no bytes."""
     file = write_gguf(tmp_path, "llama")
     data, name = file.read_bytes(), b"general.architecture"

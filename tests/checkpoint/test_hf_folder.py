@@ -127,7 +127,7 @@ def test_errors_name_the_folder_and_the_next_move(tmp_path: Path) -> None:
     fails("config.json: holds list")
 
 
-def test_sizes_that_do_not_fit_each_other(tmp_path: Path) -> None:
+def test_rejects_inconsistent_sizes(tmp_path: Path) -> None:
     raw = {**CONFIGS["gpt2"].to_dict(), "n_head": 5}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=r"cannot (build the model|use config).*"):

@@ -86,7 +86,7 @@ def test_bits_are_those_of_the_class_with_the_seeds_of_its_blocks(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_as_the_class_draws_them(name):
+def test_initial_values_have_the_distribution_of_the_class(name):
     """Mean and spread of every tensor, and all that is not random, are those of the class."""
     empty = build_from_config(CONFIGS[name], dtype=torch.float32)
     drawn = values_of(empty)

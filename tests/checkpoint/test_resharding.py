@@ -121,7 +121,7 @@ def dirs_of(places, world: int) -> list[Path]:
         ("bf16", StateKind("adamw", "int8")),
     ],
 )
-def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, dtype, kind):
+def test_resharding_over_several_worlds_keeps_every_byte(places, dtype, kind):
     make_run(places, dtype, kind=kind)
     before = content(places(0)[0] / "run")
     seen = []
@@ -152,7 +152,7 @@ def test_every_rank_has_its_piece_of_every_group(places):
         assert joined[: len(flat)] == flat and not any(joined[len(flat) :])
 
 
-def test_manifests_say_whose_store_it_is_and_where_the_run_stands(places):
+def test_manifests_record_rank_and_step(places):
     make_run(places, step=9)
     reshard_to_world(places, "run", 2)
     with open_set(set_of(places, "run", 2)) as stores:

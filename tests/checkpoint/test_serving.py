@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_transformers_says_what_lohan_says(run, lohan):
+def test_chat_template_of_transformers_gives_the_tokens_of_lohan(run, lohan):
     model = hf.AutoModelForCausalLM.from_pretrained(run / "model", local_files_only=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(run / "model", local_files_only=True)
     requested = tokenizer.apply_chat_template(

@@ -493,5 +493,5 @@ def test_a_disk_that_fills_up(lohan, model, data, place, monkeypatch):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_there_are_enough():
+def test_covers_enough_kinds_of_mistakes():
     assert len(MISTAKES) >= 70

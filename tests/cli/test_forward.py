@@ -215,7 +215,7 @@ def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_neither_a_run_nor_a_model(lohan, tmp_path):
+def test_rejects_folder_that_is_neither_run_nor_model(lohan, tmp_path):
     refused(lohan("generate", tmp_path, "--prompt", "x"), r"neither a run .* nor a model folder")
     refused(lohan("eval", tmp_path, "--data", tmp_path / "x"), r"neither a run .* nor a model")
 

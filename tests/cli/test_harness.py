@@ -82,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_as_the_harness_itself(lohan, place, monkeypatch):
+def test_results_equal_those_of_the_harness(lohan, place, monkeypatch):
     """Every metric of tasks of all three kinds, to rounding."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager

@@ -64,7 +64,7 @@ def test_no_data_file(lohan, model, place):
     assert snapshot(place) == {}
 
 
-def test_line_17_is_not_json(lohan, model, data, place):
+def test_names_the_line_that_is_not_json(lohan, model, data, place):
     lines = data.read_text().splitlines()
     lines[16] = '{"input_ids": [1, 2'
     (place / "bad.jsonl").write_text("\n".join(lines))
@@ -337,7 +337,7 @@ def test_a_call_that_fails_on_any_file_is_one_message(lohan, run):
     refused(lohan("report", run), "journal.jsonl: Is a directory; check it and your permissions")
 
 
-def test_data_that_is_made_again_is_told(lohan, run):
+def test_reports_data_that_is_prepared_again(lohan, run):
     shutil.rmtree(run / "data")
     ended = lohan("resume", run, "--steps", 3)
     assert ended.code == 0 and "no longer holds the run's data" in ended.out, ended
@@ -396,7 +396,7 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
     assert ended.code == 0, ended.err
 
 
-def test_nobody_to_ask(lohan, run, monkeypatch):
+def test_asks_nothing_without_a_terminal(lohan, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     question = rf"remove the store {run / 'store'}\?"
     refused(lohan("store", "rm", run), rf"{question} there is no terminal to answer on; add --yes")

@@ -49,7 +49,7 @@ def test_ctrl_c_while_it_starts(name, where, tmp_path):
     assert ended.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-def test_an_error_that_a_ctrl_c_explains(monkeypatch, tmp_path, capsys):
+def test_error_caused_by_ctrl_c_is_reported_as_interruption(monkeypatch, tmp_path, capsys):
     """Libraries make errors of it, and LoHan a message of those."""
     monkeypatch.setattr(sys, "argv", ["lohan", "resume", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
@@ -67,7 +67,7 @@ def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):
+def test_second_ctrl_c_aborts_the_step(forge, model, data, tmp_path):
     out = tmp_path / "run"
     given = arguments(model, data, out, "--steps", 5)
     ended = forge.run(*given, before="interrupts:twice_in_a_step")
@@ -109,12 +109,12 @@ def unread():
 
 
 @pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("presets",), PLAN])
-def test_output_that_nobody_reads(words, unread):
+def test_closed_pipe_ends_the_command_silently(words, unread):
     ended = process("-m", "lohan", *words, stdout=unread)
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_stores_that_nobody_reads_about(unread, tmp_path):
+def test_closed_pipe_ends_store_ls(unread, tmp_path):
     with Store.create([tmp_path / "store"], [Region("w", (4096,))]) as store:
         store.wait(store.write("w", 0, aligned_buffer(4096)))
         store.commit({})
@@ -122,7 +122,7 @@ def test_stores_that_nobody_reads_about(unread, tmp_path):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_the_first_line_alone():
+def test_pipe_closed_after_the_first_line_ends_the_command():
     """As in `lohan plan ... | head -1`: it may or may not have written all of it by then."""
     command = f"'{sys.executable}' -m lohan {' '.join(PLAN)} | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

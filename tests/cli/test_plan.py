@@ -180,7 +180,7 @@ def test_plan_equals_the_schedule_of_a_run(
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_the_plain_form_too(models: Path, tmp_path: Path, clip: float) -> None:
+def test_plain_plan_equals_the_schedule_of_a_run(models: Path, tmp_path: Path, clip: float) -> None:
     settings: dict[str, Any] = {"clip": clip, "overlap": False, "host": TIGHT}
     shown = planned(models / "gpt2", batch=2, seq=16, **settings)
     plan, steps = steps_of(models / "gpt2", tmp_path, **settings)

@@ -49,7 +49,7 @@ def test_options_reach_the_policy():
         simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, update_mode="never")
 
 
-def test_auto_is_a_policy_too():
+def test_auto_is_accepted_as_a_policy():
     result = simulate_command(GPT, SERVER, "auto", batch=8, seq=1024)
     assert result["feasible"] and result["step_s"] > 0
     tiny = replace(SERVER, host_bytes=10**9)

@@ -110,7 +110,7 @@ def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):
         ),
     ],
 )
-def test_wrong_wishes(lohan, folder, tmp_path, options, pattern):
+def test_rejects_contradictory_settings(lohan, folder, tmp_path, options, pattern):
     """Refused before anything is written."""
     refused(lohan(*arguments(folder, tmp_path / "run"), *options), pattern)
     assert list(tmp_path.iterdir()) == []

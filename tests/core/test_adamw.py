@@ -457,7 +457,7 @@ def test_other_devices_are_refused() -> None:
         ({"grad_scale": float("inf")}, "grad_scale must be finite"),
     ],
 )
-def test_senseless_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_refuses_numbers_out_of_range(changes: dict[str, Any], message: str) -> None:
     arrays = [aligned(64, "f4") for _ in range(4)]
     with pytest.raises(ValueError, match=message):
         _core.adamw_fp32(*arrays, **HYPER | {"step": 1} | changes)

@@ -93,7 +93,7 @@ def test_accepts_what_holds_contiguous_bytes() -> None:
 
 @given(data=st.data(), size=st.integers(0, 70_000))
 @settings(max_examples=60, deadline=None)
-def test_around_parts_that_are_known(data: st.DataObject, size: int) -> None:
+def test_checksum_uses_given_checksums_of_parts(data: st.DataObject, size: int) -> None:
     """Any cut into parts whose checksums are known and gaps that are read gives the same."""
     raw = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=12)))
@@ -108,6 +108,6 @@ def test_around_parts_that_are_known(data: st.DataObject, size: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [[(8, 4, 0)], [(0, 8, 0), (4, 12, 0)], [(0, 17, 0)]])
-def test_parts_that_cannot_be_are_refused(parts: list[tuple[int, int, int]]) -> None:
+def test_refuses_overlapping_or_unordered_parts(parts: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ValueError, match="in order, apart and inside the buffer of 16 bytes"):
         _core.crc32c_around(np.zeros(16, dtype=np.uint8), parts)

@@ -148,7 +148,7 @@ def test_every_size_and_tail(rule: str, moments: str) -> None:
 # -- rounding --------------------------------------------------------------------------------------
 
 
-def test_rounding_by_chance_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     """Stochastic rounding is right on average.
 
     A second moment that should lose a thousandth in every step does lose it; rounded to the
@@ -173,7 +173,7 @@ def test_rounding_by_chance_is_right_on_average() -> None:
         assert now[~keep].mean() / first.mean() == pytest.approx(0.999**steps, rel=tolerance)
 
 
-def test_codes_reach_over_orders_of_magnitude() -> None:
+def test_int8_codes_cover_orders_of_magnitude() -> None:
     x = np.geomspace(1e-8, 1, 32).astype(np.float32)
     up = np.full(32, 0x8000, np.uint32)  # as if to the nearest
     m, scale = to_int8(x, up, signed=True)
@@ -200,7 +200,7 @@ def test_keeps_nan_and_infinity_in_moments(isa: str) -> None:
         assert np.array_equal(stored[:3], odd[:3], equal_nan=True) and not stored[3:].any()
 
 
-def test_lion_does_not_move_without_a_direction() -> None:
+def test_lion_keeps_weights_with_zero_momentum() -> None:
     p, m, g = (aligned(64, "f4") for _ in range(3))
     p[:] = 1
     _core.lion_fp32(p, m, g, **HYPER["lion"] | {"weight_decay": 0.0})
@@ -254,7 +254,7 @@ def test_unfit_moments_are_refused() -> None:
         ("lion", {"weight_decay": -1.0}, "weight_decay must be"),
     ],
 )
-def test_senseless_numbers_are_refused(rule: str, changes: dict[str, Any], message: str) -> None:
+def test_refuses_numbers_out_of_range(rule: str, changes: dict[str, Any], message: str) -> None:
     arrays = [aligned(64, "f4") for _ in range(3)]
     with pytest.raises(ValueError, match=message):
         getattr(_core, f"{rule}_fp32")(*arrays, **HYPER[rule] | changes)

@@ -161,7 +161,7 @@ def test_history_rendered_otherwise_has_no_loss(
     assert encoder.skipped_turns == 1
 
 
-def test_answer_to_nothing_has_no_loss(model_dir: Callable[..., Path]) -> None:
+def test_answer_without_a_question_has_no_loss(model_dir: Callable[..., Path]) -> None:
     _, loss = encode(model_dir(template=CHATML), {"messages": TURNS[2:]})
     assert loss.replace("~", "") == "A2<|im_end|>"
 
@@ -358,7 +358,7 @@ def test_json_errors(
     assert message in refusal(source, model_dir())
 
 
-def test_no_tokenizer_when_one_is_needed(tmp_path: Path) -> None:
+def test_names_the_missing_tokenizer(tmp_path: Path) -> None:
     source = write(tmp_path / "d.jsonl", {"input_ids": [1, 2]}, {"text": "a"})
     got = refusal(source, tmp_path)
     assert "no tokenizer there" in got
@@ -557,7 +557,7 @@ def test_file_cut_short_under_an_open_dataset(tmp_path: Path) -> None:
         dataset.example(1)
 
 
-def test_nothing_is_open_without_a_cache(tmp_path: Path) -> None:
+def test_open_dataset_returns_none_without_a_cache(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "none", seed=0) is None
 
 

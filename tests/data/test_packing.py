@@ -164,7 +164,7 @@ def test_every_example_is_in_one_row_that_holds_it(lengths: list[int], seed: int
     assert again.members.tolist() == rows.members.tolist()
 
 
-def test_models_that_cannot_are_refused() -> None:
+def test_rejects_packing_for_unsupported_models() -> None:
     bloom = AutoModelForCausalLM.from_config(
         BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
     )
@@ -181,7 +181,7 @@ def test_models_that_cannot_are_refused() -> None:
         check_packs(llama)
 
 
-def test_a_model_that_forgets_positions_is_found_out(tmp_path) -> None:
+def test_detects_model_that_drops_positions(tmp_path) -> None:
     """OPT takes position_ids and makes its mask without them: examples would see each other."""
     model = save_model(tmp_path / "model", CONFIGS["opt"])
     ids = torch.tensor([[5, 6, 7, 10, 11, 12, 13], [50, 60, 70, 10, 11, 12, 13]])

@@ -21,7 +21,7 @@ def without_workspace(monkeypatch):
     os.environ.pop(WORKSPACE, None)
 
 
-def test_flags_are_set_inside_and_restored_behind():
+def test_flags_are_set_inside_the_context_and_restored_after_it():
     with deterministic_algorithms(torch.device("cuda")):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -78,7 +78,7 @@ def test_evaluation_between_steps(tmp_path):
         ("plain", (), ((1, 3), (2, 3)), "serial", 0.0),
     ],
 )
-def test_a_backward_that_takes_another_way(kind, still, skip, mode, clip, tmp_path):
+def test_backward_that_visits_other_blocks_keeps_the_bits(kind, still, skip, mode, clip, tmp_path):
     case = Case(kind=kind, still=still, skip=skip, clip=clip)
     check(case, tmp_path, replace(TINY, window=2), mode=mode, seed=5, device=emulated())
 
@@ -201,7 +201,7 @@ def test_a_device_that_is_too_small_is_refused(tmp_path):
         )
 
 
-def test_out_of_memory_is_an_error_of_torch_and_gives_up_the_step(tmp_path):
+def test_out_of_memory_raises_the_error_of_torch_and_aborts_the_step(tmp_path):
     train_batches = batches(2, batch=2, seq=8)
     device = EmulatedDevice(64 * MiB)
     with attached(small_model("llama"), tmp_path, device=device) as session:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from lohan.device.ranks import LOST_AFTER_BEATS, MissedBeats
 
 
-def test_a_rank_that_stops_counting_is_silent_after_some_looks():
+def test_rank_that_stops_counting_is_lost_after_some_checks():
     watch = MissedBeats(3)
     for look in range(LOST_AFTER_BEATS):
         assert watch.count([look, 7, look // 3]) == []
     assert watch.count([LOST_AFTER_BEATS, 7, LOST_AFTER_BEATS // 3]) == [1]
 
 
-def test_ranks_that_all_stopped_and_go_on_miss_nothing():
+def test_ranks_that_were_all_suspended_miss_no_beat():
     watch = MissedBeats(2)
     for _ in range(LOST_AFTER_BEATS):
         watch.count([5, 5])

@@ -43,7 +43,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.01)
 
 
-def test_every_rank_is_told_what_torchrun_tells_and_the_end_is_theirs(tmp_path):
+def test_ranks_get_the_environment_of_torchrun_and_return_their_exit_code(tmp_path):
     messages: list[str] = []
     ran = launch(
         3, program(tmp_path, "say('env', json.dumps(dict(os.environ)))"), note=messages.append
@@ -65,7 +65,7 @@ def test_cores_are_shared_unless_the_user_says_how_many():
 
 
 @pytest.mark.parametrize(("codes", "whole"), [("[0, 130]", 130), ("[130, 2]", 2), ("[0, 3]", 3)])
-def test_the_worst_end_of_a_rank_is_that_of_all(tmp_path, codes, whole):
+def test_exit_code_of_the_run_is_the_worst_of_all_ranks(tmp_path, codes, whole):
     assert launch(2, program(tmp_path, f"sys.exit({codes}[rank])"), note=print) == whole
 
 
@@ -81,7 +81,7 @@ def test_prints_a_message_of_all_ranks_once(tmp_path, monkeypatch, capfd):
     assert is_first_to_print("the same", {}) and is_first_to_print("the same", {})
 
 
-def test_ranks_that_a_ctrl_c_has_ended(tmp_path):
+def test_ranks_ended_by_ctrl_c_are_not_reported_as_killed(tmp_path):
     messages: list[str] = []
     body = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGINT)\n"
     assert launch(2, program(tmp_path, body), note=messages.append) == 130
@@ -136,7 +136,7 @@ def test_every_signal_reaches_every_rank_once(tmp_path):
         assert json.loads((tmp_path / f"seen{rank}").read_text()) == ["SIGINT", "SIGTERM"]
 
 
-def test_ranks_are_told_when_the_one_that_started_them_is_gone(tmp_path):
+def test_ranks_get_sigterm_when_their_launcher_dies(tmp_path):
     body = COUNTING.replace("len(seen) < 2", "len(seen) < 1")
     parent = launcher(tmp_path, body)
     wait_for(tmp_path / "there0", tmp_path / "there1")
@@ -146,7 +146,7 @@ def test_ranks_are_told_when_the_one_that_started_them_is_gone(tmp_path):
     assert json.loads((tmp_path / "seen1").read_text()) == ["SIGTERM"]
 
 
-def test_a_signal_handler_is_put_back(tmp_path):
+def test_signal_handlers_are_restored(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     launch(1, program(tmp_path, ""), note=print)
     assert signal.getsignal(signal.SIGINT) is before

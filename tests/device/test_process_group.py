@@ -19,7 +19,7 @@ def test_collectives_of_one_are_identities():
     assert ALONE.any_rank(True) and not ALONE.any_rank(False)
 
 
-def test_an_error_of_one_is_its_own():
+def test_error_in_a_single_rank_run_is_not_wrapped():
     error = DataError("no rows")
     with pytest.raises(DataError) as actual:
         ALONE.broadcast_made(lambda: (_ for _ in ()).throw(error))
@@ -28,7 +28,7 @@ def test_an_error_of_one_is_its_own():
         raise error
 
 
-def test_a_step_of_one_sums_nothing():
+def test_single_rank_step_reduces_nothing():
     group = FlatGroup("g", (TensorSpec("a", (4,), 0, 4, True, True),), 4)
     alone, grads = StepCollectives(ALONE, [group]), {0: torch.randn(4)}
     loss = torch.tensor(0.1)

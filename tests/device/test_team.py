@@ -312,7 +312,7 @@ def test_ctrl_c_stops_all_ranks_at_one_step(forge, inputs, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_given_up(forge, inputs, tmp_path):
+def test_hanging_rank_is_killed(forge, inputs, tmp_path):
     """It closes no connection: the others miss its heartbeat."""
     out = tmp_path / "run"
     processes = forked_ranks.start(forge, 2, *dying(inputs, out))

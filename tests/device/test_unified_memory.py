@@ -113,7 +113,7 @@ def test_training_in_host_memory_changes_no_bit(kind, mode, clip, tmp_path):
     check(Case(kind=kind, clip=clip), tmp_path, tuning, mode=mode, seed=1, device=UnifiedDevice())
 
 
-def test_weights_are_in_one_place(tmp_path):
+def test_unified_device_keeps_a_single_copy_of_weights(tmp_path):
     """With the emulated link, the same model has a second set of slots on the device."""
     rows, plans = data(2, kind="llama"), {}
     for device in (UnifiedDevice(), EmulatedDevice(64 * MiB)):

@@ -146,7 +146,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_existing_targets(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
         path = document.parent / target if target else document
@@ -229,7 +229,7 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
         assert any(all(part in text for part in parts) for text in existing), message
 
 
-def test_nouns_are_where_the_design_says() -> None:
+def test_nouns_are_in_the_modules_that_the_design_names() -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     table = page.partition("| noun | module |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
@@ -246,7 +246,7 @@ def test_nouns_are_where_the_design_says() -> None:
             assert any(re.search(rf"^(class )?{noun}\b", text, re.M) for text in texts), noun
 
 
-def test_symbols_of_the_paper_have_names() -> None:
+def test_symbols_of_the_paper_are_explained() -> None:
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     section = page.partition("## The paper's symbols")[2].partition("\n## ")[0]
     owners = {kind.__name__: kind for kind in (Traffic, SiteWork, Profile, *SHAPES)}

@@ -130,7 +130,7 @@ def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
     assert torch.allclose(logits, wanted, atol=1e-4)
 
 
-def test_the_fresh_start_is_the_one_that_torchs_seed_gives(tmp_path):
+def test_initial_adapter_depends_on_torchs_seed(tmp_path):
     base, collected = folder(tmp_path), []
     for number, seed in enumerate((3, 3, 4)):
         model = adapted(lohan.load(base))
@@ -153,7 +153,7 @@ def test_adapters_in_memory_over_a_base_that_is_not(tmp_path):
     assert_close(weights, expected)
 
 
-def test_an_adapter_from_a_folder_learns_on(tmp_path):
+def test_adapter_from_a_folder_is_trained_further(tmp_path):
     base, data = folder(tmp_path), tokens(3)
     in_memory = adapted(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     in_memory.save_pretrained(tmp_path / "adapter")

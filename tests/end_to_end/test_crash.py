@@ -85,7 +85,7 @@ def from_last_commit(names: list[str], at: int) -> Boundary:
     return at if begin is None else (names[begin], names[:begin].count(names[begin]), at - begin)
 
 
-def test_instants_are_there_in_runs_that_write_less() -> None:
+def test_kill_instants_occur_in_runs_that_write_less() -> None:
     """Boundaries relative to commits exist also in runs that write less.
 
     Runs with speculative steps that are updated again write less; their last boundaries are
@@ -110,7 +110,7 @@ def crossed(names: list[str], kill_at: Boundary) -> int | None:
     return first + more if first + more < len(names) else None
 
 
-def test_the_phases_that_kills_are_drawn_by_are_there(forge, tmp_path):
+def test_phases_from_which_kills_are_drawn_occur(forge, tmp_path):
     """Of benchmarks/kills.py: names that have moved would end its processes at once."""
     ended = forge.run(
         "--help", before="phase_log:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")}
@@ -362,7 +362,7 @@ def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
     assert result(out) == result(tmp_path / "long")
 
 
-def test_two_starts_in_one_folder(forge, inputs, whole, tmp_path):
+def test_second_start_in_a_folder_is_refused(forge, inputs, whole, tmp_path):
     """One of them is refused, and takes nothing of the other's away."""
     out = tmp_path / "run"
     runs = [forge.start("train", *arguments(inputs, out)) for _ in range(2)]
@@ -464,7 +464,7 @@ def step_count(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_a_stop_commits_what_is_not(forge, inputs, tmp_path):
+def test_stopping_commits_the_uncommitted_steps(forge, inputs, tmp_path):
     """Ctrl-C between two commits costs no step."""
     out, more = tmp_path / "run", ("--commit-every", "1h", "--steps", 400, "--host", "2MiB")
     run = forge.start("train", *arguments(inputs, out, *more))

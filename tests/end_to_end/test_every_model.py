@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
         6,
     ),
 )
-def test_a_few_classes_are_exact(key, tmp_path):
+def test_a_sample_of_model_classes_is_exact(key, tmp_path):
     """A few unusual classes are exact.
 
     They have keys and values shared by layers, convolutions and experts, or state spaces;
@@ -69,7 +69,7 @@ def test_a_wrong_gradient_shows_where_it_is_rounding_alone():
     assert f"gradient of {name} is 1.0e-09 from fp64" in compare.problem("again", run)
 
 
-def test_blocks_that_are_not_reached_are_told(tmp_path, monkeypatch):
+def test_reports_blocks_that_backward_does_not_reach(tmp_path, monkeypatch):
     """The same model without images: exact, and not tested."""
     monkeypatch.setattr("tests.support.every_model.vision_config", lambda config: None)
     row = row_of("image-text", "llava", tmp_path)
@@ -78,7 +78,7 @@ def test_blocks_that_are_not_reached_are_told(tmp_path, monkeypatch):
     assert checked_classes({"one": {**asdict(row), "idle": ""}}) == {row.name}
 
 
-def test_the_table_is_what_the_page_says():
+def test_results_equal_the_table_of_the_page():
     text = (ROOT / "docs/models.md").read_text()
     if f"transformers {transformers.__version__} " not in text:
         pytest.skip("the page is of another transformers")

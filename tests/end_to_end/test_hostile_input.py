@@ -174,7 +174,7 @@ def test_rejects_hostile_indexes(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("base", ["x" * 5000, "a\0b", "\ud800", "", ["a"], None])
-def test_the_base_that_an_adapter_names(tmp_path: Path, base: object) -> None:
+def test_base_named_by_an_adapter_must_be_local(tmp_path: Path, base: object) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     with pytest.raises(ModelError, match=r"adapter_config\.json: names .* no model folder here"):
         named_base(tmp_path)
@@ -206,7 +206,7 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
 # -- the terminal ---------------------------------------------------------------------------------
 
 
-def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_with_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main.fail(LohanError("tensor \x1b]0;owned\x07\x1b[2J\x9b31m \ud800 is missing"))
     output = capsys.readouterr().err
@@ -249,7 +249,7 @@ def test_npy_that_is_an_archive(tmp_path: Path) -> None:
         _array(file)
 
 
-def test_npy_that_is_right(tmp_path: Path) -> None:
+def test_valid_npy_files_are_read(tmp_path: Path) -> None:
     for array in (np.arange(6, dtype="f4").reshape(2, 3), np.asfortranarray(np.eye(3)[:2])):
         np.save(tmp_path / "a.npy", array)
         np.testing.assert_array_equal(_array(tmp_path / "a.npy"), array)

@@ -52,7 +52,7 @@ def test_train_resume_export(lohan, inputs, tmp_path):
     assert len(learnt) == 4 and all(parameter.any() for parameter in learnt)
 
 
-def test_the_default_rate_is_said_to_be_for_whole_models(lohan, inputs, tmp_path):
+def test_advises_a_higher_default_rate_for_adapters(lohan, inputs, tmp_path):
     given = ["--lora", 4, "--batch", 4, "--seq", 16, "--out", tmp_path / "run", "--steps", 1]
     ended = lohan("train", *inputs, *given)
     assert ended.code == 0, ended.err
@@ -88,7 +88,7 @@ def logits(model, ids):
         return model(input_ids=ids).logits
 
 
-def test_merged_is_base_and_adapter(lohan, inputs, tmp_path):
+def test_merged_export_equals_base_plus_adapter(lohan, inputs, tmp_path):
     """Of a run, and of an adapter's folder: the logits of PEFT on the base."""
     base, run = inputs[1], tmp_path / "run"
     how = ["--lora", 4, "--lora-targets", "q_proj", "--lora-targets", "down_proj", "--lr", "1e-2"]

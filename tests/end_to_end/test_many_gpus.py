@@ -51,7 +51,7 @@ def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
-def test_every_rank_has_its_own_place(launched):
+def test_every_rank_has_its_own_folder(launched):
     folder = RunFolder(launched)
     config = folder.config()
     assert config.budget.gpus == 2
@@ -112,7 +112,7 @@ def test_the_report_has_all_ranks_on_one_clock(launched, forge):
     assert "rank 1" in [e["args"]["name"] for e in merged if e["name"] == "process_name"]
 
 
-def test_a_run_goes_on_with_as_many_ranks_as_it_has(launched, monkeypatch):
+def test_resume_uses_the_number_of_ranks_of_the_run(launched, monkeypatch):
     started: list[tuple[int, list[str]]] = []
 
     def launch(world: int, words: list[str], **_: object) -> int:
@@ -190,7 +190,7 @@ def test_verify_with_several_ranks(forge, inputs, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_that_is_not_here_is_named(forge, inputs, tmp_path):
+def test_names_the_missing_store(forge, inputs, tmp_path):
     out = tmp_path / "run"
     ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, "--no-export", steps=2))
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
@@ -221,7 +221,7 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
         config_of(tmp_path, "budget.gpus=4", "train.batch=3")
 
 
-def test_a_run_without_stores_says_where_they_should_be(tmp_path):
+def test_names_the_places_of_missing_stores(tmp_path):
     from lohan.train.run_folder import stores_of
 
     for more, move in (((), "start it"), (['budget.ssd=["/a"]'], "mount its drive if .* or start")):

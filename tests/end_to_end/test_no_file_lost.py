@@ -380,7 +380,7 @@ def test_an_unwritable_trace_does_not_cost_the_export(inputs, tmp_path, call):
     assert (out / "model" / "model.safetensors").is_file()
 
 
-def test_torn_and_damaged_lines_hide_nothing(tmp_path):
+def test_torn_log_lines_do_not_hide_later_rows(tmp_path):
     folder = RunFolder(tmp_path)
     log = folder.metrics_file
     for step in (1, 2):
@@ -425,7 +425,7 @@ def test_links_are_not_followed(tmp_path):
     assert target.read_text() == "mine" and (tmp_path / "a").read_text() == "new"
 
 
-def test_the_holder_is_whoever_has_the_lock(tmp_path):
+def test_holder_of_a_run_is_the_process_with_the_lock(tmp_path):
     """Not whoever has the number in its file by now."""
     (tmp_path / "lock").write_text(f"{os.getppid()}\n")
     assert lock_holder(tmp_path) is None
@@ -497,7 +497,7 @@ def test_an_export_that_was_edited_is_not_replaced(tmp_path, monkeypatch):
         (target / name).write_text(before)
 
 
-def test_a_start_that_was_overtaken_takes_nothing_back(inputs, tmp_path, monkeypatch):
+def test_failed_start_keeps_files_of_a_concurrent_start(inputs, tmp_path, monkeypatch):
     """Another process finishes its run between the first look and the claim."""
     out = tmp_path / "run"
     given = {

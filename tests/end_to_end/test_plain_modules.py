@@ -153,7 +153,7 @@ def test_block_without_gradient_then_with(tmp_path):
     assert_close(weights, expected)
 
 
-def test_weights_on_leaving(tmp_path):
+def test_second_session_continues_where_the_first_ended(tmp_path):
     """A second session over the same store goes on where the first ended, bit for bit."""
     whole, first = net(), net()
     _, expected = lohan_run(whole, data(6), tmp_path / "whole")

@@ -101,7 +101,7 @@ def test_an_error_inside_drops_what_was_added(tmp_path):
     assert all(torch.equal(collected[0][name], collected[1][name]) for name in collected[0])
 
 
-def test_moves_caches_out_of_memory_for_sums(tmp_path):
+def test_accumulation_moves_caches_out_of_memory(tmp_path):
     rows = batches(4, batch=2, seq=8)
     expected, weights = plain("llama", [rows[:2], rows[2:]], clip=0.0)
     model = small_model("llama")

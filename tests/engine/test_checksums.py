@@ -40,7 +40,9 @@ def taken(monkeypatch):
         (torch.float32, lohan.SGD(lr=lr, moments="bf16")),
     ],
 )
-def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypatch):
+def test_updates_pass_checksums_to_the_store(
+    dtype, optimizer, overlap, taken, tmp_path, monkeypatch
+):
     """Updates compute the checksums of everything but resident parameters.
 
     This holds also for a block without a gradient, and every chunk of the store has the

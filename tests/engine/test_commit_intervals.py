@@ -49,7 +49,7 @@ def budget(place: Path, every: str | int) -> lohan.Budget:
         (LLAMA, Tuning(cached=0.2, spilled=0.0, own_thread=True), 4),
     ],
 )
-def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, monkeypatch):
+def test_commit_interval_changes_no_bit(case: Case, tuning, every, tmp_path, monkeypatch):
     """On late lanes, with norms that cross the limit and, in fp16, with steps that overflow."""
     limit, expected = case.waiting
     tuned(monkeypatch, tuning)
@@ -75,7 +75,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.parametrize("mode", ["serial", "naive", "optimized", "balanced"])
-def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatch):
+def test_commit_interval_changes_no_bit_without_clipping(mode, plain, tmp_path, monkeypatch):
     """Updates run in backward, in place; on a device in one of the modes."""
     tuned(monkeypatch, Tuning(cached=0.4, device_slots=1))
     more = {"device": EmulatedDevice(64 * MiB)} if mode == "balanced" else {}

@@ -165,7 +165,7 @@ def test_random_numbers_stay_those_of_forward(tmp_path, backend):
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_refused_where_bits_count(device, tmp_path):
+def test_compilation_is_refused_where_bits_must_match(device, tmp_path):
     place = EmulatedDevice(64 * MiB) if device == "emulated" else device
     with pytest.raises(ConfigError, match=rf"compile: .* computes on {device}.*leave --compile"):
         attached(

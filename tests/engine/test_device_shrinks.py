@@ -31,7 +31,7 @@ def step_of(session: lohan.Session, batch: dict[str, torch.Tensor]) -> float:
     return loss.item()
 
 
-def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
+def test_smaller_plan_is_tried_once_and_reported(tmp_path):
     dataset = data(2)
     messages: list[str] = []
     device = Optimist(250 * KiB, says=400 * KiB)
@@ -49,7 +49,7 @@ def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
         assert [step_of(session, batch) for batch in dataset] == losses
 
 
-def test_twice_is_too_often(tmp_path):
+def test_second_out_of_memory_is_an_error(tmp_path):
     dataset = data(1)
     device = Optimist(90 * KiB, says=200 * KiB)
     with attached(net(), tmp_path, batch=dataset[0], device=device) as session:
@@ -66,7 +66,7 @@ def test_no_room_for_the_slots(tmp_path):
         attached(net(), tmp_path, batch=dataset[0], device=Optimist(60 * KiB, says=500 * KiB))
 
 
-def test_the_second_try_draws_what_the_first_one_drew(tmp_path):
+def test_retry_repeats_the_random_numbers(tmp_path):
     dataset, drawn = data(1)[0], list[float]()
 
     def step() -> float:

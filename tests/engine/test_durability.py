@@ -71,7 +71,7 @@ def test_export_has_the_last_step(model: Path, tmp_path: Path, expected: Any) ->
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-def test_a_closed_session_goes_on(model: Path, tmp_path: Path, expected: Any) -> None:
+def test_closed_session_resumes_from_its_store(model: Path, tmp_path: Path, expected: Any) -> None:
     module, session = opened(model, tmp_path / "ssd")
     with session:
         train(module, session, 2)

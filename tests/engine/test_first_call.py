@@ -50,7 +50,7 @@ def made(block: type[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"planned": True}])
-def test_a_block_that_remembers_is_refused(options, tmp_path):
+def test_refuses_block_with_state_between_calls(options, tmp_path):
     model, data = made(Remembers), Plain.data(1)
     options = {"batch": data[0]} if options.pop("planned", False) else options
     with (
@@ -61,7 +61,7 @@ def test_a_block_that_remembers_is_refused(options, tmp_path):
     assert session.step == 0
 
 
-def test_another_gradient_is_refused(tmp_path):
+def test_refuses_block_whose_gradient_differs(tmp_path):
     model, data = made(Unsteady), Plain.data(1)
     with attached(model, tmp_path) as session:
         loss = loss_of(model, data[0])
@@ -73,7 +73,7 @@ def test_another_gradient_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
-def test_the_comparison_changes_no_bit(micro_batch, tmp_path):
+def test_comparison_of_first_calls_changes_no_bit(micro_batch, tmp_path):
     """Dropout included."""
     data, runs = Plain.data(2), []
     for check in (False, True):

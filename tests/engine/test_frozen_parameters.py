@@ -89,7 +89,7 @@ def test_every_mode_gives_the_bits_of_one_after_the_other(which, clip, tmp_path)
         assert_same(weights, collected[0][1])
 
 
-def test_no_state_and_no_traffic(tmp_path):
+def test_frozen_groups_have_no_state_and_no_writes(tmp_path):
     """What the ledger promises is what lies on SSD and what a step moves."""
     data = batches(3, batch=2, seq=12)
     model = partly("first blocks")
@@ -229,7 +229,7 @@ def test_loose_parameters_of_both_kinds(micro_batch, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "tied"), [("embed_tokens", True), ("lm_head", False)])
-def test_only_one_layer_learns(name, tied, tmp_path):
+def test_trains_a_single_layer(name, tied, tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, tie_word_embeddings=tied, use_cache=False)
     model = AutoModelForCausalLM.from_config(config).train().requires_grad_(False)

@@ -106,7 +106,7 @@ def xlnet() -> nn.Module:
         (xlnet, False, False),
     ],
 )
-def test_whatever_the_loss_is(build, sliced, planned, tmp_path):
+def test_other_losses_equal_in_memory_training(build, sliced, planned, tmp_path):
     """Losses of many kinds have the results of plain PyTorch.
 
     Bart's labels are not shifted. BERT has layers between its decoder and its head. Llama 4

@@ -10,7 +10,7 @@ import torch
 from tests.support.small_models import attached, batches, small_model
 
 
-def test_the_count_is_that_of_the_caller(tmp_path):
+def test_caller_sets_the_number_of_labels(tmp_path):
     model = small_model("llama")
     (batch,) = batches(1, batch=2, seq=12)
     given = {**batch, "num_items_in_batch": torch.tensor(50)}

@@ -272,7 +272,7 @@ def test_an_error_on_any_lane_stops_the_step(verb, token, lane, way, make):
     assert len(error.__notes__) == 1
 
 
-def test_the_note_names_the_ten_before(make):
+def test_note_lists_the_ten_actions_before_the_error(make):
     runner = Recorder()
     lanes = make(runner)
     runner.fail["complete", "R12"] = OSError("no")
@@ -313,7 +313,7 @@ def test_failure_completes_actions_in_flight_and_commits_nothing(make):
     assert completed == ["R0", "R1", "R2"]
 
 
-def test_a_lane_that_cannot_begin_says_so(make):
+def test_lane_that_fails_to_start_raises(make):
     """A device that its thread cannot use: at its first action, not after a stall."""
     runner = Recorder()
     lanes = make(runner)
@@ -328,7 +328,7 @@ def test_a_lane_that_cannot_begin_says_so(make):
     lanes.reset()
 
 
-def test_the_first_error_is_the_one_that_is_told(make):
+def test_first_error_is_the_reported_one(make):
     runner = Recorder()
     lanes = make(runner)
     runner.fail["complete", "R0"] = OSError("first")
@@ -341,7 +341,7 @@ def test_the_first_error_is_the_one_that_is_told(make):
     lanes.drain()
 
 
-def test_reset_without_an_error_gives_the_step_up(make):
+def test_reset_without_an_error_aborts_the_step(make):
     """A caller that is interrupted: what waits for it is dropped."""
     runner = Recorder()
     lanes = make(runner)
@@ -429,7 +429,7 @@ def test_cancel_drops_actions_after_the_next_compute(way, seed, make):
     assert sorted(done) == ["B0", "C", "E", "R0", "S0.0", "U0.0", "W0.0"]
 
 
-def test_an_error_while_it_is_taken_back(make):
+def test_error_during_a_roll_back_is_reported(make):
     runner = Recorder()
     runner.fail["complete", "W1.0"] = ValueError("torn")
     lanes = make(runner, way="caller")

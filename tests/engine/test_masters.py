@@ -11,7 +11,7 @@ from tests.support.small_models import assert_same, attached, master_weights, sm
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_masters_begin_with_every_bit_of_the_model(dtype, tmp_path):
+def test_master_weights_have_every_bit_of_the_model(dtype, tmp_path):
     model = small_model("gpt2")
     expected = {name: p.detach() for name, p in copy.deepcopy(model).named_parameters()}
     with attached(model, tmp_path, dtype=dtype) as session:

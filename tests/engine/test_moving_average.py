@@ -64,7 +64,7 @@ def run(net, steps, place: Path, *, optimizer=None, resume=False, host="64MiB", 
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_is_that_of_the_weights_after_every_step(mode, tmp_path):
+def test_moving_average_follows_the_weights_of_every_step(mode, tmp_path):
     steps = batches(5, batch=2, seq=16)
     result, expected = run(small_model("llama", dtype=BUDGET[mode]), steps, tmp_path)
     assert result.keys() == expected.keys()
@@ -72,7 +72,7 @@ def test_is_that_of_the_weights_after_every_step(mode, tmp_path):
         assert torch.allclose(result[name], wanted, atol=1e-7, rtol=1e-6), name
 
 
-def test_takes_no_part_in_training_and_works_with_other_optimizers(tmp_path):
+def test_moving_average_does_not_affect_training(tmp_path):
     steps = batches(3, batch=2, seq=16)
     plain = {}
     for place, decay in (("with", DECAY), ("without", 0.0)):
@@ -103,7 +103,7 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     assert all(torch.equal(result[n], usual[n]) for n in usual)
 
 
-def test_a_resumed_run_has_the_same(tmp_path):
+def test_resumed_run_has_the_same_moving_average(tmp_path):
     steps = batches(5, batch=2, seq=16)
     whole, _ = run(small_model("llama"), steps, tmp_path / "whole")
     run(small_model("llama"), steps[:2], tmp_path / "parts")
@@ -120,7 +120,7 @@ def test_experts_and_tensors_without_gradients_move_too(tmp_path):
     assert all(torch.allclose(result[n], w, atol=1e-7, rtol=1e-6) for n, w in expected.items())
 
 
-def test_counts_in_the_plan(tmp_path):
+def test_moving_average_counts_in_the_plan(tmp_path):
     """Four bytes per parameter more, of every chunk that is read, written and held."""
     plans = {}
     for name, decay in (("with", DECAY), ("without", 0.0)):
@@ -183,6 +183,6 @@ def test_the_command_line(cli, model, data, tmp_path):
     assert refused.code == 2 and "holds no averaged weights" in refused.err, refused
 
 
-def test_a_decay_that_is_none():
+def test_rejects_decay_out_of_range():
     with pytest.raises(ConfigError, match=r"AdamW ema is 1.0; it must lie in \[0, 1\)"):
         lohan.AdamW(ema=1.0)

@@ -265,7 +265,7 @@ def test_arrays_of_a_chunk(name, moments, mode):
     assert total == 2 * kept.state_size(4096) + kept.state_size(2048)
 
 
-def test_the_usual_arrays_are_what_they_were():
+def test_default_optimizer_has_the_documented_arrays():
     """The arrays of AdamW define the format of the state in a store."""
     names = {mode: [array.name for array in kept.arrays] for mode, kept in STATE_FORMATS.items()}
     assert names == {
@@ -290,7 +290,7 @@ def test_another_optimizer_is_refused(tmp_path):
     attached(small_model("llama"), tmp_path, optimizer=changed, resume=True).close()
 
 
-def test_the_plan_knows_every_byte(tmp_path):
+def test_plan_counts_every_byte_of_state(tmp_path):
     """What the ledger says of drives and memory is what store and pool take."""
     for name, moments in (KINDS[0], *QUICK):
         model = small_model("llama", dtype=torch.bfloat16)
@@ -336,7 +336,7 @@ def test_the_plan_knows_every_byte(tmp_path):
         (lambda: lohan.AdamW(moments=8), "AdamW moments is 8; it must be one of fp32"),
     ],
 )
-def test_senseless_settings_are_refused(make, message):
+def test_refuses_settings_out_of_range(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -102,7 +102,7 @@ FIRST, TWICE, ONCE = ((0, 2),), ((1, 3), (2, 3)), ((2, 0),)
         (ONCE, "naive", 0.0),
     ],
 )
-def test_blocks_that_are_left_out(skip, mode, clip, tmp_path):
+def test_overlap_changes_no_bit_with_skipped_blocks(skip, mode, clip, tmp_path):
     check(Case(clip=clip, skip=skip), tmp_path, Tuning(spilled=0.5), mode=mode, seed=6)
 
 
@@ -122,7 +122,7 @@ OTHER_WAYS = [
 
 
 @pytest.mark.parametrize(("way", "own_thread"), pairwise(OTHER_WAYS, [False, True]))
-def test_backward_that_takes_another_way(way, own_thread, tmp_path):
+def test_backward_that_visits_other_blocks_keeps_the_bits(way, own_thread, tmp_path):
     """The same forward, but a block gets no gradient, and in the next step gets one again."""
     kind, still, mode, clip = way
     tuning = Tuning(window=2, ring=3, grads=2, spilled=0.5, own_thread=own_thread)
@@ -298,7 +298,9 @@ def go_on(session: lohan.Session, until: int = STEPS) -> list[float]:
 
 @pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", CLIP)])
 @pytest.mark.parametrize(("fault", "cause"), FAULTS)
-def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_path, monkeypatch):
+def test_failed_transfer_loses_only_uncommitted_steps(
+    fault, cause, mode, clip, tmp_path, monkeypatch
+):
     """A failed transfer is one error that names what failed.
 
     The same session then continues from the last committed step to the result of an undisturbed

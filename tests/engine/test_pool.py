@@ -27,7 +27,7 @@ def test_ledger_follows_allocate_reserve_and_free():
     assert pool.peak_bytes == 4 * PAGE + 100
 
 
-def test_refusal_names_owner_and_numbers_and_changes_nothing():
+def test_over_budget_allocation_names_owner_and_changes_nothing():
     pool = HostPool(2**20)
     pool.allocate("weights", 2**19)
     wanted = (
@@ -53,7 +53,7 @@ def test_buffers_are_aligned_and_are_one_memory():
     assert int(buffer.tensor(torch.float32).sum()) == 2 * PAGE // 4
 
 
-def test_threads_never_pass_the_budget():
+def test_concurrent_allocations_stay_within_the_budget():
     pool = HostPool(10 * PAGE)
     granted, refused = [], []
 

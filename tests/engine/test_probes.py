@@ -54,7 +54,7 @@ def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
         assert counts == [(done, counts[0][1]) for done in range(counts[0][1] + 1)]
 
 
-def test_a_device_is_measured_through_its_seam(tmp_path):
+def test_device_is_measured_through_its_interface(tmp_path):
     """The measured compute and link rates of a device are those that it was given.
 
     A link makes up for 2 ms at most, a twentieth of what these copies take.
@@ -168,7 +168,7 @@ def test_a_mixed_pass_is_that_of_a_step():
         assert sorted(written) == ([] if kind == "read" else list(range(12)))
 
 
-def test_drives_work_beside_something_else(tmp_path):
+def test_busy_context_keeps_the_drives_working(tmp_path):
     with opened([tmp_path], total_bytes=MiB, chunk_bytes=MiB // 4) as probe:
         moved = probe._moved()
         with probe.busy("mixed"):
@@ -176,7 +176,7 @@ def test_drives_work_beside_something_else(tmp_path):
         assert probe._moved() > moved
 
 
-def test_an_error_beside_something_else_comes_out(tmp_path):
+def test_error_of_a_background_probe_is_raised(tmp_path):
     with opened([tmp_path], total_bytes=MiB, chunk_bytes=MiB // 4) as probe:
         probe.close()
         with pytest.raises(StoreError, match="closed"), probe.busy("mixed"):

@@ -50,7 +50,7 @@ class Measure:
         return profile(folders, effort=TINY)
 
 
-def test_the_second_one_is_not_measured(ssd):
+def test_second_profile_comes_from_the_cache(ssd):
     measure = Measure()
     first = cached_profile([ssd], measure=measure)
     again = cached_profile([ssd], measure=measure)
@@ -96,7 +96,7 @@ def test_every_device_has_a_profile_of_its_own(ssd):
     assert measure.count == 4
 
 
-def test_a_made_up_link_is_what_the_plan_uses():
+def test_plan_uses_the_rate_of_an_emulated_link():
     preset = machine_of("ratel-4090")
     device = EmulatedDevice(2**20, h2d=2e9, d2h=1e9)
     profile = machine_with(device, preset)
@@ -133,13 +133,13 @@ def test_a_damaged_cache_is_measured_anew(ssd, damage):
     assert measure.count == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing(ssd, tmp_path, monkeypatch):
+def test_unwritable_profile_cache_is_ignored(ssd, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cached_profile([ssd], measure=Measure()).adam > 0
 
 
-def test_other_threads_are_another_machine(ssd, monkeypatch):
+def test_profile_depends_on_the_number_of_threads(ssd, monkeypatch):
     file = cache_file([ssd])
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     assert cache_file([ssd]) != file

@@ -116,7 +116,7 @@ def check(
         13,
     ),
 )
-def test_every_way_has_the_bits_of_waiting(case, tuning, rerun, tmp_path):
+def test_speculative_updates_have_the_bits_of_waiting(case, tuning, rerun, tmp_path):
     """Speculated and kept, redone from held gradients or run again, and held, on late lanes."""
     check(case, tmp_path, tuning, rerun=rerun)
 

@@ -47,7 +47,7 @@ def stored(session: lohan.Session, out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_attached_anew_a_model_has_what_it_has_learnt(closed, tmp_path):
+def test_model_attached_again_keeps_its_weights(closed, tmp_path):
     model = small_model("llama")
     first = attached(model, tmp_path / "a")
     learn(model)
@@ -153,7 +153,7 @@ FOREIGN = (
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_files_that_were_not_saved_by_us_stay(foreign, tmp_path):
+def test_files_of_the_user_are_kept(foreign, tmp_path):
     model, saved = small_model("llama"), tmp_path / "saved"
     saved.mkdir()
     (tmp_path / "precious").write_text("mine")
@@ -174,7 +174,7 @@ def test_files_that_were_not_saved_by_us_stay(foreign, tmp_path):
     assert (tmp_path / "other" / "model.safetensors").read_text() == "edited"
 
 
-def test_a_card_of_the_users_stays(tmp_path):
+def test_model_card_of_the_user_is_kept(tmp_path):
     peft = pytest.importorskip("peft", reason="needs the extra: pip install 'lohan[peft]'")
     model = peft.get_peft_model(small_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     (tmp_path / "saved").mkdir()
@@ -318,7 +318,7 @@ class Root(nn.Module):
 
 
 @pytest.mark.parametrize(("blocks", "clip"), [(0, 0.0), (0, 0.3), (2, 0.3)])
-def test_parameters_on_the_root_learn_though_no_block_does(blocks, clip, tmp_path):
+def test_trains_root_parameters_without_trained_blocks(blocks, clip, tmp_path):
     torch.manual_seed(1)
     model = Root(blocks=blocks)
     plain = copy.deepcopy(model)

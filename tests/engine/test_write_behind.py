@@ -110,7 +110,7 @@ def test_models_of_any_shape(kind, device, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["skip", "still"])
-def test_a_backward_that_takes_another_way(what, tmp_path, monkeypatch):
+def test_backward_that_visits_other_blocks_keeps_the_bits(what, tmp_path, monkeypatch):
     """What was to be written beside it is written all the same."""
     rows = data(STEPS, **{what: {3: 1, 4: 2}})
     tuned(monkeypatch, PARTLY)

@@ -143,7 +143,7 @@ def test_has_the_bits_of_the_package(nano, folder, clip, tmp_path) -> None:
     assert_same(resumed, expected)
 
 
-def test_clipping_is_felt(nano, folder, tmp_path) -> None:
+def test_clipping_changes_the_result(nano, folder, tmp_path) -> None:
     """Or the test above would compare one case twice."""
     one = run_nano(nano, folder, tmp_path / "one", clip=1.0, steps=2)[1]
     other = run_nano(nano, folder, tmp_path / "other", clip=0.0, steps=2)[1]

@@ -91,7 +91,7 @@ def zero_first_moments(optimizer: Any, _: Any) -> None:
         ("on_step_end", lambda o, _: parameters(o)[0].tolist(), "optimizer holds no values"),
     ],
 )
-def test_what_would_do_nothing_is_refused(event, act, message, tmp_path):
+def test_refuses_optimizer_changes_without_effect(event, act, message, tmp_path):
     with pytest.raises(ModelError, match=message):
         train(tmp_path, Event(event, act))
 
@@ -107,7 +107,7 @@ def test_step_hooks_that_change_values_are_refused(tmp_path):
         train(tmp_path, Event("on_step_begin", register))
 
 
-def test_what_needs_no_values_is_answered(tmp_path):
+def test_stand_ins_answer_questions_about_shape_and_type(tmp_path):
     sizes: list[int] = []
 
     def ask(optimizer: Any, _: Any) -> None:

@@ -166,7 +166,7 @@ def test_the_model_saves_and_copies_itself_after_training(tmp_path):
     assert all(torch.equal(p, expected[name]) for name, p in copied.named_parameters())
 
 
-def test_weights_saved_before_make_way_for_others(tmp_path):
+def test_saved_weights_are_replaced_by_later_ones(tmp_path):
     """In another number of files, as with transformers; nothing else in the folder goes."""
     trainer = made(lohan.hf.Trainer, tmp_path / "out", max_steps=1)
     trainer.train()
@@ -227,7 +227,7 @@ print("trained", second.state.global_step)
 """
 
 
-def test_two_trainers_of_one_model_end_with_the_process(tmp_path):
+def test_two_trainers_of_a_model_end_cleanly_at_exit(tmp_path):
     """Their finalizers run at its exit: nothing is raised, and both stores are whole."""
     ended = subprocess.run(
         [sys.executable, "-c", LAST, str(tmp_path)],
@@ -267,7 +267,7 @@ def test_the_training_state_is_never_uploaded(tmp_path, monkeypatch):
     assert len(pushed) == 1
 
 
-def test_a_trainer_that_is_not_there_says_why():
+def test_missing_trainer_is_named_with_the_reason():
     with pytest.raises(ImportError, match=r"lohan.hf has no GRPOTrainer; it has .*DPOTrainer"):
         from lohan.hf import GRPOTrainer  # noqa: F401
     assert not hasattr(lohan.hf, "nothing_of_this_name")
@@ -454,7 +454,7 @@ def test_a_model_of_parameters_on_its_root(tmp_path):
     assert all(torch.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
 
 
-def test_nothing_that_learns_is_an_error(tmp_path):
+def test_refuses_model_without_trained_parameters(tmp_path):
     class Still(Line):
         def forward(self, x, labels=None):
             free = torch.zeros((), requires_grad=True)

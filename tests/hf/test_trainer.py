@@ -323,7 +323,7 @@ def test_sgd_is_that_of_transformers(momentum, tmp_path):
     assert actual.session.plan.kind.optimizer == "sgd"
 
 
-def test_lion_by_its_names(tmp_path):
+def test_accepts_all_names_of_lion(tmp_path):
     collected = {}
     for name in ("lion_32bit", "paged_lion_8bit"):
         result = script(lohan.hf.Trainer, tmp_path / name, optim=name, learning_rate=1e-3)
@@ -353,7 +353,7 @@ def test_every_refusal_names_the_argument_and_a_reason(name, tmp_path):
         lohan.hf.Trainer(small_model("llama"), args)
 
 
-def test_a_checkpoint_without_its_state_is_no_place_to_come_back_to(tmp_path):
+def test_refuses_resume_from_checkpoint_without_state(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "save_only_model": True}
     script(lohan.hf.Trainer, tmp_path, **changes)
     gc.collect()

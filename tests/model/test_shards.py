@@ -63,7 +63,7 @@ def test_padding_is_less_than_a_page_for_each_rank(found, world):
     assert group.numel <= ranks.padded(group) < group.numel + world * GROUP_ALIGN
 
 
-def test_alone_nothing_changes():
+def test_single_rank_has_the_whole_group():
     group = group_of([5, 3000])
     blocks = Blocks((group,), (), ())
     assert RankInfo().shard(group) is group and RankInfo().shards(blocks) is blocks
@@ -84,7 +84,7 @@ def test_names_of_stores():
     assert parse_store_name("store") == ("store", RankInfo())
 
 
-def test_the_environment_says_who_this_is():
+def test_rank_is_read_from_the_environment():
     assert ranks_of({}) == RankInfo() and ranks_of({"RANK": "2", "WORLD_SIZE": "3"}) == RankInfo(
         2, 3
     )

@@ -43,12 +43,12 @@ def plan(asked, host=AMPLE, profile=SLOW):
     )
 
 
-def test_every_policy_of_the_simulator_is_a_wish():
+def test_every_policy_of_the_simulator_can_be_requested():
     assert set(CHOOSERS) <= set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("asked", ["static", "recompute", "inputs"])
-def test_nothing_but_inputs(asked):
+def test_static_and_recompute_keep_only_inputs(asked):
     machine_plan = plan(asked)
     assert machine_plan.kept == () and machine_plan.spilled_sites == ()
 
@@ -115,7 +115,7 @@ def test_a_missing_solver_is_named(monkeypatch):
     plan("capuchin", SOME)
 
 
-def test_an_unknown_wish_is_refused():
+def test_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="'best'; choose holistic, recompute"):
         plan("best")
 
@@ -127,7 +127,7 @@ def test_exact_blocks_survive_json():
     assert Plan.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
-def test_the_best_is_left_to_the_planner():
+def test_holistic_is_left_to_the_planner():
     memory = MemoryModel(LAYOUT, "fp32", WORKLOAD, 4)
     assert (
         resolve_activation_policy(

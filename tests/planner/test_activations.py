@@ -79,7 +79,7 @@ def test_algorithm_1_equals_brute_force(step, kinds):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_equal_blocks_make_it_exact(layers):
+def test_algorithm_1_is_exact_for_equal_blocks(layers):
     """With one class, all candidates are equal: brute force over how many, exactly."""
     shape = model(layers=layers, classes=((500.0, 5e8),))
     step = Step(
@@ -142,7 +142,7 @@ def test_block_inputs_are_always_kept():
     assert acts.algorithm1(slow_link, shape, tokens=64, seq=64).bytes == acts.input_bytes(shape, 64)
 
 
-def test_rivals_stop_where_they_say():
+def test_rival_policies_stop_by_their_criterion():
     shape = model(layers=4, classes=((400.0, 8e6), (100.0, 1e5)))
     inputs, whole = acts.input_bytes(shape, 4096), acts.g10(base(), shape, tokens=4096, seq=1024)
     assert whole.bytes == pytest.approx(2 * 4096 * 4 * 600)

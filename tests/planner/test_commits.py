@@ -68,7 +68,7 @@ def test_commits_every_step_if_intervals_save_nothing(model):
     assert planned(model).plan.commit == EVERY_STEP
 
 
-def test_drives_that_last_are_not_spared():
+def test_durable_drives_commit_as_often_as_time_allows():
     """Then time alone counts: every step, or the next best, where each would cost too much."""
     machine = presets.machine("rtx4090")
     lasting = tuple(replace(d, endurance_bytes=1e20, write=1.5e9) for d in machine.drives)

@@ -270,7 +270,7 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
     assert "the drives have no room for more" in "\n".join(describe(less, steps=None))
 
 
-def test_drives_that_are_said_to_be_enough_are():
+def test_advised_number_of_drives_is_enough():
     asked = request("llama-3-8b", "rtx4090", batch=64, host=24 * GB)
     with pytest.raises(BudgetError, match=r"fits with \d+ drives") as refused:
         plan_for_machine(with_room(asked, 3, 45 * GB))

@@ -97,7 +97,7 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, dtype):
         ({"text": False, "batch": 1}, {}, ", or train on smaller images or latents"),
     ],
 )
-def test_only_what_exists_is_to_be_lowered(workload, options, words):
+def test_advice_names_only_options_that_apply(workload, options, words):
     requested = BatchWorkload(
         **{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload}
     )
@@ -110,7 +110,7 @@ def test_images_have_no_seq():
         assert result.text is text
 
 
-def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
+def test_ranks_on_the_cpu_get_advice_on_host_memory(parts):
     """There is no --device-memory to raise: compute works in host memory."""
     whole, workload = parts
     shards, options = RankInfo(world=2).shards(whole), PlanOptions(dtype="fp32", world=2)

@@ -33,7 +33,7 @@ def test_a_model_has_about_the_size_in_its_name(name):
 
 
 @pytest.mark.parametrize("name", presets.machine_names())
-def test_a_machine_is_whole(name):
+def test_preset_machines_have_all_figures(name):
     machine = presets.machine(name)
     assert machine.name == name and machine.has_gpu
     assert machine.usd > 0 and machine.adam > 0 and machine.ssd_read >= machine.ssd_write > 0

@@ -241,7 +241,7 @@ def test_more_memory_never_hurts_and_more_batch_never_helps_to_fit():
         assert by_batch == sorted(by_batch, reverse=True)
 
 
-def test_choices_that_are_not_the_users():
+def test_refuses_choices_that_a_policy_fixes():
     with pytest.raises(ConfigError, match="zero-infinity has update_mode serial, not naive"):
         with_choices(policy("zero-infinity"), update_mode="naive")
     assert with_choices(policy("zero-infinity"), update_mode="serial") == policy("zero-infinity")
@@ -257,7 +257,7 @@ def test_choices_that_are_not_the_users():
         ({}, 0, "must be positive"),
     ],
 )
-def test_questions_without_an_answer(changes, batch, message):
+def test_refuses_unanswerable_simulations(changes, batch, message):
     with pytest.raises(ConfigError, match=message):
         run(LOHAN, model(), machine(**changes), batch=batch, seq=64)
 

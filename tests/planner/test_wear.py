@@ -55,7 +55,7 @@ def test_wear_is_that_of_each_drive_at_its_own_price():
     assert "4.4 times the rated life of the drives, 1,100 USD" in describe_wear(taken.times(8.8))
 
 
-def test_drives_of_a_run_have_the_life_that_their_log_tells(monkeypatch, tmp_path):
+def test_rated_life_comes_from_the_log_of_the_drive(monkeypatch, tmp_path):
     facts = {
         "a": DriveFacts("nvme0n1", "X", False, Health(20, 10**14), 2 * 10**12),
         "b": DriveFacts("nvme1n1", "X", False, Health(0, 10**12), 2 * 10**12),
@@ -99,7 +99,7 @@ def test_no_percentages_of_wear():
     assert not any("%" in line for line in lines)
 
 
-def test_wear_of_nothing_is_not_told():
+def test_negligible_wear_is_not_reported():
     """A run of a minute does not ask for a cheaper drive."""
     other = Alternative("--moments int8", 1.0, 5e5, "rounded moments")
     assert wear_lines(DRIVES[:1], 1e6, steps=20, instead=[other]) == ["976.56 KiB written per step"]

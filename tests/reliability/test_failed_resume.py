@@ -13,7 +13,7 @@ from lohan.train import trainer
 from tests.support.tiny_run import arguments, write_inputs
 
 
-def test_a_resume_whose_logs_cannot_be_written_lets_go(
+def test_failed_resume_releases_its_locks(
     lohan,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -34,7 +34,7 @@ def test_a_resume_whose_logs_cannot_be_written_lets_go(
     assert resumed.code == 0, resumed.err
 
 
-def test_a_snapshot_that_a_process_died_before_is_made_up_for(
+def test_missing_snapshot_is_taken_on_resume(
     lohan,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -101,13 +101,13 @@ def campaign(
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_fault_while_a_start_is_taken_back(error, inputs, tmp_path, monkeypatch):
+def test_fault_during_the_undo_of_a_start(error, inputs, tmp_path, monkeypatch):
     assert campaign(inputs, tmp_path, monkeypatch, error=error, at=3, stride=15) > 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_fault_at_every_call_that_takes_a_start_back(error, inputs, tmp_path, monkeypatch):
+def test_fault_at_every_call_of_the_undo_of_a_start(error, inputs, tmp_path, monkeypatch):
     hits = campaign(inputs, tmp_path, monkeypatch, error=error, at=1, stride=1)
     print(f"{error.__name__} at each of {hits} calls")
     assert hits > 20

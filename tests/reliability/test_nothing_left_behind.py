@@ -27,7 +27,7 @@ def fake_tensors() -> int:
     return sum(type(item) is FakeTensor for item in gc.get_objects())
 
 
-def test_a_trace_lets_go_of_its_graph() -> None:
+def test_trace_does_not_keep_its_graph_alive() -> None:
     """A trace frees its graph.
 
     exp and softmax save their own results, which creates a reference cycle with a hook that

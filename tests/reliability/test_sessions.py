@@ -64,7 +64,7 @@ def breaking(session: lohan.Session) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [StorageIOError("no"), KeyboardInterrupt()])
-def test_after_a_roll_back_that_failed_nothing_goes_on(
+def test_failed_roll_back_blocks_further_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: Any
 ) -> None:
     tuned(monkeypatch, Tuning(cached=1.0))
@@ -140,7 +140,7 @@ def test_a_finished_step_is_committed_when_the_next_one_fails(
         assert contents(session) == expected
 
 
-def test_a_finished_step_that_cannot_be_committed_is_told(
+def test_warns_of_a_finished_step_that_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned(monkeypatch, Tuning())
@@ -248,7 +248,7 @@ def test_a_plan_that_cannot_be_followed(
         assert contents(again) == expected
 
 
-def test_a_half_made_plan_leaves_nothing_in_the_model(
+def test_failed_plan_leaves_the_model_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
     """The new executor had taken the model over when its memory turned out too small."""

@@ -78,7 +78,7 @@ def test_parts_conflict_with_the_whole_and_with_themselves():
     assert set(uses.waits_of(action("R3"), [(slot, WRITE, WHOLE)])) == {"L1", "F2"}
 
 
-def test_a_note_is_ordered_after_writes_but_delays_none():
+def test_note_follows_writes_and_delays_none():
     uses, fact = Uses(), ("fact",)
     assert uses.waits_of(action("F0"), [(fact, WRITE, WHOLE)]) == ()
     assert uses.waits_of(action("R1"), [(fact, AFTER, WHOLE)]) == ("F0",)

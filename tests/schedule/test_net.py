@@ -58,7 +58,7 @@ def test_rejects_forward_that_races_with_the_net(text, problem):
         check_forward(text)
 
 
-def test_gradients_that_are_not_there_yet():
+def test_rejects_reduction_before_gradients_are_complete():
     good = "R0@0 L0@0,0(R0) A0@0(L0) F0@0(A0) B0@0(A0) X0(B0) D0(X0) H0(D0)"
     check_forward(good)
     for wait, action in (("X0(B0)", "X0"), ("D0(X0)", "D0(B0)")):

@@ -388,7 +388,7 @@ def commit_between_spill_and_fetch() -> Run:
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
 @example(commit_between_spill_and_fetch())
-def test_no_schedule_can_go_wrong(run):
+def test_random_schedules_are_valid(run):
     chain = chain_of(run)
     validate(chain, run.spec, empty_buffers(run.spec), whole=True, by_interval=not run.commits)
     assert from_text(to_text(chain)) == chain
@@ -398,12 +398,12 @@ def test_no_schedule_can_go_wrong(run):
 @pytest.mark.slow
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
-def test_no_schedule_can_go_wrong_long_form(run):
+def test_random_schedules_are_valid_long_form(run):
     interval = not run.commits
     validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True, by_interval=interval)
 
 
-def test_upcoming_says_how_far_away_the_next_use_is():
+def test_upcoming_returns_the_distance_to_the_next_use():
     """As a search in the list of what is still to come would, for groups used twice too."""
     used, then = [0, 1, 2, 0, 3], [3, 0, 2, 1, 0]
     upcoming = Upcoming(used, then)

@@ -40,7 +40,7 @@ def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[st
     return {phase: [action.name for action in item] for phase, item in phases.items()}
 
 
-def test_updates_lie_where_the_order_says():
+def test_updates_follow_the_order():
     waits = UpdateOptions(gate=Gate.NORM)
     now, held = names(ORDER), replace(ORDER, updates=waits)
     assert list(now) == ["forward", "backward"] and now["backward"][-1] == "C"
@@ -70,7 +70,7 @@ def test_every_order_may_run(back, deferred, mode, overlap):
     check_order(SPEC, ExecutionOrder(forward=ALL, backward=back, updates=updates))
 
 
-def test_an_order_that_cannot_be():
+def test_rejects_impossible_order():
     with pytest.raises(LohanError, match="cannot hold the 2 groups"):
         check_order(
             replace(SPEC, sites=((0, 1),), slots=1),

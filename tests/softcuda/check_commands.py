@@ -56,7 +56,7 @@ def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):
     assert collected["cuda"] == collected["cuda:1"] == collected["gpu"]
 
 
-def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_path):
+def test_nan_loss_ends_both_runs_alike(lohan, model, data, tmp_path):
     """On an accelerator it is read when backward has ended, and updates are taken back."""
     settings = {}
     for device in ("cpu", "cuda"):
@@ -72,7 +72,7 @@ def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_p
     assert re.search(r"step 2: the loss is nan.*step 1, the last committed one", settings["cpu"][0])
 
 
-def test_generation_says_the_same(lohan, tmp_path):
+def test_generation_equals_that_on_the_cpu(lohan, tmp_path):
     folder, collected = write_model(tmp_path / "model", "qwen3"), {}
     requests = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
     for device in ("cpu", "cuda"):
@@ -272,7 +272,7 @@ def test_two_ranks_on_two_devices(model, data, tmp_path):
     assert collected["cuda"][1] == pytest.approx(collected["cpu"][1], rel=1e-6)
 
 
-def test_a_build_without_a_device_says_so(model, data, tmp_path):
+def test_build_without_a_device_is_reported(model, data, tmp_path):
     command = arguments(model, data, tmp_path / "run", "--device", "cuda")
     ended = run(*command, SOFTCUDA_DEVICES="0")
     assert ended.code == 2 and "Traceback" not in ended.err

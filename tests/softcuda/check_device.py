@@ -111,7 +111,7 @@ def test_streams_do_not_wait_for_each_other_by_themselves(waited):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_released_memory_is_the_next_owners_at_once(told):
+def test_released_memory_is_reused_at_once(told):
     on_device, on_host, other = ones(), torch.zeros(COUNT).pin_memory(), torch.cuda.Stream()
     cuda.set_poison(True)
     try:
@@ -128,7 +128,7 @@ def test_released_memory_is_the_next_owners_at_once(told):
     assert bool(cuda.take_races()) == (not told)
 
 
-def test_the_host_cannot_read_what_is_there():
+def test_host_cannot_read_device_memory():
     on_device = ones()
     with pytest.raises(TypeError, match="cuda"):
         on_device.numpy()
@@ -136,7 +136,7 @@ def test_the_host_cannot_read_what_is_there():
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_memory_has_an_end(expandable):
+def test_allocation_beyond_the_limit_fails(expandable):
     if expandable and OLD:
         pytest.skip("torch before 2.7 asks the driver itself for segments that grow")
     torch.cuda.empty_cache()
@@ -158,7 +158,7 @@ def test_memory_has_an_end(expandable):
         settings("expandable_segments:False")
 
 
-def test_an_error_stays_until_somebody_asks():
+def test_error_stays_until_it_is_queried():
     """Registering twice fails, and so does the next launch, unless the error is taken away."""
     memory = np.zeros(3 * 4096, dtype=np.uint8)
     place = (memory.ctypes.data + 4095) // 4096 * 4096

@@ -118,7 +118,7 @@ print(type(open_device("cuda")).__name__, type(open_device("cuda", memory=GiB)).
         ({"SOFTCUDA_INTEGRATED": "1"}, "IntegratedDevice AcceleratorDevice"),
     ],
 )
-def test_a_device_that_says_so_is_opened_as_integrated(env, says):
+def test_device_that_reports_it_is_opened_as_integrated(env, says):
     """Device memory that is given makes it a card with memory of its own."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN],

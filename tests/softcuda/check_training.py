@@ -280,7 +280,7 @@ class Large(nn.Module):
         return nn.functional.mse_loss(hidden, target)
 
 
-def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
+def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
     created = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
     wanted = train(Large(), created, tmp_path / "cpu", batch=created[0])
     result = train(Large(), created, tmp_path / "there", batch=created[0], device=there())
@@ -310,7 +310,7 @@ def test_a_missing_wait_of_the_host_shows(careless):
 
 
 @pytest.mark.parametrize("late", [(5000, 500, 2), (50_000, 0, 0), (0, 1000, 0)])
-def test_of_four_slices_a_block_two_are_there(late):
+def test_two_of_four_slices_are_on_the_device(late):
     """Two of the four slices of a block are on the device, whatever is late.
 
     Copies and operators are late by turns; only copies are, so that a buffer is needed again
@@ -501,7 +501,7 @@ def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_pageable_memory_is_said_once_and_has_the_same_bits(tmp_path):
+def test_pageable_memory_is_reported_once_and_changes_no_bit(tmp_path):
     case = Case(kind="plain")
     cuda.set_pinnable(4096)
     with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*WSL2") as caught:

@@ -42,7 +42,9 @@ def put_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("work", [created, put_back])
-def test_failed_calls_are_told(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_calls_are_reported(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at, reported = 1, 0
     while True:
         faults = Faults(at=at, error=OSError)
@@ -62,9 +64,7 @@ def test_failed_calls_are_told(work: Work, tmp_path: Path, monkeypatch: pytest.M
     assert reported > 5
 
 
-def test_a_lock_that_cannot_be_read_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_lock_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> bytes:
         raise OSError(5, "Input/output error")
 

@@ -63,12 +63,12 @@ def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durabilit
         assert verify(store) == []
 
 
-def test_after_the_first_commit_it_is_not_written(tmp_path: Path):
+def test_fixed_region_is_not_written_after_the_first_commit(tmp_path: Path):
     with made(tmp_path / "s") as store, pytest.raises(StoreError, match="'base' chunk 0 is fixed"):
         write_fixed(store)
 
 
-def test_a_store_without_it_is_not_whole(tmp_path: Path):
+def test_store_without_its_fixed_region_is_refused(tmp_path: Path):
     with Store.create(tmp_path / "s", MIXED) as store:
         write_all(store, 0)
         with pytest.raises(StoreError, match="'base' chunk 0 was not written"):
@@ -100,7 +100,7 @@ def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
             assert_fixed(store)
 
 
-def test_a_step_that_is_discarded_leaves_it(tmp_path: Path):
+def test_discarded_step_keeps_the_fixed_region(tmp_path: Path):
     with made(tmp_path / "s") as store:
         write_all(store, 1)
         store.discard()
@@ -109,7 +109,7 @@ def test_a_step_that_is_discarded_leaves_it(tmp_path: Path):
         assert_fixed(store)
 
 
-def test_a_snapshot_has_it(tmp_path: Path):
+def test_snapshot_has_the_fixed_region(tmp_path: Path):
     with made(tmp_path / "s", durability="checkpoint") as store:
         step(store)
         store.commit(clean=True)

@@ -362,7 +362,7 @@ def test_exit_without_wait_or_close(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", NATIVE)
-def test_child_process_is_told_to_open_its_own(kind: str, tmp_path: Path) -> None:
+def test_child_process_must_open_its_own_engine(kind: str, tmp_path: Path) -> None:
     open_or_skip(kind).close()
     code = PRELUDE.replace("KIND", repr(kind)) + (
         "pid = os.fork()\n"

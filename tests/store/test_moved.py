@@ -24,7 +24,7 @@ def dirs(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("use", [remove, describe, Store.open])
-def test_a_copied_first_directory_leads_nowhere(tmp_path: Path, dirs: list[Path], use) -> None:
+def test_copied_first_directory_is_refused(tmp_path: Path, dirs: list[Path], use) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(dirs[0], copy)
     before = tree(tmp_path)

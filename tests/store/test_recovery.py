@@ -147,7 +147,7 @@ def test_second_faults_at_every_call(
     second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=1)
 
 
-def test_the_store_makes_way_when_its_copy_is_whole(
+def test_restore_replaces_the_store_after_the_copy(
     tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given):
@@ -161,7 +161,7 @@ def test_the_store_makes_way_when_its_copy_is_whole(
     assert {name: (tmp_path / name).stat().st_size for name in tree(tmp_path)} == before
 
 
-def test_without_room_for_both_the_store_makes_way_first(
+def test_restore_removes_the_store_first_without_room(
     tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = files.check_free_space
@@ -185,7 +185,7 @@ def test_a_restored_store_of_several_directories_is_found_by_its_first(
     assert admin.remove(dirs[0]) == dirs
 
 
-def test_other_files_do_not_make_way(tmp_path: Path, dirs: list[Path]) -> None:
+def test_restore_keeps_foreign_files(tmp_path: Path, dirs: list[Path]) -> None:
     (dirs[1] / "notes.txt").write_text("mine")
     with pytest.raises(StoreError, match=r"holds 'notes.txt', no file of a store"):
         restore(tmp_path / "snapshot", dirs)

@@ -167,7 +167,7 @@ def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
         assert np.array_equal(buffer, content(key, chunk, nbytes, 0))
 
 
-def test_a_write_that_comes_back_after_discard_counts_for_nothing(tmp_path: Path):
+def test_write_that_completes_after_discard_is_ignored(tmp_path: Path):
     memory: dict[str, bytearray] = {}
     new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
     slow = MemoryEngine(files=memory, delay_s=1.5)
@@ -275,7 +275,7 @@ def test_directories_that_moved_or_do_not_belong(tmp_path: Path):
 # -- creation --------------------------------------------------------------------------------
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path):
+def test_too_little_space_is_reported_before_writing(tmp_path: Path):
     huge = [Region("r", (2**60,))]
     with pytest.raises(StoreError, match=r"needs 2097152\.00 TiB in .*/s, but .* are free there"):
         Store.create(tmp_path / "deep" / "s", huge)
@@ -371,7 +371,7 @@ def run_python(code: str, *, expect: int = 9) -> str:
     return done.stdout
 
 
-def test_a_second_process_is_turned_away(tmp_path: Path):
+def test_second_process_is_refused(tmp_path: Path):
     with new_store([tmp_path / "a", tmp_path / "b"]):
         message = run_python(
             f"""

@@ -86,7 +86,7 @@ def value_of(store: Store) -> int:
     return int(data[0])
 
 
-def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
+def test_rank_that_dies_at_the_barrier_leaves_a_common_commit(tmp_path: Path):
     """Rank 1 prepares, rank 0 has renamed: both stand at the step. Before that: at the last one."""
     meetings: list[str] = []
 
@@ -149,7 +149,7 @@ def test_drops_generation_that_not_all_ranks_prepared(tmp_path: Path):
         assert store.meta[COMMITS] == 1
 
 
-def test_meta_alone_has_a_number_too(tmp_path: Path):
+def test_commit_of_meta_alone_is_numbered(tmp_path: Path):
     """A skipped step changes no generation; ranks must still agree whether it was committed."""
     path = tmp_path / "rank0"
     with Store.create(path, [Region("w", (PAGE,))], barrier=lambda: None) as store:
@@ -160,7 +160,7 @@ def test_meta_alone_has_a_number_too(tmp_path: Path):
     assert commit_state_of(path) == CommitState(1, None)
 
 
-def test_a_store_that_was_prepared_once_is_not_taken_away(tmp_path: Path):
+def test_store_with_a_prepared_commit_is_not_removed(tmp_path: Path):
     """Another rank may have seen that it was, and committed."""
     path = tmp_path / "rank0"
 

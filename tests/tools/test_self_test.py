@@ -83,7 +83,7 @@ def test_figures_are_compared_on_real_devices_only():
         assert {f.note for f in compared(figures, none, SLOT)} == {"not a real device"}
 
 
-def test_slow_is_said_with_advice_and_is_no_failure(tmp_path):
+def test_slow_check_gives_advice_and_does_not_fail(tmp_path):
     def run(*_, **__):
         return {"state": "ok", "card": CARD, "figures": {"h2d": 6e9}, "facts": SLOT}
 
@@ -108,7 +108,7 @@ def here(monkeypatch):
     monkeypatch.setattr(self_test.self_test, "__kwdefaults__", defaults)
 
 
-def test_without_a_device_the_first_check_says_so_and_is_the_last(here, lohan, tmp_path):
+def test_without_a_device_only_the_first_check_runs(here, lohan, tmp_path):
     file = tmp_path / "report.json"
     ended = lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", file)
     assert ended.code == 1 and "torch finds no accelerator" in ended.out, ended

@@ -353,7 +353,7 @@ def test_a_copy_with_fewer_layers(verify):
     assert (result["layers"], result["all_layers"]) == (2, 3)
 
 
-def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
+def test_model_that_does_not_fit_is_compared_with_fewer_layers(verify, monkeypatch):
     whole_bytes = []
     needed = whole._needed
 
@@ -426,7 +426,7 @@ def test_compares_differences_with_the_tolerances():
     assert judge_losses([2.0], [2.1], fp32, noise)[0].passed
 
 
-def test_single_weights_that_go_the_other_way():
+def test_tolerates_few_sign_flips():
     """A few weights that move the other way pass only where most tensors are noisy.
 
     If one of 100 weights does, the distance is a fifth of the update. Where most tensors are

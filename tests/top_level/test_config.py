@@ -173,7 +173,7 @@ def test_rejects_removed_durability_with_the_nearest_setting() -> None:
     assert message == "[budget] durability: unknown key; did you mean commit_every?"
 
 
-def test_message_says_what_it_got_and_wants() -> None:
+def test_message_names_the_value_and_the_expected_form() -> None:
     assert refusal(train={"lr": "1e-5"}) == ('[train] lr: got text "1e-5", wants a number above 0')
     assert refusal(train={"steps": True}) == (
         "[train] steps: got true, wants a whole number of at least 1"
@@ -345,7 +345,7 @@ def test_a_rank_has_fewer_rows_than_there_may_be_ranks():
         ("[train]\noutput_dir = 'x'\n", "out"),
     ],
 )
-def test_names_of_other_trainers_lead_to_ours(text, key, tmp_path):
+def test_names_of_other_trainers_get_a_suggestion(text, key, tmp_path):
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=rf"unknown key; did you mean {key}\?"):
         load_config(tmp_path / "run.toml")

@@ -156,7 +156,7 @@ def test_lora_plus_trains_second_matrices_faster(tmp_path):
     assert_close(weights, expected, 1e-5)
 
 
-def test_parameters_stand_for_patterns(tmp_path):
+def test_parameters_are_accepted_instead_of_patterns(tmp_path):
     """Also in the form of named_parameters, and a tied weight by either of its names."""
     rows, collected = batches(2, batch=2, seq=12), []
     for number in range(3):
@@ -263,7 +263,7 @@ def test_resumed_bits_and_the_record_of_groups(tmp_path):
         ([{"params": "norm"}], "'norm' matches 1 parameters of LlamaForCausalLM, all of them fro"),
     ],
 )
-def test_refused_groups(groups, message, tmp_path):
+def test_rejects_invalid_groups(groups, message, tmp_path):
     model = small_model("llama")
     model.model.norm.requires_grad_(False)
     with pytest.raises(ConfigError, match=message):
@@ -321,7 +321,7 @@ def test_settings_are_written_and_read():
         ('params = "layers.0"', "params = 3", "wants a name, or a list of names"),
     ],
 )
-def test_refused_settings(before, after, message):
+def test_rejects_invalid_group_settings(before, after, message):
     with pytest.raises(ConfigError, match=message):
         config(TABLES.replace(before, after))
     with pytest.raises(ConfigError, match=r"write .*train.param_groups.* above each"):

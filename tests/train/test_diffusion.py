@@ -431,7 +431,7 @@ def test_a_plan_for_more_than_the_positions_of_sd3(place, tmp_path):
         diffusion.Diffusion().shapes(config, [], dtype="fp32")
 
 
-def test_too_little_memory_names_what_there_is_to_change(place, tmp_path):
+def test_too_little_memory_names_the_options_to_change(place, tmp_path):
     config = given(place, "dit", tmp_path / "run", budget__host="100KiB")
     moves = r"raise --host to .*, or lower --batch \(now 3\) or --micro-batch \(now 2\), or train "
     with pytest.raises(LohanError, match=moves + "on smaller images or latents$"):

@@ -50,7 +50,7 @@ def test_classes_of_activations_are_not_named_after_kernels():
 
 
 @pytest.mark.parametrize("stuck", [True, False])
-def test_the_third_signal_ends_a_process_whose_main_thread_hears_none(stuck):
+def test_third_signal_ends_a_process_with_a_blocked_main_thread(stuck):
     """As in a backward that runs on a device's thread. One that hears them ends by itself."""
     child = os.fork()
     if child == 0:

@@ -20,13 +20,13 @@ LATER = TrainState(step=3, updates=3)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e29])
-def test_losses_of_no_training(loss):
+def test_rejects_implausible_losses(loss):
     for progress in (TrainState(), LATER):
         with pytest.raises(TrainingError, match=rf"step {progress.step + 1}: the loss is"):
             check_loss(loss, progress)
 
 
-def test_zero_is_no_first_loss_but_may_be_learnt():
+def test_zero_loss_is_rejected_in_the_first_step_only():
     with pytest.raises(TrainingError, match=r"loss is 0\.0"):
         check_loss(0.0, TrainState())
     check_loss(0.0, LATER)
@@ -34,7 +34,7 @@ def test_zero_is_no_first_loss_but_may_be_learnt():
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 1e29])
-def test_norms_of_no_training(norm):
+def test_rejects_implausible_norms(norm):
     with pytest.raises(TrainingError, match="step 4: the gradient norm is"):
         check_norm(norm, LATER, replace(LATER, step=4))
     with pytest.raises(TrainingError, match=r"step 1: the gradient norm is 0\.0"):

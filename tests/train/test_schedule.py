@@ -73,7 +73,7 @@ def test_more_steps_and_the_learning_rate(model: Path, tmp_path: Path, keep: boo
         assert "instead of 0; --keep-schedule keeps the old one" in message
 
 
-def test_keeping_goes_with_steps(tmp_path: Path) -> None:
+def test_keep_schedule_requires_steps(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["resume", str(tmp_path), "--keep-schedule"])
     assert "--keep-schedule goes with --steps" in str(ended.exception)
 

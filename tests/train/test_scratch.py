@@ -148,7 +148,7 @@ def test_a_start_that_fails_leaves_nothing(place, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_text_without_a_tokenizer_is_told_the_option(place, tmp_path):
+def test_missing_tokenizer_names_the_option(place, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("words\n" * 100)
     with pytest.raises(LohanError, match=r"--init has no tokenizer.*with --tokenizer DIR"):

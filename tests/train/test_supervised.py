@@ -262,7 +262,7 @@ def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_long_examples_are_cut_and_told(place, tmp_path):
+def test_long_examples_are_cut_and_counted(place, tmp_path):
     """BERT has 64 places: a longer --seq does not lead beyond them."""
     rows = [{"text": "a" * 100, "label": 1}, {"text": "b", "label": 0}]
     data = write_rows(tmp_path / "data.jsonl", rows)

@@ -335,7 +335,7 @@ def test_rejects_wrong_rows_and_settings(rows, more, message, place, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_image_that_changes_is_told(place, tmp_path):
+def test_changed_image_is_reported(place, tmp_path):
     picture = tmp_path / "a.png"
     picture.write_bytes((place / "0.png").read_bytes())
     data = write_rows(tmp_path / "rows.jsonl", conversation("<image>?", images=["a.png"]))

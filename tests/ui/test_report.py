@@ -135,7 +135,7 @@ def test_timeline_is_two_steps_of_the_trace(finished):
     assert all(start <= shown["length"] for *_, start, _ in shown["spans"])
 
 
-def test_without_a_trace_it_says_how_to_get_one(report, run):
+def test_report_without_a_trace_explains_how_to_record_one(report, run):
     (run / "trace.json").unlink()
     view = Elements(report(run)).data
     assert view["timeline"] is None
@@ -175,7 +175,7 @@ def test_a_run_from_before_the_journal(report, run):
     assert page.data["charts"]["loss"][0]["y"]
 
 
-def test_a_model_that_is_gone(report, run):
+def test_report_of_a_missing_model(report, run):
     text = (run / "run.toml").read_text()
     (run / "run.toml").write_text(re.sub(r'model = ".*"', 'model = "/no/such/model"', text))
     assert "No advice is available: /no/such/model" in Elements(report(run)).shown
@@ -184,7 +184,7 @@ def test_a_model_that_is_gone(report, run):
 # -- what it must not hold ------------------------------------------------------------------------
 
 
-def test_nothing_from_outside(page):
+def test_report_loads_nothing_from_outside(page):
     for tag, attributes in Elements(page).tags:
         assert tag not in ("img", "link", "iframe", "object", "embed", "base", "form", "a")
         assert not attributes.keys() & {"src", "href", "action", "srcset"}
@@ -253,7 +253,7 @@ def test_long_curves_are_thinned():
     assert curve(rows, "loss") == {"x": [3], "y": [2.0]}
 
 
-def test_the_sentence():
+def test_summarises_the_bottleneck():
     advice = Advice(
         [
             Change("--host 16GiB", 1.9),

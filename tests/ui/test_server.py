@@ -230,7 +230,7 @@ def test_stop_needs_a_process(client: TestClient, root: Path) -> None:
 # -- Plan ------------------------------------------------------------------------------------------
 
 
-def test_tells_at_once_whether_a_batch_fits(client: TestClient) -> None:
+def test_reports_at_once_whether_a_batch_fits(client: TestClient) -> None:
     query = {"model": "llama-3-8b", "machine": "rtx4090", "batch": "8"}
     code, fit = ask(client, "fit", **query)
     assert code == 200 and fit["fits"] and fit["largest_batch"] > 8
@@ -281,7 +281,7 @@ def test_plan_is_that_of_the_command_line(client: TestClient) -> None:
     assert plan["tokens_per_s"] == printed["tokens_per_s"] and plan["plan"] == printed["plan"]
 
 
-def test_refused_settings_are_told_for_the_first_field(client: TestClient) -> None:
+def test_refused_settings_are_reported_at_the_first_field(client: TestClient) -> None:
     code, answer = tell(client, "check", name="", values={})
     assert code == 400 and "out: not given" in answer["error"]
     code, answer = tell(client, "check", name="run", values={"train.lr": "fast", "model": "m"})

@@ -117,7 +117,7 @@ def test_keeps_only_the_last_pass_without_gradients():
     assert [span.name for span in trace.take_step()] == ["B0", "F99"]
 
 
-def test_a_loop_of_its_own_leaves_nothing_behind(tmp_path):
+def test_custom_loop_leaves_no_spans(tmp_path):
     """It takes neither spans nor what the steps' manifests carry, for as many steps as it likes."""
     model, data = small_model("llama"), batches(40, batch=2, seq=8)
     with attached(model, tmp_path, batch=data[0]) as session:
@@ -232,7 +232,7 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):
         assert ("grad_norm" in row) is (more != ("--clip", 0))
 
 
-def test_no_trace_unless_asked_for(lohan, inputs, tmp_path):
+def test_writes_no_trace_by_default(lohan, inputs, tmp_path):
     assert len(run(lohan, inputs, tmp_path / "run")) == 4
     assert not (tmp_path / "run" / "trace.json").exists()
 
