@@ -492,9 +492,15 @@ def application(places: Places, *, token: str, port: int) -> ASGIApp:
 def serve(places: Places, *, port: int | None, ready: Callable[[str], None]) -> None:
     """Serve the pages on loopback until Ctrl-C; `ready` is called with their address.
 
-    Without `port`, PORT is used or, if that is taken, a free port.
+    The address is announced when requests are accepted and Ctrl-C is handled. Without `port`,
+    PORT is used or, if that is taken, a free port.
     """
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready(f"http://{HOST}:{number}/{token}/")
 
     listener = _listener(port)
     number = listener.getsockname()[1]
@@ -503,8 +509,7 @@ def serve(places: Places, *, port: int | None, ready: Callable[[str], None]) -> 
     settings = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2
     )
-    ready(f"http://{HOST}:{number}/{token}/")
-    uvicorn.Server(settings).run(sockets=[listener])
+    Server(settings).run(sockets=[listener])
 
 
 def _listener(port: int | None) -> socket.socket:
