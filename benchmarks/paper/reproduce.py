@@ -2,8 +2,8 @@
 
     python benchmarks/paper/reproduce.py [--figure TEXT] [--plot DIR] [--json] [--docs FILE]
 
-Everything is simulated, so it needs no GPU and takes about ten seconds. `--docs` rewrites the
-tables of docs/paper.md between their markers.
+Everything is simulated, so it needs no GPU and takes about ten seconds. `--docs` rewrites
+the summary of docs/paper.md between its markers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
         print("\n".join(summary(everything)))
     if options.docs:
         text = options.docs.read_text(encoding="utf-8")
-        options.docs.write_text(with_tables(text, everything), encoding="utf-8")
+        options.docs.write_text(with_summary(text, everything), encoding="utf-8")
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
         for path in draw_all(options.plot, actual):
@@ -122,15 +122,13 @@ NAMES = {
 }
 
 
-def with_tables(text: str, points: Sequence[Point]) -> str:
-    """Return a document with its summary and its tables of points brought up to date."""
-    for name, lines in (("summary", near_table(points)), ("points", point_tables(points))):
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        if start not in text or end not in text:
-            raise LohanError(f"--docs: the file lacks {start.strip()} or {end}; put them in")
-        before, rest = text.split(start)
-        text = before + start + "\n".join(lines) + "\n" + end + rest.split(end)[1]
-    return text
+def with_summary(text: str, points: Sequence[Point]) -> str:
+    """Return a document with its summary brought up to date."""
+    start, end = "<!-- summary -->\n", "<!-- end of summary -->"
+    if start not in text or end not in text:
+        raise LohanError(f"--docs: the file lacks {start.strip()} or {end}; put them in")
+    before, rest = text.split(start)
+    return before + start + "\n".join(near_table(points)) + "\n" + end + rest.split(end)[1]
 
 
 def near_table(points: Sequence[Point]) -> list[str]:
@@ -150,28 +148,6 @@ def near_table(points: Sequence[Point]) -> list[str]:
         *lines,
         f"| what runs out of memory, largest model | {len(memory)} | {right} right | | |",
     ]
-
-
-def point_tables(points: Sequence[Point]) -> list[str]:
-    """Return a table for each figure, with the error of each simulated value."""
-    lines: list[str] = []
-    for figure in dict.fromkeys(point.figure for point in points):
-        part = [point for point in points if point.figure == figure]
-        at = list(dict.fromkeys(point.at for point in part))
-        heads = (_where(next(p for p in part if p.at == x)) for x in at)
-        lines += ["", f"{figure}:", "", f"| | {' | '.join(heads)} |"]
-        lines.append("|---" * (len(at) + 1) + "|")
-        for series in dict.fromkeys(point.series for point in part):
-            cells = {p.at: _document_cell(p) for p in part if p.series == series}
-            lines.append(f"| {series} | {' | '.join(cells.get(x, '') for x in at)} |")
-    return lines
-
-
-def _document_cell(point: Point) -> str:
-    if point.error is not None:
-        return f"{round(100 * point.error):+d} %"
-    published, actual = (_cell(value).strip() for value in (point.published, point.ours))
-    return published if point.right else f"{published}, **{actual}**"
 
 
 # -- pictures -------------------------------------------------------------------------------------

@@ -151,15 +151,15 @@ def test_the_script_prints_and_draws(tmp_path):
     assert drawn[-1] == "overview.png" and drawn[0].startswith("01-largest-model")
 
 
-def test_the_document_holds_the_error_of_every_point(points):
+def test_document_holds_the_summary_of_all_points(points):
     import reproduce
 
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert reproduce.with_tables(text, points) == text, (
+    assert reproduce.with_summary(text, points) == text, (
         "python benchmarks/paper/reproduce.py --docs docs/paper.md"
     )
-    with pytest.raises(LohanError, match="end of points"):
-        reproduce.with_tables(text.replace("<!-- end of points -->", ""), points)
+    with pytest.raises(LohanError, match="end of summary"):
+        reproduce.with_summary(text.replace("<!-- end of summary -->", ""), points)
 
 
 def test_the_tables_say_how_far_apart_they_are(points):
