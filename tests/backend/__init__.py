@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 def compiler() -> str | None:
-    """Of C++, if there is one."""
+    """Return a C++ compiler, or None if there is none."""
     return shutil.which("c++") or shutil.which("g++")
 
 

@@ -50,7 +50,7 @@ def there(memory: int | None = None) -> AcceleratorDevice:
 
 @functools.cache
 def on_cpu(kind: str) -> Result:
-    """With the attention that torch has for every device."""
+    """Run on the CPU, with the attention kernel that torch has for every device."""
     with TemporaryDirectory() as place, sdpa_kernel(SDPBackend.MATH):
         train_batches = batches(4, batch=4, seq=24)
         return train(
@@ -115,7 +115,7 @@ def test_dropout_draws_from_the_device(tmp_path):
 
 
 def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
-    """With a mask, which is no floating-point input and stays where it is."""
+    """The mask is not a floating-point input and stays on the device."""
     train_batches = batches(3, batch=4, seq=24)
     for batch in train_batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -158,7 +158,7 @@ def test_the_command_line(lohan, model, data, tmp_path):
 
 
 class Positions(torch.nn.Module):
-    """With a table that belongs to the checkpoint and that nobody changes."""
+    """A module with a position table that is in the checkpoint and never changes."""
 
     def __init__(self) -> None:
         super().__init__()

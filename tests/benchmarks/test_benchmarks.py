@@ -92,7 +92,7 @@ def test_growth_prices_plans_and_steps_of_any_size(
 
 
 def test_every_script_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script imports is there, and its sides too; what they do, in the slow tier."""
+    """Scripts and their sides can be imported; the slow tier tests what they do."""
     for folder in (ROOT / "benchmarks", ROOT / "benchmarks" / "paper"):
         monkeypatch.syspath_prepend(str(folder))
         scripts = sorted(folder.glob("*.py"))
@@ -105,7 +105,7 @@ def test_every_script_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_launch_counts_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In this process; how long each takes is not tested."""
+    """Only the parts are tested, in this process, not their duration."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import launch
 

@@ -60,7 +60,7 @@ def test_four_gpus_are_within_20_percent(points):
 
 
 def test_the_card_by_systems_that_only_compute(points):
-    """One rate for forward and backward, which neither of them was used to find."""
+    """One rate of forward and backward fits two systems that were not used to derive it."""
     peer = errors(points, lambda p: p.policy == "slideformer" and p.unit == "tokens/s")
     assert len(peer) == 2 and max(map(abs, peer.values())) < 0.05, peer
     large = errors(
@@ -80,7 +80,7 @@ def test_least_time_is_at_few_swapped_bytes_as_published(points):
 
 
 def test_two_gpus_take_about_as_long_as_four():
-    """With as many rows on each: their sums in host memory differ by what is read alone."""
+    """With equal rows per GPU, only the reads for sums in host memory differ."""
     model, machine = presets.model("gpt-13b"), presets.machine("ratel-4090")
     one, two, four = (
         run(policy("lohan"), model, replace(machine, gpus=gpus), batch=8 * gpus, seq=1024).step_s
@@ -91,7 +91,7 @@ def test_two_gpus_take_about_as_long_as_four():
 
 @pytest.mark.parametrize("host_gb", [256, 768])
 def test_the_largest_model_is_the_same_on_a_card_of_16_gib(host_gb):
-    """What ends it is no memory: the next size has matrices of 4 GiB in fp32."""
+    """The limit is not memory: the next size has matrices of 4 GiB in fp32."""
     machine = replace(presets.machine("ratel-4080"), host_bytes=host_gb * 10**9)
     actual = {
         size: fits(policy("lohan"), presets.model(f"gpt-{size}b"), machine, batch=1, seq=1024)

@@ -30,12 +30,7 @@ def test_fake_inputs_have_no_values_by_default():
 
 
 def test_inputs_keep_their_values_if_a_model_reads_them():
-    """All inputs keep their values where a model inspects them.
-
-    Idefics looks for images that are padding, and Longformer for a float mask that lets all
-    tokens see each other. Results computed from weights have no values, nor have large
-    constants.
-    """
+    """All inputs keep their values if a model inspects them."""
     images = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
     with faking(KnownValues.INPUTS):
         fake_images, weights = fake_like(images, KnownValues.INPUTS), torch.empty(2, 2**40)

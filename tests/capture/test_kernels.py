@@ -139,7 +139,7 @@ def package_with_kernel(name: str, folder: Path, monkeypatch: Any) -> ModuleType
 
 
 def test_planning_names_the_package_of_a_kernel(tmp_path, monkeypatch):
-    """As fla, mamba-ssm and causal-conv1d, which models use if they are installed."""
+    """Models use fla, mamba-ssm and causal-conv1d if they are installed."""
     message = refused(package_with_kernel("scans", tmp_path, monkeypatch).kernel, tmp_path)
     assert "module blocks.0 (Block) calls a kernel" in message
     assert "(scans.ops)" in message and "uninstall scans, if the model also runs" in message

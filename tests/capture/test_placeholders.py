@@ -45,7 +45,7 @@ class Idioms(nn.Module):
 
 
 class Gained(Idioms):
-    """With a parameter that stays in memory, a view of which is given to the blocks."""
+    """A model with a parameter in memory, a view of which is passed to the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_placeholder_is_like_its_parameter(model, tmp_path):
     ],
 )
 def test_writes_outside_a_block_are_refused(write, model, tmp_path):
-    """What is written would be lost."""
+    """The written values would be lost."""
     with (
         attached(model, tmp_path),
         torch.no_grad(),

@@ -59,7 +59,7 @@ def plain(kind, micro_batch=BATCH, **options):
 
 
 def keeping(kind, choose, micro_batch=BATCH, **options):
-    """With the classes for which `choose(name)`; a fall-back to full recomputation is an error."""
+    """Keep the classes for which `choose(name)` is true; recomputing in full is an error."""
 
     def save_plan(samples):
         actual = inventory_of(kind, samples)

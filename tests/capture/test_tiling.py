@@ -217,7 +217,7 @@ def test_autocast_of_forward_is_that_of_backward():
 
 
 def test_sums_of_many_tiles_round_once():
-    """In bf16 itself, a sum of so many would lose most of what it adds."""
+    """A sum of so many terms in bf16 itself would lose most of them."""
     block = Block(lambda x: x).bfloat16()
     x = torch.rand(1, 512, WIDTH, dtype=torch.bfloat16)
     whole = made(block, block, x)

@@ -16,7 +16,7 @@ Pair = namedtuple("Pair", "one other")
 
 
 def tree(draw: random.Random, depth: int = 4) -> Any:
-    """Of all that there may be, and empty ones too."""
+    """Draw nested containers of all kinds, including empty ones."""
     if not depth or draw.random() < 0.3:
         return draw.choice((None, True, 3, 0.5, "text", b"bytes", slice(1), complex(1)))
     parts = [tree(draw, depth - 1) for _ in range(draw.randrange(4))]

@@ -14,7 +14,7 @@ from tests.support.unusual_modules import Plain
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_language_models_are_cut_the_same_with_and_without_a_batch(family):
-    """So plans, runs and resumed runs agree, whatever they know."""
+    """Plans, runs and resumed runs therefore agree, whether or not they have a batch."""
     model = build_from_config(CONFIGS[family], dtype=torch.float32)
     batch = {"input_ids": torch.empty((2, 8), dtype=torch.long, device="meta")}
     assert cut_for(model, batch) == cut(model)

@@ -44,7 +44,7 @@ FORMATS = {
 
 
 def fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """As DeepSeek-V3 is published: the largest value of a block is the largest of float8."""
+    """Quantise as in DeepSeek-V3: the largest value of a block becomes the largest of float8."""
     rows, columns = weight.shape
     grid = [math.ceil(size / step) for size, step in zip(weight.shape, block, strict=True)]
     scales = torch.empty(grid)
@@ -482,7 +482,7 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def plain_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """As `words`, of codes that begin at 0."""
+    """Return `words` of codes that begin at 0."""
     return words(codes - 2 ** (bits - 1), bits)
 
 

@@ -463,7 +463,7 @@ def test_names_files_without_permission(locked, lohan, model, data, place):
 
 
 def test_a_disk_that_fills_up(lohan, model, data, place, monkeypatch):
-    """In the middle of a run: one message, and the run goes on when there is room again."""
+    """A full disk during a run is one message, and the run continues when there is space again."""
     disk = place / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]

@@ -41,7 +41,7 @@ def process(*words: object, **options: object) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("where", ["here", "callback", "swallowed"])
 @pytest.mark.parametrize("name", ["lohan.cli.main", "typer", "lohan.train.trainer", "torch"])
 def test_ctrl_c_while_it_starts(name, where, tmp_path):
-    """One line, whichever module is just being imported."""
+    """The message is one line, whichever module is being imported."""
     script = ROOT / "tests" / "support" / "interrupts.py"
     given = [option for key in ("model", "data", "out") for option in (f"--{key}", tmp_path / key)]
     ended = process(script, where, name, "train", *given, stdout=subprocess.PIPE)
@@ -58,7 +58,7 @@ def test_error_caused_by_ctrl_c_is_reported_as_interruption(monkeypatch, tmp_pat
 
 
 def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
-    """What has no steps says nothing of them; of several ranks the first speaks."""
+    """Commands without steps do not mention any; of several ranks only the first prints."""
     script = ROOT / "tests" / "support" / "interrupts.py"
     ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
     assert (ended.returncode, ended.stderr) == (130, "lohan: interrupted\n")
@@ -123,7 +123,7 @@ def test_closed_pipe_ends_store_ls(unread, tmp_path):
 
 
 def test_pipe_closed_after_the_first_line_ends_the_command():
-    """As in `lohan plan ... | head -1`: it may or may not have written all of it by then."""
+    """As in `lohan plan ... | head -1`, the command may or may not have written everything."""
     command = f"'{sys.executable}' -m lohan {' '.join(PLAN)} | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(

@@ -49,7 +49,7 @@ def test_set_overrides_file_and_options(lohan, folder, tmp_path):
 
 
 def test_another_optimizer_in_a_run(lohan, folder, tmp_path):
-    """It trains, goes on, evaluates; and a run keeps the one it was begun with."""
+    """A run trains, resumes and evaluates with another optimizer, which it keeps."""
     out = tmp_path / "run"
     ended = lohan(*arguments(folder, out, "--optimizer", "lion", "--moments", "int8"))
     assert ended.code == 0, ended.err
@@ -183,7 +183,7 @@ def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):
 
 
 def test_every_option_is_a_setting(lohan, folder, tmp_path):
-    """All of it from a file."""
+    """Every option can be given in a file."""
     (tmp_path / "run.toml").write_text(
         f'model = "{folder}/model"\ndata = "{folder}/data.jsonl"\nout = "run"\nseed = 3\n'
         "[train]\nsteps = 2\nbatch = 2\nseq = 16\npack = true\n"

@@ -271,7 +271,7 @@ def test_split_returns_every_pattern(exponent: int, sign: int, mantissas: list[i
 
 
 def test_split_over_the_whole_range(each_isa: str) -> None:
-    """All upper halves, each with low halves around the rounding points and a few random ones."""
+    """Covers all upper halves, with low halves around the rounding points and random ones."""
     rng = np.random.default_rng(0)
     upper = np.arange(2**16, dtype=np.uint32) << 16
     lows = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF, *rng.integers(0, 2**16, 25)]
@@ -330,7 +330,7 @@ def test_fp16_variants_give_the_same_bits_also_for_nan() -> None:
 
 
 def test_fp16_gradients_are_read_exactly(each_isa: str) -> None:
-    """With beta1 = 0 and one step, m is the gradient itself: all 65,536 patterns."""
+    """With beta1 = 0, one step stores the gradient in m, for all 65,536 patterns."""
     g = aligned_copy(np.arange(2**16, dtype=np.uint16))
     w, p, m, v = aligned(2**16, "u2"), *(aligned(2**16, "f4") for _ in range(3))
     _core.adamw_fp16(w, p, m, v, g, step=1, **HYPER | {"beta1": 0.0})

@@ -142,7 +142,7 @@ def test_template_that_closes_nothing_gets_the_end_token(model_dir: Callable[...
 def test_token_across_the_border_is_split_as_in_generation(
     model_dir: Callable[..., Path],
 ) -> None:
-    """With a merge of " A", tokens of the prompt are no prefix of those of the whole."""
+    """With a merge of " A", tokens of the prompt are not a prefix of those of the text."""
     folder = model_dir(template=PLAIN, merges=[("Ġ", "A")])
     encoder = Encoder(folder)
     ids, labels = encode_row({"messages": TURNS[1:3]}, encoder=encoder, place="")

@@ -44,7 +44,7 @@ def test_workspace_is_fixed_before_cuda_is_used(without_workspace, monkeypatch):
 
 
 def test_session_restores_torch_settings(tmp_path, without_workspace, monkeypatch):
-    """On the CPU nothing changes; a session ends what it began."""
+    """Nothing changes on the CPU; elsewhere a session restores the settings at its end."""
     assert TrainConfig(deterministic=True).deterministic
     with attach(
         small_model("llama"),

@@ -128,7 +128,7 @@ def test_activations_are_offloaded(activations, micro_batch, tmp_path):
 
 @pytest.mark.parametrize("micro_batch", [1, None])
 def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
-    """From the device through host memory to SSD and back."""
+    """Activations pass from the device through host memory to SSD and back."""
     options = {"activations": "all", "micro_batch": micro_batch}
     wanted, _ = language_run(tmp_path / "cpu", **options)
     grown = Sizer.grown
@@ -214,7 +214,7 @@ def test_out_of_memory_raises_the_error_of_torch_and_aborts_the_step(tmp_path):
 
 
 def test_host_memory_that_cannot_be_pinned(tmp_path):
-    """It is said once, with the reason and what it costs; results are the same."""
+    """A warning gives the reason and the cost once; the results are the same."""
     case, tuning = Case(kind="plain"), TINY
     device = EmulatedDevice(64 * MiB, pinnable=4096)
     with pytest.warns(RuntimeWarning, match=r"cannot pin .*Cannot allocate memory.*half") as caught:

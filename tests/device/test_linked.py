@@ -18,7 +18,7 @@ TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
     [("several", "balanced", 0.0), ("tied", "optimized", CLIP), ("several", "serial", 0.0)],
 )
 def test_equals_the_cpu_bit_for_bit(kind, mode, clip, tmp_path):
-    """With lanes late at random, as on any device."""
+    """Lanes are delayed at random."""
     device = LinkedCpuDevice(64 * MiB)
     case = Case(kind=kind, clip=clip, micro_batch=1, dropout=0.2)
     check(case, tmp_path, TINY, mode=mode, seed=4, device=device)

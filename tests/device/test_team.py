@@ -246,7 +246,7 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 def kill_and_go_on(forge, inputs, whole, out: Path, *, rank: int, boundary: int) -> None:
-    """One rank is gone; the other stops by itself, says so, and both together go on."""
+    """Kill one rank; the other stops by itself with a message, and both resume together."""
     expected, names = whole
     where = f"rank {rank} killed at {boundary}, {names[rank][boundary]}"
     start_s = time.monotonic()
@@ -289,7 +289,7 @@ def test_kill_long_form(number, forge, inputs, whole, tmp_path):
 
 
 def test_kill_between_prepared_and_committed(forge, inputs, whole, tmp_path):
-    """One rank has prepared a step and dies before its rename: its neighbour may have renamed."""
+    """A rank dies after preparing a step and before its rename; the other may have renamed."""
     names = whole[1][1]
     renames = [i for i, name in enumerate(names) if name == "replace"]
     middle = renames[len(renames) // 2 :]
@@ -313,7 +313,7 @@ def test_ctrl_c_stops_all_ranks_at_one_step(forge, inputs, whole, tmp_path):
 
 @pytest.mark.slow
 def test_hanging_rank_is_killed(forge, inputs, tmp_path):
-    """It closes no connection: the others miss its heartbeat."""
+    """A hanging rank closes no connection, so the others miss its heartbeat."""
     out = tmp_path / "run"
     processes = forked_ranks.start(forge, 2, *dying(inputs, out))
     while "step 2/" not in processes[0].output():

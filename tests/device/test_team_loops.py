@@ -80,7 +80,7 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     "case", thinned(["trainers", "trainers_with_a_loss", "trainers_with_means"], 2)
 )
 def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
-    """As transformers' own with DDP."""
+    """The results are those of transformers' own Trainer with DDP."""
     load_trainers(forge)
     from tests.support.trainer_scripts import weights
 
@@ -109,7 +109,7 @@ def test_a_chat_script_under_torchrun(forge, tmp_path):
 
 
 def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
-    """One store name for all ranks, which the output folder has in writing."""
+    """All ranks use one store name, which the output folder records."""
     load_trainers(forge)
     ended = forked_ranks.case(forge, 2, "trainers_with_a_drive", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)

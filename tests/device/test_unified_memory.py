@@ -67,7 +67,7 @@ def test_counts_overhead_of_the_gpu_in_host_memory():
 
 
 def test_updates_run_beside_compute_of_a_gpu_in_host_memory():
-    """On the CPU, updates take the cores from compute, so that the same plan takes both."""
+    """On the CPU, updates share the cores with compute, so the same plan takes longer."""
     machine = faster_drives(SPARK, 1000.0)
     forecast = plan_for_machine(request(machine)).forecast
     assert forecast is not None and forecast.shared_s == 0

@@ -230,7 +230,7 @@ def losses(model: nn.Module, data, step) -> list[float]:
     "config", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"]
 )
 def test_virtual_tokens_over_a_base_that_streams(config, tmp_path):
-    """As PEFT does it in memory, trained and saved."""
+    """Training and saving equal PEFT in memory."""
     more = {"encoder_hidden_size": 16} if config == "PromptEncoderConfig" else {}
     config = getattr(peft, config)(task_type="CAUSAL_LM", num_virtual_tokens=4, **more)
     plain = peft.get_peft_model(small_model("llama"), config)

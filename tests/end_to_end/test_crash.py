@@ -111,7 +111,7 @@ def crossed(names: list[str], kill_at: Boundary) -> int | None:
 
 
 def test_phases_from_which_kills_are_drawn_occur(forge, tmp_path):
-    """Of benchmarks/kills.py: names that have moved would end its processes at once."""
+    """A renamed phase would end the processes of benchmarks/kills.py at once."""
     ended = forge.run(
         "--help", before="phase_log:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")}
     )
@@ -200,7 +200,7 @@ def test_kill_long_form(number, forge, inputs, whole, tmp_path):
 
 @pytest.mark.slow
 def test_kill_at_every_boundary_of_the_first_commit(forge, inputs, whole, tmp_path):
-    """From the last write of the first generation to the log of the first step."""
+    """The range is from the last write of the first generation to the log of the first step."""
     names = whole[1]
     first = names.index("sync")
     last = first + 2 * names[first:].index("write")
@@ -363,7 +363,7 @@ def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
 
 
 def test_second_start_in_a_folder_is_refused(forge, inputs, whole, tmp_path):
-    """One of them is refused, and takes nothing of the other's away."""
+    """One start is refused, and removes nothing of the other."""
     out = tmp_path / "run"
     runs = [forge.start("train", *arguments(inputs, out)) for _ in range(2)]
     ended = [run.wait() for run in runs]
@@ -506,7 +506,7 @@ def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPa
     ],
 )
 def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path):
-    """From the third step on; a resumed run begins with its first plan and looks again."""
+    """The kills begin with the third step; a resumed run starts with its first plan and replans."""
     given = [*arguments(inputs, tmp_path / "run"), *ANEW]
     kill_at = int(share * len(replanned))
     ended = forge.run("train", *given, kill_at=kill_at, before="replan_at_once:always")

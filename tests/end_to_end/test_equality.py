@@ -156,7 +156,7 @@ def test_head_in_slices_of_tokens(tied, tmp_path):
 
 
 def test_evaluation_between_steps(tmp_path):
-    """Without gradients nothing is trained, and logits are those of the committed weights."""
+    """A call without gradients trains nothing and uses the committed weights."""
     model = small_model("llama")
     data = batches(3, batch=2, seq=16)
     _, expected = plain_run(model, data)

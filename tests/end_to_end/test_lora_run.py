@@ -89,7 +89,7 @@ def logits(model, ids):
 
 
 def test_merged_export_equals_base_plus_adapter(lohan, inputs, tmp_path):
-    """Of a run, and of an adapter's folder: the logits of PEFT on the base."""
+    """Merging a run, or the folder of an adapter, gives the logits of PEFT on the base."""
     base, run = inputs[1], tmp_path / "run"
     how = ["--lora", 4, "--lora-targets", "q_proj", "--lora-targets", "down_proj", "--lr", "1e-2"]
     ended = lohan("train", *inputs, *how, "--seq", 16, "--out", run, "--steps", 2)

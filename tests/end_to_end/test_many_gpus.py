@@ -134,7 +134,7 @@ def test_resume_uses_the_number_of_ranks_of_the_run(launched, monkeypatch):
 
 
 def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
-    """As a run of one rank from the start; what another number of ranks has left is gone."""
+    """The result equals a run of one rank, and stores of other numbers of ranks are removed."""
     out, alone = tmp_path / "run", tmp_path / "alone"
     ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, steps=3))
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
@@ -150,7 +150,7 @@ def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
 
 
 def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):
-    """Without a run: the same that a run follows, for the rows that its data has."""
+    """The plan without a run equals that of the run, for the rows of its data."""
     words = arguments(inputs, tmp_path / "run", *EVEN, "--gpus", 2, "--dry-run", steps=5)
     shown = forge.run(*words)
     assert shown.code == 0, shown.err

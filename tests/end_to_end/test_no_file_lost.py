@@ -426,7 +426,7 @@ def test_links_are_not_followed(tmp_path):
 
 
 def test_holder_of_a_run_is_the_process_with_the_lock(tmp_path):
-    """Not whoever has the number in its file by now."""
+    """A process that has the number in the lock file by chance does not count."""
     (tmp_path / "lock").write_text(f"{os.getppid()}\n")
     assert lock_holder(tmp_path) is None
     lock = StoreLock([tmp_path])
@@ -536,7 +536,7 @@ def test_every_run_has_a_name_of_its_own(tmp_path):
 def test_commands_that_keep_nothing_leave_all_as_it_was(
     name, interrupted, inputs, tmp_path, call, monkeypatch
 ):
-    """In a folder with files of a user's, which is the place for what they need meanwhile."""
+    """The current folder contains files of the user."""
     here, model = tmp_path / "here", tmp_path / "here" / "model"
     shutil.copytree(inputs / "model", model)
     for other in ("store", "lohan-store", "lohan-verify", "data", "lock", "notes"):
@@ -634,7 +634,7 @@ def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
 
 
 def test_prepared_data_does_not_follow_a_link(inputs, tmp_path):
-    """One that lies where a file of prepared data is written."""
+    """The link is at a path where prepared data is written."""
     precious, place = tmp_path / "precious", tmp_path / "data"
     precious.write_text("mine")
     place.mkdir()

@@ -169,7 +169,7 @@ def test_second_session_continues_where_the_first_ended(tmp_path):
 
 
 class Twice(nn.Module):
-    """One block called three times in a forward, its weights shared with another place."""
+    """A block that is called three times in a forward, with weights shared with another place."""
 
     def __init__(self) -> None:
         super().__init__()

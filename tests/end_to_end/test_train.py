@@ -217,7 +217,7 @@ def test_run_without_export_can_be_exported_later(lohan, model, tmp_path):
 
 
 def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
-    """What the pool has handed out at its peak is at most what the printed ledger promises."""
+    """The peak of the pool is at most the total of the printed ledger."""
     sessions, pools, written = [], [], []
 
     class Kept(HostPool):

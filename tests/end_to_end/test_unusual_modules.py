@@ -376,7 +376,7 @@ def test_hidden_states_of_a_model_inside_a_block(check, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"overlap": False}])
 def test_a_block_that_rebinds_its_weight_sees_every_update(options, tmp_path):
-    """What it gave its parameter in one call must not be there in the next."""
+    """Data assigned to a parameter in one call must not be used in the next."""
     data = Plain.data(4)
     expected_losses, expected = plain_run(made(Plain), data)
     losses, weights = lohan_run(made(Plain, Rebinding), data, tmp_path, **options)

@@ -64,7 +64,7 @@ def test_updates_pass_checksums_to_the_store(
 
 
 def test_resident_parameters_may_be_changed_between_steps(tmp_path, monkeypatch):
-    """By the user, as CLIP's scale is."""
+    """User code changes them between steps, like the scale of CLIP."""
     tuned(monkeypatch, Tuning(cached=1.0))
     with attached(net(), tmp_path, clip=0.01) as session:
         for batch in data(4):

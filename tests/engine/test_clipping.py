@@ -160,7 +160,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
 
 
 def test_held_gradients_are_released_after_their_update(tmp_path, monkeypatch):
-    """After the updates nothing of a step is left in memory."""
+    """After the updates, no gradient of the step is left in memory."""
     tuned(monkeypatch, Tuning(spilled=0.5))
     with attached(net("tied"), tmp_path, clip=0.1) as session:
         for batch in data(3):

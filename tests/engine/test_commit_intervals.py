@@ -50,7 +50,7 @@ def budget(place: Path, every: str | int) -> lohan.Budget:
     ],
 )
 def test_commit_interval_changes_no_bit(case: Case, tuning, every, tmp_path, monkeypatch):
-    """On late lanes, with norms that cross the limit and, in fp16, with steps that overflow."""
+    """Lanes are delayed, norms cross the limit, and some fp16 steps overflow."""
     limit, expected = case.waiting
     tuned(monkeypatch, tuning)
     result = train(
@@ -68,7 +68,7 @@ def test_commit_interval_changes_no_bit(case: Case, tuning, every, tmp_path, mon
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Without clipping, every step committed, one action after the other."""
+    """Train without clipping and overlap, with every step committed."""
     with pytest.MonkeyPatch.context() as patch:
         tuned(patch, Tuning())
         return train(net(), data(8), tmp_path_factory.mktemp("plain"), overlap=False)
@@ -143,11 +143,7 @@ def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path,
 
 @pytest.mark.parametrize(("clip", "back_to"), [(1e9, 7), (0.0, 5)])
 def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
-    """After an error in backward, training continues to the same bits.
-
-    Earlier steps are committed, unless the updates of the failed step have overwritten theirs:
-    then the last commit remains.
-    """
+    """Training continues to the same bits after an error in backward."""
     tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
     model = net()
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
@@ -253,7 +249,7 @@ def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
 
 
 def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
-    """What is logged or copied at a step is of that step, whenever the run dies."""
+    """What is logged or copied at a step belongs to that step, whenever the run dies."""
     more = (
         "--eval-data",
         inputs / "data.jsonl",

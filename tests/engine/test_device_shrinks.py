@@ -85,7 +85,7 @@ def test_retry_repeats_the_random_numbers(tmp_path):
 
 @pytest.mark.parametrize("failing", [2, 3])
 def test_the_first_step_that_overlaps_is_guarded_too(failing, tmp_path):
-    """Then memory that ends is an error with a next move; a smaller plan has what was used less."""
+    """A later shortage is an error with advice; the smaller plan uses less memory than before."""
     dataset, messages, tries = data(3), list[str](), list[int]()
 
     def step() -> float:

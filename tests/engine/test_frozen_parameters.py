@@ -90,7 +90,7 @@ def test_every_mode_gives_the_bits_of_one_after_the_other(which, clip, tmp_path)
 
 
 def test_frozen_groups_have_no_state_and_no_writes(tmp_path):
-    """What the ledger promises is what lies on SSD and what a step moves."""
+    """The ledger equals the files on SSD and the bytes that a step moves."""
     data = batches(3, batch=2, seq=12)
     model = partly("first blocks")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

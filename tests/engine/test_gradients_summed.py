@@ -45,7 +45,7 @@ class Twice(nn.Module):
     [(False, 1, sum(ROWS)), (True, 1, 2 * sum(ROWS)), (False, None, 260.0)],
 )
 def test_sums_are_fp32(tied, micro_batch, expected, tmp_path):
-    """Without slices one product has all rows, and rounds once: 259 to 260."""
+    """Without slices, one product has all rows and rounds once: 259 to 260."""
     model = Twice(tied).to(torch.bfloat16)
     sgd = lohan.SGD(lr=RATE, momentum=0.0)
     batch = {"x": torch.tensor(ROWS, dtype=torch.bfloat16)[:, None].expand(-1, WIDTH).contiguous()}

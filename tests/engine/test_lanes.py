@@ -284,11 +284,7 @@ def test_note_lists_the_ten_actions_before_the_error(make):
 
 
 def test_failure_completes_actions_in_flight_and_commits_nothing(make):
-    """After a failure, actions in flight complete and nothing is committed.
-
-    R2 was submitted when R1 failed: its buffer belongs to the drive until it completes. C has
-    nothing in flight, so it does not run, although it was reached.
-    """
+    """Actions in flight complete after a failure, and nothing is committed."""
     runner = Recorder()
     lanes = make(runner)
     runner.gate = "R0"

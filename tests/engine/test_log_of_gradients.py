@@ -35,7 +35,7 @@ STEPS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedTuning(Tuning):
-    """All weights in memory or a share of them, and a share of the state."""
+    """Settings with all weights or a share of them in memory, and a share of the state."""
 
     cached_state: float = 0.3
     cached_weights: float = 1.0

@@ -114,7 +114,7 @@ def test_resumed_run_has_the_same_moving_average(tmp_path):
 
 
 def test_experts_and_tensors_without_gradients_move_too(tmp_path):
-    """Where a tensor got no gradient its weights stay, and the average still comes closer."""
+    """Weights without a gradient stay, but their average still approaches them."""
     net = model_of("mixtral")
     result, expected = run(net, data_of("mixtral", 3), tmp_path)
     assert all(torch.allclose(result[n], w, atol=1e-7, rtol=1e-6) for n, w in expected.items())

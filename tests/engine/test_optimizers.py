@@ -49,7 +49,7 @@ def made(name: str, moments: str = "fp32", **changes: Any) -> Optimizer:
 
 
 def plain_run(model, rows, optimizer: Optimizer, *, clip: float = 0.0):
-    """In memory, with torch's optimizer or the plain one; fp32."""
+    """Train in memory, in fp32, with torch's optimizer or the plain one."""
     model = copy.deepcopy(model)
     stepping = in_memory(optimizer, decay_groups(model, optimizer.weight_decay))
     losses = []
@@ -183,7 +183,7 @@ def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monke
     ],
 )
 def test_16_bit_weights(name, moments, dtype, tmp_path, monkeypatch):
-    """With loss scaling, where the type needs it."""
+    """Loss scaling is used if the type needs it."""
     more = {"dtype": dtype, "kind": "llama"}
     plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, **more)
     other = run(name, moments, tmp_path / "other", monkeypatch, mode="balanced", seed=1, **more)
@@ -291,7 +291,7 @@ def test_another_optimizer_is_refused(tmp_path):
 
 
 def test_plan_counts_every_byte_of_state(tmp_path):
-    """What the ledger says of drives and memory is what store and pool take."""
+    """The ledger of drives and memory equals the bytes of store and pool."""
     for name, moments in (KINDS[0], *QUICK):
         model = small_model("llama", dtype=torch.bfloat16)
         with attached(
@@ -342,7 +342,7 @@ def test_refuses_settings_out_of_range(make, message):
 
 
 def test_numbers_of_other_kinds_and_functions():
-    """What counts as a number elsewhere does so here; a function is asked step by step."""
+    """Other kinds of numbers are accepted, and a function is called for every step."""
     assert lohan.AdamW(lr=torch.tensor(0.5)).lr_at(0) == 0.5
     assert lohan.Lion(lr=lambda step: np.float32(step)).lr_at(3) == 3.0
     with pytest.raises(ConfigError, match=r"Lion lr\(2\) is 'fast'; it must be a number"):

@@ -365,10 +365,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     ("fault", "cause"), [FAULTS[1], FAULTS[4], (Fault("eio", "sync", 2), "EIO")]
 )
 def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
-    """After a failed sync the session ends, and its message says how to resume.
-
-    Nobody knows what the drive has stored.
-    """
+    """A failed sync ends the session, and its message says how to resume."""
     tuned(monkeypatch, Tuning())
     wanted = plain(Case(kind="tied"))
     engine = FaultyEngine(open_engine("threads"))

@@ -160,7 +160,7 @@ def test_the_block_is_causal():
 
 
 def test_a_mixed_pass_is_that_of_a_step():
-    """In fp32 a step reads 16 bytes of a parameter and writes 12."""
+    """In fp32, a step reads 16 bytes and writes 12 bytes per parameter."""
     verbs = [verb for verb, _ in requests("mixed", 12)]
     assert verbs.count("read") * 12 == verbs.count("write") * 16
     for kind in ("read", "write", "mixed"):

@@ -90,7 +90,7 @@ def test_weights_and_gradients(mode, clip, late):
 
 
 def keeping(patch: pytest.MonkeyPatch) -> None:
-    """All is kept, that of the first blocks on SSD; host memory has few slots and buffers."""
+    """Keep all activations, the first blocks' on SSD, with few slots and buffers in memory."""
 
     def planned(problem: PlanProblem) -> Planned:
         plan = closed_form_plan(problem)
@@ -144,7 +144,7 @@ def test_delayed_lanes_change_no_activation(late):
 
 
 def skipping_run(**options: Any) -> Any:
-    """In the second step a forward is dropped, so two forwards are expected in the third."""
+    """Drop a forward in the second step, so that the third expects two forwards."""
     dataset, model = data(STEPS, kind="gpt2"), net("gpt2")
     with TemporaryDirectory() as place, attached(model, Path(place), **options) as session:
         if session.context.device.has_own_memory:

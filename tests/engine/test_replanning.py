@@ -62,7 +62,7 @@ def test_rates_come_from_the_spans():
 
 
 def test_measures_the_rate_between_ranks():
-    """Of two ranks each hears the other's shard: 50 parameters, 4 bytes each way."""
+    """Each of two ranks receives the other's shard: 50 parameters, 4 bytes in each direction."""
     spans = [
         Span("compute", "F0", 0.0, 1.0),
         Span("compute", "B0", 1.0, 3.0),

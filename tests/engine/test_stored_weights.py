@@ -123,7 +123,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_saving_again_replaces_what_was_saved(tmp_path):
-    """As one file, then in many, then as one again; what else is there stays."""
+    """One file, then many, then one again; other files are kept."""
     model, saved = small_model("llama"), tmp_path / "saved"
     with attached(model, tmp_path / "ssd") as session:
         for size in (None, "20KB", "20KB", None):

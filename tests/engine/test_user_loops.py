@@ -57,7 +57,7 @@ def check_loop(kind, loop, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_loss_scaled_by_the_user(kind, tmp_path):
-    """With a large eps Adam is not blind to the gradient's size."""
+    """A large eps makes Adam depend on the size of the gradient."""
     data = batches(3, batch=2, seq=16)
     model = small_model(kind)
     reference = copy.deepcopy(model)

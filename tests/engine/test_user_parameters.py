@@ -32,7 +32,7 @@ DATA = Plain.data(4)
 
 
 class Gained(Plain):
-    """With a parameter of the root, which stays in memory."""
+    """A model with a parameter at its root, which stays in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def made() -> Gained:
 
 
 class Around:
-    """What a loop does besides forward and backward; the same code runs with and without LoHan."""
+    """The parts of a loop besides forward and backward; the code runs with and without LoHan."""
 
     def start(self, model: nn.Module) -> None: ...
 
@@ -157,7 +157,7 @@ def test_reading_after_the_session_is_closed(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("closed", [False, True])
 def test_load_state_dict_writes_to_the_store(dtype, closed, tmp_path):
-    """All values, then one by name; the steps before and after are those of one session."""
+    """All values are loaded, then one by name; the steps around it belong to one session."""
     model, other = made().to(dtype), made().to(dtype)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -35,7 +35,7 @@ def expected() -> Result:
 
 
 def phases_of(session) -> list[list[str]]:
-    """Of all steps after the first two, as they are enqueued; the last is by flush."""
+    """Return the phases of all steps after the first two, as they are enqueued."""
     phases: list[list[str]] = []
     lanes = session.executor.lanes
     enqueue = lanes.enqueue
@@ -111,7 +111,7 @@ def test_models_of_any_shape(kind, device, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["skip", "still"])
 def test_backward_that_visits_other_blocks_keeps_the_bits(what, tmp_path, monkeypatch):
-    """What was to be written beside it is written all the same."""
+    """Writes that were to run beside backward are written all the same."""
     rows = data(STEPS, **{what: {3: 1, 4: 2}})
     tuned(monkeypatch, PARTLY)
     train(net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))

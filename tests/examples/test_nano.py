@@ -102,7 +102,7 @@ class PowerCut(BaseException):
 
 
 def cut_power(monkeypatch: pytest.MonkeyPatch, boundary: int) -> list[str]:
-    """From now on counts what makes files durable, before and after each; ends the run at one."""
+    """Count the calls that make files durable, before and after each, and stop at `boundary`."""
     crossed: list[str] = []
 
     def cross(name: str) -> None:

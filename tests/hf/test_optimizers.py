@@ -81,7 +81,7 @@ def assert_equal_weights(
 
 @pytest.mark.parametrize("by", ["create_optimizer", "get_optimizer_cls_and_kwargs"])
 def test_groups_of_an_overridden_method(by, tmp_path):
-    """With a schedule for all of them, clipping, and a callback that writes to them."""
+    """The groups have a schedule, clipping, and a callback that writes to them."""
     collected, changes = {}, {"max_grad_norm": 0.5, "max_steps": 4}
     for base in (transformers.Trainer, lohan.hf.Trainer):
         write = Writes(weight_decay=0.9, betas=(0.6, 0.7))

@@ -90,7 +90,7 @@ def test_evaluation_has_the_loss_of_training(change, changes, metrics, tmp_path)
 
 @pytest.mark.parametrize("label_smoothing_factor", [0.0, 0.1])
 def test_losses_of_ones_own_see_fp32_logits_with_bf16(label_smoothing_factor, tmp_path):
-    """As accelerate gives them; a loss of bf16 logits would be rounded by up to 0.2 %."""
+    """Accelerate provides fp32 logits too; a loss of bf16 logits is rounded by up to 0.2 %."""
     seen, runs = [], []
 
     def noted(kind: type) -> type:
@@ -167,7 +167,7 @@ def test_the_model_saves_and_copies_itself_after_training(tmp_path):
 
 
 def test_saved_weights_are_replaced_by_later_ones(tmp_path):
-    """In another number of files, as with transformers; nothing else in the folder goes."""
+    """The number of files changes, as with transformers; other files in the folder are kept."""
     trainer = made(lohan.hf.Trainer, tmp_path / "out", max_steps=1)
     trainer.train()
     place = tmp_path / "model"
@@ -416,7 +416,7 @@ def test_accumulation_of_a_loss_that_is_a_mean(tmp_path):
 
 
 def test_classes_have_a_loss_in_fp32_with_bf16(tmp_path):
-    """As under autocast, though weights are in bf16: 1.0937 for 1.0969 is another best model."""
+    """As under autocast: a loss of 1.0937 for 1.0969 would select another best model."""
     runs = classified(tmp_path, bf16=True, max_steps=2)
     for trainer in runs:
         trainer.evaluate()

@@ -198,7 +198,7 @@ class Stops(TrainerCallback):
 
 
 def test_a_training_that_saved_no_checkpoint_goes_on(base, tmp_path):
-    """It died before its first one, or while it saved that: its steps are in the store."""
+    """The process died before or during its first checkpoint; its steps are in the store."""
     more = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4}
     whole = made(base, tmp_path / "whole", arguments=more)
     whole.train()

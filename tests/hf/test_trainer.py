@@ -239,7 +239,7 @@ class Ends(TrainerCallback):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_resumes_after_a_stop_and_after_a_crash(dies, tmp_path):
-    """After a stop at a checkpoint, and after a crash beyond it: no step is done twice."""
+    """No step is repeated after a stop at a checkpoint or a crash beyond it."""
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     whole = script(lohan.hf.Trainer, tmp_path / "whole", **changes)
     with pytest.raises(Stop) if dies else nullcontext():

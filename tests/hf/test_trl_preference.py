@@ -115,7 +115,7 @@ def test_other_losses_too(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_an_adapter_is_switched_off_for_the_reference(name: str, tmp_path: Path) -> None:
-    """One that adds something from the start: the reference is the base."""
+    """The adapter is not zero at the start, but the reference is the base."""
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     lora = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
@@ -193,7 +193,7 @@ def test_metrics_of_logits_and_a_reference_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_auxiliary_loss_of_experts(tmp_path: Path) -> None:
-    """In the weight that the config of the trainer says."""
+    """The weight is that of the trainer's config."""
     changes: Any = {"router_aux_loss_coef": 0.2, "eval_strategy": "no", "max_steps": 2}
     runs = [
         script("kto", tmp_path / str(actual), ours=actual, start=experts, **changes)

@@ -56,7 +56,7 @@ def test_with_an_adapter(tmp_path):
 
 
 def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path):
-    """As in a notebook, where the first is still there; and nothing keeps it alive."""
+    """As in a notebook, the first trainer still exists; nothing else keeps it alive."""
     changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "eval_strategy": "no"}
     first = script(lohan.hf.SFTTrainer, tmp_path, **changes)
     losses = logged(first, "loss")
@@ -98,7 +98,7 @@ def test_metrics_and_a_smoothed_loss(tmp_path):
 
 
 def test_a_loss_weighted_by_its_probability(tmp_path):
-    """After the best model has come back, too, which starts the executor again."""
+    """This also holds after the best model was loaded, which restarts the executor."""
     best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3}
     runs = [
         script(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3, **best)

@@ -101,7 +101,7 @@ def test_parameters_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in known_types() if kind not in OWN])
 def test_a_key_left_out_has_the_default_of_transformers(kind):
-    """All that need not be there is taken away; transformers reads the rest as we do."""
+    """All optional keys are removed, and transformers reads the same shape."""
     needed = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
     needed |= {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 32}
     if kind == "opt":
@@ -179,7 +179,7 @@ def test_real_models_have_their_published_size(name, parameters):
     ids=lambda config: config.model_type,
 )
 def test_experts_keep_what_autograd_saves(config):
-    """All large results of the experts are counted, but not indices and routing weights."""
+    """All large results of experts are counted, without indices and routing weights."""
     block, call = block_and_call(config)
     _, args, kwargs = call.restore(slice(0, 1), grad=True)
     traced = inventory(block, args, kwargs).shape.activations

@@ -37,7 +37,7 @@ worlds = st.integers(1, 5)
 
 @given(sizes, worlds, st.sampled_from([2048, 4096, 100_000]))
 def test_pieces_are_a_partition(found, world, chunk_params):
-    """Of every tensor, also as the chunks of the ranks' stores cut it."""
+    """The shards partition every tensor, also within the chunks of the ranks' stores."""
     group = group_of(found)
     seen: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in group.tensors}
     for ranks in RankInfo(world=world).all():

@@ -80,7 +80,7 @@ def test_algorithm_1_equals_brute_force(step, kinds):
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_algorithm_1_is_exact_for_equal_blocks(layers):
-    """With one class, all candidates are equal: brute force over how many, exactly."""
+    """With one class, all candidates are equal, so brute force over their number is exact."""
     shape = model(layers=layers, classes=((500.0, 5e8),))
     step = Step(
         profile=machine(),
@@ -136,7 +136,7 @@ def test_three_cases_of_the_paper():
 
 
 def test_block_inputs_are_always_kept():
-    """As printed in the paper the loop may stop short of them."""
+    """The loop as printed in the paper may stop before all block inputs are kept."""
     shape = model()
     slow_link = base(profile=machine(d2h=1e3, h2d=1e3))
     assert acts.algorithm1(slow_link, shape, tokens=64, seq=64).bytes == acts.input_bytes(shape, 64)

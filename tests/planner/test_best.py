@@ -94,7 +94,7 @@ def planned(model: str, **options) -> MachinePlan:
 
 
 def test_the_whole_batch_in_one_slice_where_that_is_faster():
-    """In tiles, with 16-bit gradients; only a simulation sees it."""
+    """One slice in tiles has 16-bit gradients; only a simulation shows the benefit."""
     made = planned("qwen3-14b", clip=1.0)
     assert made.plan.micro_batch == 64 and made.plan.tiles
     halves = planned("qwen3-14b", clip=1.0, micro_batch=32)
@@ -139,7 +139,7 @@ def test_defaults_next_to_no_clipping(model, clipped):
 
 
 def clipped_s(made: MachinePlan) -> float:
-    """Of a step, if every one is clipped."""
+    """Return the seconds of a step if every step is clipped."""
     return (made.clipped or made.forecast).step_s
 
 

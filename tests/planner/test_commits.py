@@ -69,7 +69,7 @@ def test_commits_every_step_if_intervals_save_nothing(model):
 
 
 def test_durable_drives_commit_as_often_as_time_allows():
-    """Then time alone counts: every step, or the next best, where each would cost too much."""
+    """Every step is committed, or every second one if that takes too long."""
     machine = presets.machine("rtx4090")
     lasting = tuple(replace(d, endurance_bytes=1e20, write=1.5e9) for d in machine.drives)
     assert planned(machine=replace(machine, drives=lasting)).plan.commit.steps == 2

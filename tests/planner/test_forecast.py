@@ -29,7 +29,7 @@ OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 
 
 def made(*, flops, rate, **shares):
-    """On a CPU with a drive of this rate; the plan is the same for all shares."""
+    """Forecast a fixed plan on a CPU with a drive of this rate."""
     drive = Drive(name="d", read=rate, write=rate)
     machine = Profile(
         name="small",
@@ -102,7 +102,7 @@ def on_device(*, drives: int, host_rate: float):
 
 
 def test_four_fast_drives_tie_with_main_memory():
-    """With two the drives bind, with eight main memory does, with four they are about even."""
+    """Two drives are the bottleneck, eight are not, and four are about even with main memory."""
     two, four, eight = (on_device(drives=count, host_rate=7e10) for count in (2, 4, 8))
     assert two.binding == "ssd" and eight.binding == "bus"
     assert eight.step_s >= eight.bus_s > eight.busy_s["ssd"]
@@ -152,7 +152,7 @@ def test_bytes_through_main_memory_are_those_of_the_document():
 
 
 def test_the_forecast_counts_what_the_document_says():
-    """Of parameters that lie on SSD."""
+    """The parameters are stored on SSD."""
     actual = on_device(drives=4, host_rate=7e10)
     parts = step_bus_bytes(actual.work.per_parameter)
     trained = sum(actual.work.groups)
@@ -161,7 +161,7 @@ def test_the_forecast_counts_what_the_document_says():
 
 
 def test_share_of_clipped_steps_up_to_which_updates_need_not_wait():
-    """With so many of them, steps take as long as if all waited for the norm."""
+    """At this share, speculative steps take as long as steps that wait for the norm."""
     machine = presets.machine("rtx4090")
     options = PlanOptions(dtype="bf16", clip=1.0, can_rerun=True)
     model = gpt_shape(6, 16, 2048)

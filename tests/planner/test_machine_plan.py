@@ -85,7 +85,7 @@ def test_plans_fit_every_tier(model, machine, batch, host):
 
 
 def test_a_card_keeps_some_of_its_memory_for_itself():
-    """In a preset's plan as in a run; the page tables follow from the host budget."""
+    """A preset's plan has the overhead of a run; page tables follow from the host budget."""
     asked = request("qwen3-8b", "rtx4090", batch=4, host=64 * GiB)
     made = plan_for_machine(asked)
     ledger = {e.owner: e.bytes for e in made.plan.ledger if e.tier == "device"}
@@ -99,7 +99,7 @@ def test_a_card_keeps_some_of_its_memory_for_itself():
 
 
 def test_a_card_that_is_large_enough_is_named():
-    """What it needs for itself grows with it."""
+    """The overhead of a card grows with its memory."""
     asked = request("llama-3-8b", "rtx4090", batch=1, tiles="off")
     asked = replace(asked, seq=131072)
     with pytest.raises(BudgetError, match=r"raise --device-memory to [\d.]+ GiB") as refused:
@@ -143,7 +143,7 @@ def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, 
 
 
 def test_a_packed_base_under_adapters():
-    """Of the base a little more than a quarter is stored, and read where it does not fit."""
+    """A little more than a quarter of the base is stored, and read if it does not fit in memory."""
     asked = request("llama-3-70b", "rtx3090", batch=1, host=24 * GB)
     found = {}
     for base in ("", "nf4"):
@@ -246,7 +246,7 @@ def test_rejects_drives_with_room_for_one_generation():
 
 
 def with_room(asked, count, each):
-    """So many drives, with room for so many bytes each."""
+    """Return the request with `count` drives that have room for `each` bytes."""
     machine = asked.machine.with_drives(count)
     drives = tuple(replace(drive, bytes=each) for drive in machine.drives)
     return replace(asked, machine=replace(machine, drives=drives))
@@ -300,7 +300,7 @@ def test_faster_than_the_paper_with_a_large_model():
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_the_choice_is_the_best_of_all(clip):
-    """What the planner keeps is no slower, by its own price, than anything else it could keep."""
+    """No other choice of activations is faster by the planner's own price."""
     asked = request("gpt-6b", "rtx4090", batch=16, clip=clip)
     workload = load_of_shape(asked.model, batch=16, seq=1024, dtype="bf16")
     plan = closed_form_plan(

@@ -215,7 +215,7 @@ def test_infeasible_outcome_names_both_numbers():
 
 
 def test_a_smaller_batch_is_advised_only_where_it_helps():
-    """What the weights themselves take does not shrink with the batch."""
+    """The memory of the weights does not shrink with the batch."""
     gpt, server = presets.model("gpt-13b"), presets.machine("ratel-4090")
     poor = replace(server, host_bytes=64 * 10**9)
     for chosen, profile in ((policy("zero-offload"), server), (policy("zero-infinity"), poor)):

@@ -13,7 +13,7 @@ from tests.support.small_models import attached
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_gradients_beside_a_device_are_in_the_ledger(clip, tmp_path):
-    """With clipping those of all groups, without it those of a few."""
+    """With clipping, the gradients of all groups are counted, otherwise those of a few."""
     options = {"device": EmulatedDevice(16 * MiB), "clip": clip, "batch": data(1)[0]}
     with attached(net(), tmp_path, **options) as session:
         rows = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "host"}

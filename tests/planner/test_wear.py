@@ -144,7 +144,7 @@ def test_activations_on_ssd_can_be_kept_off_it():
 
 
 def test_the_cheapest_plan():
-    """Of machine time and wear together: no dearer than the fastest and the most sparing."""
+    """Its cost, including wear, is at most that of the fastest and of the sparing plan."""
     request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     machine = request.machine
 

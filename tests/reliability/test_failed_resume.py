@@ -60,7 +60,7 @@ def test_missing_snapshot_is_taken_on_resume(
 
 
 def target(fd: Path) -> str:
-    """Of a descriptor that may have been closed meanwhile; mapped files of a run may stay."""
+    """Return the target of a descriptor, which may be closed in the meantime."""
     try:
         name = str(fd.readlink())
     except OSError:

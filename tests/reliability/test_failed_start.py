@@ -43,11 +43,11 @@ def config_of(inputs: Path, out: Path) -> Config:
 
 
 class Failed(LohanError):
-    """Of the start, after its store has been made."""
+    """Raised by a start after its store was created."""
 
 
 def start_fails(config: Config, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> BaseException:
-    """With faults while what it has made is removed."""
+    """Run a start that fails, with faults during its undo."""
     result, undo = trainer.open_session, trainer.undo_start
 
     def opened(*given: Any, **named: Any) -> Any:

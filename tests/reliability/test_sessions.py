@@ -119,7 +119,7 @@ def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_finished_step_is_committed_when_the_next_one_fails(
     closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
-    """In the user's own code, between two blocks of backward."""
+    """The error is in the user's own code, between two blocks of backward."""
     tuned(monkeypatch, Tuning(cached=1.0))  # so that compute need not wait for reads
     session = opened(tmp_path, clip=0.0)
     go_on(session, until=2)
@@ -166,7 +166,7 @@ def test_warns_of_a_finished_step_that_is_not_committed(
 
 
 class Counting(nn.Module):
-    """One buffer changes early, another late."""
+    """A module with one buffer that changes early and another that changes late."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -295,7 +295,7 @@ class Bench:
 
 
 def digest_of(folder: Path) -> str:
-    """Of all weights in a folder: names, shapes and bits."""
+    """Return a digest of all weights in a folder: names, shapes and bits."""
     digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     assert files, f"{folder} has no weights"
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}

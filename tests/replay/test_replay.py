@@ -29,7 +29,7 @@ def made(forge: Forge) -> Iterator[Bench]:
 
 
 def lines(value: Any) -> list[str]:
-    """One line for each number, or for each action of a schedule."""
+    """Return one line for each number, or for each action of a schedule."""
     if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
         return [line for title, text in value.items() for line in (title, *text.split())]
     return json.dumps(value, indent=1).splitlines()

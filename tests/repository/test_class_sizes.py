@@ -39,7 +39,7 @@ def _attributes(node: ast.ClassDef) -> list[str]:
 
 
 def _is_frozen(node: ast.ClassDef) -> bool:
-    """Whether a class is a frozen dataclass, whose fields are values rather than state."""
+    """Return whether a class is a frozen dataclass, whose fields are values rather than state."""
     return any(
         isinstance(decorator, ast.Call)
         and any(keyword.arg == "frozen" for keyword in decorator.keywords)

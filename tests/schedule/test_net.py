@@ -80,7 +80,7 @@ def test_steps_in_a_row(mode, overlap):
 
 
 def test_the_simulator_has_the_lane():
-    """One exchange after the other, and backward waits for the weights."""
+    """Collectives run one after the other, and backward waits for the weights."""
     order = ExecutionOrder(forward=(0, 1), backward=(1, 0), updates=UpdateOptions())
     phases = list(steady_step(TWO, order).values())
     result = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)

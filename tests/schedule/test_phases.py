@@ -117,7 +117,7 @@ def test_no_mode_reads_what_is_still_in_a_slot(mode, deferred, back, after):
 
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
-    """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
+    """Everything is in memory, so the update in an earlier schedule has no write."""
     state = ((0, 0), (0, 1))
     spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state)
     uncommitted = placed(spec, commits=False)
@@ -151,7 +151,7 @@ def test_held_gradients_go_through_staging_buffers():
 
 
 def test_state_in_memory_is_written_beside_the_next_backward():
-    """Where all updates wait; else at once, and so where no such backward follows."""
+    """This holds if all updates wait and a backward follows; otherwise it is written at once."""
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
     _, before = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
@@ -404,7 +404,7 @@ def test_random_schedules_are_valid_long_form(run):
 
 
 def test_upcoming_returns_the_distance_to_the_next_use():
-    """As a search in the list of what is still to come would, for groups used twice too."""
+    """The result equals a search in the list of remaining uses, also for groups used twice."""
     used, then = [0, 1, 2, 0, 3], [3, 0, 2, 1, 0]
     upcoming = Upcoming(used, then)
     for position in range(len(used) + 1):

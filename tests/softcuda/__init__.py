@@ -43,7 +43,7 @@ MODULE = "lohan_softcuda"
 
 
 def installed() -> bool:
-    """Whether this environment's torch runs on software CUDA."""
+    """Return whether this environment's torch runs on software CUDA."""
     return importlib.util.find_spec(MODULE) is not None
 
 
@@ -68,7 +68,7 @@ class Frame(NamedTuple):
 
 
 def stack_here() -> tuple[Frame, ...]:
-    """Of the caller's caller."""
+    """Return the stack of the caller's caller."""
     collected, frame = [], sys._getframe(2)
     while frame is not None:
         code, path = frame.f_code, Path(frame.f_code.co_filename)

@@ -51,7 +51,7 @@ def main(place: Path, version: str, *more: str) -> int:
 
 
 def _run(command: list[str], within_s: float | None) -> int:
-    """With -x, what is stopped in the end has not failed."""
+    """Run a command; with -x, tests stopped at the time limit have not failed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SOFTCUDA_ORDER": "1"}
     child = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:

@@ -57,7 +57,7 @@ def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):
 
 
 def test_nan_loss_ends_both_runs_alike(lohan, model, data, tmp_path):
-    """On an accelerator it is read when backward has ended, and updates are taken back."""
+    """An accelerator's loss is read after backward, and the updates are rolled back."""
     settings = {}
     for device in ("cpu", "cuda"):
         out = tmp_path / device
@@ -144,7 +144,7 @@ def test_profile_and_doctor(lohan, tmp_path):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_checks_of_a_card_pass(name, tmp_path):
-    """In this process, at a small scale."""
+    """The checks run in this process at a small scale."""
     result = run_here(name, "cuda", tmp_path)
     assert result["state"] == "ok", result
     assert all(

@@ -197,7 +197,7 @@ def test_events_that_block_do_not_spin():
 
 
 def test_a_full_queue_blocks_the_launches_of_all_threads():
-    """As a real driver does: a copy of another thread on another stream waits for the queue."""
+    """As with a real driver, a copy of another thread on another stream waits for the queue."""
     on_device, other = ones(), torch.cuda.Stream()
     copied = threading.Event()
 
@@ -351,7 +351,7 @@ def test_attention_is_the_kernel_that_cuda_chooses_with_the_bits_of_the_cpu(
 
 
 def test_what_attention_kernels_return():
-    """Where the random state is: backward of the efficient one reads it on the host."""
+    """The random state of the efficient kernel is on the host, where its backward reads it."""
     query, key, value = (t.detach() for t in heads("cuda", torch.float32))
     out, sums, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.5, True

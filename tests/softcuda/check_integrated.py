@@ -64,7 +64,7 @@ class WithoutOverhead(IntegratedDevice):
 
 
 def test_activations_come_back_from_the_ssd(folder, tmp_path):
-    """They are packed by a lane, and compute reads them in the buffer that the drive fills."""
+    """A lane packs the activations, and compute reads them in the buffer of the drive."""
     options = {"micro_batch": 2, "host": smaller(folder, 2, 0.0)}
     wanted, _, _ = kept_activation_runs.train(
         folder, tmp_path / "plain", activations="recompute", overlap=False, **options

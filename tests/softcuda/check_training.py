@@ -131,7 +131,7 @@ def test_language_models(kind, mode, activations, tmp_path):
 @pytest.mark.parametrize("how", ["padded", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_padded_and_packed_rows(kind, how, activations, tmp_path):
-    """With a mask the kernel is another, whose random state is on the host."""
+    """A mask selects another kernel, whose random state is on the host."""
     actual_rows = rows_of(how)
     result = train(
         small_model(kind),
@@ -300,7 +300,7 @@ def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
 
 @pytest.mark.parametrize("careless", [SaysDone, ComputesAtOnce])
 def test_a_missing_wait_of_the_host_shows(careless):
-    """By its numbers. Missing waits between streams are found by their order (check_order.py)."""
+    """A missing wait changes results; check_order.py tests waits between streams."""
     warnings.simplefilter("ignore")  # of numbers that are not there
     (copies_us, operators_us) = next(late for kind, *late in CARELESS if kind is careless)
     with unordered():
@@ -357,7 +357,7 @@ def documented() -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("activations", ["recompute", "all"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
-    """On the threads that launch; lanes are there to wait, and sleep when they do."""
+    """Only launching threads are checked; lanes are supposed to wait, and sleep while they do."""
     train_batches = batches(5, batch=4, seq=24)
     cuda.set_delays(0, 0, 0)
 
@@ -465,7 +465,7 @@ def test_weights_come_while_slices_wait_for_compute():
 
 
 def test_nothing_on_the_stream_of_weights_waits_for_compute(monkeypatch):
-    """In a run that keeps four slices a block."""
+    """The run keeps the results of four slices per block."""
     waiting: list[str] = []
     inner = AcceleratorDevice.copy
 
@@ -730,7 +730,7 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
 
 
 def test_handles_of_libraries_are_made_before_free_memory_is_measured():
-    """On the thread that opens the device and on autograd's: a run makes no more of them."""
+    """The handles of two threads, the opening one and autograd's, are all that a run needs."""
     device = cuda_device_in_thread(10 * MiB)
     assert device["free after"] <= device["free before"] - 10 * MiB
     assert device["later"] == device["free after"]
@@ -760,7 +760,7 @@ def cuda_device_in_thread(handle: int) -> dict[str, int]:
 
 
 def test_one_visible_device_for_each_rank(monkeypatch):
-    """As launchers show them under SLURM: rank 5 of two devices that it was given."""
+    """Launchers under SLURM show each rank its own devices, here rank 5 one of two."""
     for name, value in {"LOCAL_RANK": "5", "RANK": "5", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"rank 5 .* has no device"):

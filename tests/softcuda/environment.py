@@ -87,7 +87,7 @@ def _cuda_of(site: Path) -> str:
 
 
 def _includes(headers: Path) -> Path:
-    """All in one folder: CUDA 12 has them in several."""
+    """Collect all headers in one folder; CUDA 12 has them in several."""
     together = headers / "include"
     for folder in headers.glob("nvidia/**/include"):
         shutil.copytree(folder, together, dirs_exist_ok=True)

@@ -56,7 +56,7 @@ def make_libraries(site: Path, headers: Path) -> None:
 
 
 def names_wanted(place: Path) -> dict[str, dict[str, str]]:
-    """By library: names, each with its version."""
+    """Return the required symbol names by library, each with its version."""
     collected: dict[str, dict[str, str]] = defaultdict(dict)
     for path in sorted(place.glob("lib*.so")):
         for needed in re.findall(
@@ -148,7 +148,7 @@ def _stub(name: str) -> str:
 
 
 def _driver_stub(name: str) -> str:
-    """As the runtime answers for the driver."""
+    """Return the source of a driver function that calls the runtime's."""
     if name in ANSWERS:
         return _stub(name)
     kind = "int (*)(long, long, long, long, long, long)"

@@ -322,7 +322,7 @@ def test_power_cuts(scene: str, tapes: dict[str, tuple[Tape, Check]], tmp_path: 
 def test_a_missing_sync_shows(
     left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the campaign is for: the same commits without one of their syncs do not survive."""
+    """The same commits without one of their syncs do not survive the power cuts."""
     with monkeypatch.context() as patch, recording(tmp_path / "root", patch) as tape:
         if left_out == "data":
             patch.setattr(Volume, "sync", lambda volume, slot: None)

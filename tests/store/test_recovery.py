@@ -365,7 +365,7 @@ def test_removing_a_store_takes_a_dead_sessions_activations_too(tmp_path: Path) 
 
 
 def test_a_number_in_the_lock_file_says_nothing_without_the_lock(tmp_path: Path) -> None:
-    """As after a crash, when the number has become another process's."""
+    """After a crash, the number may belong to another process."""
     with Store.create(tmp_path / "s", REGIONS, engine="threads") as store:
         step(store)
         assert lock_holder(tmp_path / "s") == os.getpid()

@@ -102,7 +102,7 @@ def test_a_snapshot_shares_blocks_until_the_store_is_written(
 def test_copies_if_the_file_system_refuses_reflinks_and_reports_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the error of the call, wherever the tests run."""
+    """The decision depends on the error of the call only."""
     requests: list[int] = []
 
     def refuse(number: int) -> None:

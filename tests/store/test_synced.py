@@ -67,7 +67,7 @@ EIO = 5
 
 
 def refuse_fdatasync() -> bool:
-    """From now on this process gets EIO for it; whether the system allows that."""
+    """Make fdatasync fail with EIO in this process; return whether the system allows that."""
     load, equal, give = 0x20, 0x15, 0x06  # instructions of a seccomp filter
     program = b"".join(
         struct.pack("HBBI", *line)
@@ -89,7 +89,7 @@ def refuse_fdatasync() -> bool:
 
 @pytest.mark.parametrize("kind", ["uring", "threads"])
 def test_a_sync_reaches_the_system(kind: str, tmp_path: Path):
-    """In a child for which the call fails: an engine that does not make it would not notice."""
+    """The call fails in a child process; an engine that does not make it would not notice."""
     if os.uname().machine not in FDATASYNC:
         pytest.skip("the number of the call is not known here")
     child = os.fork()

@@ -42,11 +42,7 @@ def test_stores_of_different_moments_are_refused(other):
 
 
 def test_every_instant_of_a_run_is_agreed_on():
-    """All ranks agree on one commit at every instant of a run.
-
-    Each rank is between two meetings. For all places where ranks can be at the same time, the
-    agreed commit is the last one that any rank has renamed.
-    """
+    """All ranks agree on one commit at every instant of a run."""
     places = []  # of one rank, in order: what its files say, and how many meetings it has passed
     for commit in range(3):
         places += [
