@@ -15,9 +15,10 @@ import pytest
 # The asserts of helpers then show their values, as those of tests do.
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.isolation import isolate_from_user  # noqa: E402
+from tests.support.isolation import isolate_from_user, restore_ctrl_c  # noqa: E402
 
 HOME = isolate_from_user()
+restore_ctrl_c()
 
 # Examples have no time limit: on a machine with other work, any of them can take a second.
 hypothesis.settings.register_profile(

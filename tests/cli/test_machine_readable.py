@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -23,12 +21,16 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 
-def command(*words):
-    ran = subprocess.run(
-        [sys.executable, "-m", "lohan", *map(str, words)], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+@pytest.fixture
+def command(forge):
+    """Return a function that runs a command as a process and returns its JSON."""
+
+    def run(*words):
+        ran = forge.run(*words)
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return run
 
 
 def errors(text):
@@ -36,7 +38,7 @@ def errors(text):
     return [error.message for error in validator.iter_errors(tomllib.loads(text))]
 
 
-def test_schema_describes_every_setting():
+def test_schema_describes_every_setting(command):
     printed = command("schema")
     jsonschema.Draft202012Validator.check_schema(printed)
     for info in fields_of():
@@ -83,7 +85,7 @@ def test_every_command_that_prints_a_result_has_json():
     assert without == {"schema", "ui"}  # JSON in any case, and no result but pages
 
 
-def test_train_and_store_commands_print_one_json_document(inputs, tmp_path):
+def test_train_and_store_commands_print_one_json_document(command, inputs, tmp_path):
     out = tmp_path / "run"
     file = tmp_path / "run.toml"
     overrides = given(inputs, out, train__steps=2)
@@ -103,7 +105,7 @@ def test_train_and_store_commands_print_one_json_document(inputs, tmp_path):
     assert command("store", "rm", out, "--yes", "--json")["removed"]
 
 
-def test_presets_are_printed_as_json():
+def test_presets_are_printed_as_json(command):
     presets = command("presets", "--json")
     assert "rtx4090" in [machine["name"] for machine in presets["machines"]]
     assert "llama-3-8b" in presets["models"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,16 @@ USER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+
+
+def restore_ctrl_c() -> None:
+    """Let Ctrl-C interrupt this process and its children again.
+
+    A shell that starts the suite in the background makes it ignore SIGINT, and children inherit
+    that. Tests that send SIGINT would then wait for ever.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def isolate_from_user() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,8 @@ from tests.support.tiny_run import arguments, write_inputs
 LICENSE = "---\nlicense: apache-2.0\ntags:\n- x\n---\n# Base\n"
 
 
-def lohan(*words, **env):
-    import os
-
+def lohan_process(*words, **env):
+    """Run `lohan WORDS` in a new interpreter, in which the hub's client reads `env`."""
     return subprocess.run(
         [sys.executable, "-m", "lohan", *map(str, words)],
         capture_output=True,
@@ -30,7 +30,7 @@ def lohan(*words, **env):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(forge, tmp_path_factory):
     """Train a model and a dataset that lie in the hub's cache."""
     root = tmp_path_factory.mktemp("card")
     plain = write_inputs(root)
@@ -44,8 +44,8 @@ def run(tmp_path_factory):
     words = arguments(inputs, root / "run")
     words[words.index("--model") + 1] = model
     words[words.index("--data") + 1] = data / "train.jsonl"
-    done = lohan("train", *words)
-    assert done.returncode == 0, done.stderr
+    done = forge.run("train", *words)
+    assert done.code == 0, done.err
     return root / "run"
 
 
@@ -68,7 +68,7 @@ def test_card_names_base_data_license_and_versions(run):
     assert str(run.parent) not in card, "the card shows a path of this machine"
 
 
-def test_card_settings_repeat_the_run(run, tmp_path):
+def test_card_settings_repeat_the_run(run, forge, tmp_path):
     """The settings of the card, with the paths put in, train the same weights again."""
     card = (run / "model" / "README.md").read_text()
     settings = card.split("```toml\n")[1].split("```")[0]
@@ -79,15 +79,15 @@ def test_card_settings_repeat_the_run(run, tmp_path):
     settings = settings.replace('"Org/Data"', json.dumps(str(data)))
     (tmp_path / "run.toml").write_text(settings)
     again = tmp_path / "again"
-    done = lohan("train", "--config", tmp_path / "run.toml", "--out", again, "--steps", 6)
-    assert done.returncode == 0, done.stderr
+    done = forge.run("train", "--config", tmp_path / "run.toml", "--out", again, "--steps", 6)
+    assert done.code == 0, done.err
     weights = [(r / "model" / "model.safetensors").read_bytes() for r in (run, again)]
     assert weights[0] == weights[1]
 
 
-def test_card_of_a_later_export_replaces_the_card_of_the_base(run, tmp_path):
-    done = lohan("export", run, "--out", tmp_path / "out", "--as-lora", 2)
-    assert done.returncode == 0, done.stderr
+def test_card_of_a_later_export_replaces_the_card_of_the_base(run, forge, tmp_path):
+    done = forge.run("export", run, "--out", tmp_path / "out", "--as-lora", 2)
+    assert done.code == 0, done.err
     card = (tmp_path / "out" / "README.md").read_text()
     assert front_matter(card)["library_name"] == "peft"
     assert "rank-2 approximation" in card and "# Base" not in card
@@ -187,7 +187,7 @@ def settings_of(hub, token="hf_right"):
 
 def test_push_uploads_the_export_and_nothing_of_the_store(run, tmp_path, hub):
     out = tmp_path / "out"
-    done = lohan("export", run, "--out", out, "--push", "Org/Mine", **settings_of(hub))
+    done = lohan_process("export", run, "--out", out, "--push", "Org/Mine", **settings_of(hub))
     assert done.returncode == 0, done.stderr
     # The client of the hub says it in one of two ways, by its version.
     assert hub.created.get("visibility") == "private" or hub.created.get("private") is True
@@ -201,16 +201,20 @@ def test_push_uploads_the_export_and_nothing_of_the_store(run, tmp_path, hub):
 
 
 @pytest.mark.parametrize(
-    "name, changed, message",
-    [
-        ("mine", {}, "must be ORG/NAME"),
-        ("Org/Mine", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids it"),
-        ("Org/Mine", {"HF_TOKEN": "hf_wrong"}, "check `hf auth login`"),
-    ],
+    "name, message",
+    [("mine", "must be ORG/NAME"), ("Org/Mine", "HF_HUB_OFFLINE forbids it")],
 )
-def test_push_is_refused_before_anything_is_exported(run, tmp_path, hub, name, changed, message):
-    words = ["export", run, "--out", tmp_path / "out", "--push", name]
-    done = lohan(*words, **{**settings_of(hub), **changed})
-    assert done.returncode == 2 and message in done.stderr
+def test_push_is_refused_before_anything_is_exported(run, forge, tmp_path, name, message):
+    """The suite itself sets HF_HUB_OFFLINE."""
+    done = forge.run("export", run, "--out", tmp_path / "out", "--push", name)
+    assert done.code == 2 and message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_push_with_a_wrong_token_is_refused_before_anything_is_exported(run, tmp_path, hub):
+    words = ["export", run, "--out", tmp_path / "out", "--push", "Org/Mine"]
+    done = lohan_process(*words, **settings_of(hub, "hf_wrong"))
+    assert done.returncode == 2 and "check `hf auth login`" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists() and hub.created is None

@@ -1,10 +1,7 @@
 """Preference tuning against TRL's own trainers in memory, losses and weights, over 20 steps."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,8 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.task import mean_stats
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.support import HANG_S
+from tests.support import forked_ranks
+from tests.support.forked_commands import Forge
 from tests.support.preference_data import (
     BATCH,
     PAIRS,
@@ -37,8 +35,6 @@ from tests.support.preference_data import (
 )
 from tests.support.report_pages import Elements
 from tests.support.tokenizer_folders import save_tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def with_start_token(model: Path, loss: str) -> Path:
@@ -259,7 +255,9 @@ def test_verify_has_nothing_to_compare_with(model: Path) -> None:
 @pytest.mark.parametrize(
     "loss", ["kto", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "orpo", "reward"))]
 )
-def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -> None:
+def test_two_ranks_learn_what_one_does(
+    model: Path, forge: Forge, tmp_path: Path, loss: str
+) -> None:
     """Also a mean over the whole batch that is part of a loss, and with unequal shares of it."""
     more = {"train.steps": 3, "budget.host": "6MiB", "train.batch": 3}
     task = ["reward"] if loss == "reward" else ["preference", "--loss", loss]
@@ -275,8 +273,6 @@ def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -
         tmp_path / "one.jsonl",
         "--out",
         tmp_path / "two",
-        "--gpus",
-        2,
         "--host",
         "6MiB",
         "--steps",
@@ -298,14 +294,8 @@ def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -
         "--set",
         "train.beta2=0.999",
     ]
-    ended = subprocess.run(
-        [sys.executable, "-m", "lohan", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = forked_ranks.run(forge, 2, *words)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
     both = rows_of(tmp_path / "two")
     names = [name for name in alone[0] if name == "loss" or name.startswith("reward")]
     assert {"reward_chosen", "reward_rejected"} & set(names)
