@@ -356,7 +356,7 @@ class _ForwardProbe(_Probe):
 
 
 class _InventoryProbe(_Probe):
-    """Also takes the inventories of sites."""
+    """A probe that also records what every site could keep."""
 
     def __init__(
         self,

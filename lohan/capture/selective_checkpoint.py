@@ -809,7 +809,7 @@ class _Learner(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._ops: list[Any] = []
-        self._results: dict[int, Result] = {}  # of operations that could be left out
+        self._results: dict[int, Result] = {}  # results of operations that could be skipped
         self._reads: list[set[int]] = []
         self._needed: set[int] = set()
         # The operation that computed the value of each storage. The references are weak, but they

@@ -254,7 +254,8 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[float
             causal = args[names.index("is_causal")]
         flops = 2.0 * pairs * (key[-1] + value[-1]) / (2 if causal else 1)
         return flops, flops
-    if str(func).startswith("aten._grouped_mm"):  # the shape is rows by groups, as of experts
+    # The rows are divided into groups, one per expert.
+    if str(func).startswith("aten._grouped_mm"):
         return 2.0 * out.numel() * args[0].shape[-1], 0.0
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     return (float(formula(*args, **kwargs, out_val=out)) if formula else 0.0), 0.0

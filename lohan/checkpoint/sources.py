@@ -191,7 +191,7 @@ class Saved:
         return cls(layout, tensors, used)
 
     def reading(self, read_flat: ReadFlat) -> ReadFlat:
-        """Return a reader by the folder's names, given a reader by the model's names."""
+        """Return a reader for names in the folder, given a reader for names in the model."""
 
         def read(name: str, start: int, stop: int) -> torch.Tensor:
             source = self.layout[name]

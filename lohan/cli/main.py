@@ -259,7 +259,7 @@ def first_of(dirs: Dirs) -> Path:
 
 
 def stores_at(path: Path) -> list[Path]:
-    """Return the primary directories of the stores of a run, or in and below a folder."""
+    """Return the primary directories of a run's stores, or of all stores below a folder."""
     from lohan.store.admin import list_stores
     from lohan.train.run_folder import RunFolder, sets_of
 

@@ -432,8 +432,8 @@ class UnifiedDevice(EmulatedDevice):
     """An emulated accelerator that computes in host memory, like the GPU of a DGX Spark.
 
     It has no link and no weight slots of its own: compute reads the slots of the host. Events of
-    compute complete later than its calls return, as on the emulated accelerator. `memory.peak` is
-    the peak of the one memory: buffers of the host and whatever compute allocates.
+    compute complete later than its calls return, as on the emulated accelerator. `memory.peak`
+    includes the buffers of the host and the memory that compute allocates.
     """
 
     def __init__(self, *, flops: float | None = None) -> None:

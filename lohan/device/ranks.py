@@ -29,7 +29,7 @@ from lohan.model.layout import RankInfo, ranks_of
 
 
 def distributed() -> Any:
-    """Return torch.distributed, which a process without peers does not import."""
+    """Return torch.distributed, which is imported only in runs with several ranks."""
     import torch.distributed
 
     if not torch.distributed.is_available():

@@ -569,7 +569,7 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
 
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
-    """Return the profile if it was measured with such a device, or else None.
+    """Return the profile if it was measured with this kind of device, otherwise None.
 
     An emulated link has its own rates.
     """

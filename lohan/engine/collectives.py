@@ -49,7 +49,7 @@ class StepCollectives:
     def reduce_scatter_host(
         self, number: int, grads: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the sum of this rank's shard, in host memory. Called by the caller."""
+        """Return the sum of this rank's shard, in host memory, on the calling thread."""
         host_grads = {index: grad.cpu() for index, grad in grads.items()}
         if not self.process_group.several:
             return host_grads

@@ -140,9 +140,10 @@ def workload_of(
     """Return what a batch of these shapes requires of a plan, if blocks run on this device."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
-        """Return the workload in tiles.
+        """Return the workload of a batch whose blocks run in tiles.
 
-        Backward repeats in tiles what it repeats as a whole without them.
+        The work that backward repeats in tiles is the difference to the recomputation without
+        tiles.
         """
         tiled = _workload(model, blocks, batch, torch_device, tiles=tokens)
         seq, shapes = whole.seq, dict(tiled.shapes)

@@ -142,7 +142,7 @@ class Executor:
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
-        # The node of `anchor` in the graph. It tells whether a backward computes all gradients:
+        # The node of `anchor` in the graph, which shows whether a backward computes all gradients:
         # torch.autograd.grad for some inputs does not execute it.
         function: Any = self.anchor.view_as(self.anchor).grad_fn
         self._anchor_node = function.next_functions[0][0]

@@ -29,7 +29,7 @@ Measure = Callable[[Sequence[Path]], Profile]
 
 @dataclass(frozen=True)
 class ComputePlace:
-    """Where blocks compute, in terms of the settings, with `auto` already resolved."""
+    """The device on which blocks compute, by its settings, with `auto` resolved."""
 
     device: str = "cpu"
     memory: int | None = None

@@ -64,7 +64,7 @@ GROUPS_FILE = "optimizer_groups.json"  # in a checkpoint: hyper-parameters of ea
 
 
 class TooLarge(RuntimeError):
-    """Raised for a batch that exceeds the budget, in words that auto_find_batch_size detects."""
+    """Raised for a batch that exceeds the budget; auto_find_batch_size recognises its message."""
 
 
 def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:

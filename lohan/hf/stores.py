@@ -159,7 +159,7 @@ class OutputStore:
         self._remove_spare()
 
     def _remove_spare(self) -> None:
-        """Remove the stores that this output folder no longer needs and nobody uses."""
+        """Remove the stores that this output folder does not need and no process uses."""
         mark = read_mark(self._out)
         if mark is None or not mark.spare:
             return
@@ -336,7 +336,7 @@ def end_others(dirs: Sequence[Path]) -> None:
 
 
 def remove_unused(dirs: Sequence[Path]) -> bool:
-    """Remove a store unless it is used; return whether it is gone."""
+    """Remove a store unless it is used, and return whether it no longer exists."""
     stored = [weights for model in list(_MODELS) for weights in all_stored_weights_of(model)]
     if any(_resolved(weights.dirs) & _resolved(dirs) for weights in stored):
         return False

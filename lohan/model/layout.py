@@ -22,7 +22,7 @@ from lohan.util.files import WrongType, checked
 RESIDENT = "resident"
 FROZEN = "/frozen"
 RESIDENTS = (RESIDENT, RESIDENT + FROZEN)
-# In elements: each tensor starts on a 64-byte boundary, whatever its dtype.
+# In elements: each tensor starts on a 64-byte boundary for any dtype.
 TENSOR_ALIGN = 32
 GROUP_ALIGN = 2048  # In elements: a 16-bit chunk of this size is one 4 KiB disk page.
 

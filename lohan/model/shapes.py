@@ -56,8 +56,8 @@ class BlockShape:
     flops: float  # Forward, per token.
     flops_per_context: float = 0.0
     activations: tuple[Activation, ...] = ()
-    # For tiles: forward work per token that backward always repeats, whatever is kept, and the
-    # elements of one token of a tile.
+    # For tiles: forward work per token that backward always repeats, for any choice of kept
+    # activations, and the elements of one token of a tile.
     tile_flops: float = 0.0
     tile_elements: float = 0.0
     linear_ends: int = 0  # Sum of the input and output widths of all its linear layers.

@@ -323,7 +323,7 @@ def state_key(group: FlatGroup) -> str:
 
 
 def exact_key(group: FlatGroup) -> str:
-    """Return the key of the region with what rounding removed from a frozen group's weights."""
+    """Return the key of the region that holds the rounded-off part of a frozen group's weights."""
     return f"x/{group.key}"
 
 

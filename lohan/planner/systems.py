@@ -149,7 +149,7 @@ def holds_on_ssd(policy: Policy, model: ModelShape, profile: Profile, tokens: fl
 
 
 def waiting(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    """Return the bytes of gradients in host memory that the formula of the policy leaves out."""
+    """Return the bytes of waiting gradients in host memory, which the policy's formula omits."""
     held = policy.free and policy.update_mode == "serial"
     if not held or holds_on_ssd(policy, model, profile, tokens):
         return 0.0

@@ -195,7 +195,7 @@ class _Contents:
         self.spec, self.clocks, self.by_interval = spec, clocks, by_interval
         self.from_start = whole  # whether the schedule relies on no earlier schedule
         self.whole_step = whole  # whether the actions since the last C are those of a whole step
-        # What each slot and buffer holds: a group, a (group, chunk), a site, or None.
+        # The contents of each slot and buffer: a group, a (group, chunk), a site, or None.
         self.held_in: dict[str, list[Any]] = {
             SLOT: [*buffers.slots, *spec.host_cached_weights],
             STATE: [*[None] * spec.ring, *spec.host_cached_state],

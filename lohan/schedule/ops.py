@@ -58,7 +58,7 @@ HOST_ACTIVATIONS = "activation buffer"
 
 
 class Subject(Enum):
-    """What an operation acts on. The value is an example of how a token names it."""
+    """The subject of an operation. The value is an example of how a token names it."""
 
     SITE = "3"
     GROUP = "5"
@@ -475,7 +475,7 @@ class Op:
         ],
         seconds=lambda profile, work, index, chunk: profile.commit_s,
     )
-    # With a device that has its own memory.
+    # Operations on a device with its own memory:
     LOAD_WEIGHTS = Operation(
         "L",
         "load the weights of group 5 from slot 0 into device slot 1",
@@ -529,7 +529,8 @@ class Op:
         rate=lambda profile: profile.d2h,
         bus=lambda layout: layout.gradient,
     )
-    # With ranks that share the state. Host memory and SSD hold the shards of the local rank.
+    # Operations of several ranks, which share the state. Host memory and SSD hold the shards of the
+    # local rank.
     ALL_GATHER = Operation(
         "A",
         "all-gather the weights of group 5 in device slot 0",

@@ -18,7 +18,7 @@ from lohan.schedule.actions import ScheduleSpec
 
 
 class Gate(StrEnum):
-    """What a step needs before it can end."""
+    """The condition for the end of a step."""
 
     NONE = "none"
     NORM = "norm"  # the norm of all gradients, for clipping or loss scaling
@@ -33,14 +33,14 @@ class Update(StrEnum):
 
 
 class Gradient(StrEnum):
-    """Where the gradients of a group are until its update."""
+    """The place of a group's gradients until its update."""
 
     HOST = "host"
     SSD = "ssd"
 
 
 class Residence(StrEnum):
-    """Where weights or state are between two uses."""
+    """The place of weights or state between two uses."""
 
     STREAM = "stream"  # on SSD
     CACHED = "cached"  # in host memory

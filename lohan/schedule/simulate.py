@@ -429,7 +429,7 @@ class ActionCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The totals that one step moves and computes. Attributes are in bytes unless they say so."""
+    """The totals that one step moves and computes. Attributes are in bytes unless noted."""
 
     forward_s: float  # seconds of compute
     backward_s: float  # seconds of compute

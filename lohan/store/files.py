@@ -236,10 +236,10 @@ def only_leftovers(directory: Path) -> bool:
 
 # -- One process per store: flock on a file in every directory -------------------------------------
 #
-# The kernel releases the lock when its holder dies, for whatever reason. The descriptor is closed
-# on exec and in forked children, so only the process that opened the store holds the lock. A
-# symbolic link at the name of the lock file is not followed, and a file that is not a lock file is
-# not written to.
+# The kernel releases the lock when its holder dies for any reason. The descriptor is closed on exec
+# and in forked children, so only the process that opened the store holds the lock. A symbolic link
+# at the name of the lock file is not followed, and a file that is not a lock file is not written
+# to.
 
 
 # Acquiring is retried, because `is_locked` in another process holds the lock for a moment.

@@ -255,7 +255,7 @@ class GradientLog:
         return self._manifest.segments
 
     def _begin_segment(self) -> None:
-        """Choose a segment without an entry for the next step."""
+        """Choose an unused segment for the next step."""
         used = {entry.segment for entry in self._manifest.entries}
         free = [number for number in range(self._manifest.segments) if number not in used]
         self.open_segment, self._written = (free[0] if free else -1), {}

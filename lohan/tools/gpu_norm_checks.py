@@ -73,7 +73,7 @@ def liger(bench: Bench) -> CheckResult:
 
 
 def shared_memory(bench: Bench) -> CheckResult:
-    """Check that a GPU without its own memory trains in host memory as with copies."""
+    """Check that a GPU without its own memory gives the same gradient norms as one with copies."""
     device = bench.open_integrated()
     if device is None:
         return CheckResult(facts={"skipped": "the device has its own memory"})

@@ -314,7 +314,7 @@ COMPUTE_INPUTS = ("hidden_states", TEXT, POOLED)  # inputs in the model's comput
 
 @dataclass(frozen=True)
 class Noised:
-    """Records with the noise that each batch of them gets."""
+    """Records whose batches are mixed with noise."""
 
     records: Records
     noising: Noising

@@ -718,7 +718,7 @@ def _remove_data(path: Path) -> None:
 
 
 def lost_with_snapshot(folder: RunFolder, config: Config) -> bool:
-    """Return whether the store is gone from the run folder and a snapshot of it exists.
+    """Return whether the store is missing from the run folder and a snapshot of it exists.
 
     A store on another drive does not count as lost, because the drive may not be mounted.
     """

@@ -249,7 +249,10 @@ def folder_files(config: Config) -> list[str]:
 
 
 def few_warning(count: int, what: str, config: Config) -> list[str]:
-    """Return a warning if a batch has more rows than there are examples (`what`, in words)."""
+    """Return a warning if a batch has more rows than there are examples.
+
+    `what` is the name of the examples in the message.
+    """
     if count >= config.train.batch:
         return []
     return [
