@@ -16,7 +16,7 @@ from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, option
 from lohan.config import UPDATE_MODES, TrainConfig
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
-from lohan.model.options import PlanOptions
+from lohan.model.options import PlanOptions, with_log
 from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine
@@ -90,6 +90,7 @@ def _auto(
         can_rerun=True,
         commit=None,
     )
+    options = with_log(options, "auto", commit_every="auto")
     request = PlanRequest(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )

@@ -19,7 +19,7 @@ from lohan.config import field_of
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.display import echo
 from lohan.util.files import write_atomic
-from lohan.util.units import GiB, align_up, format_bytes, format_seconds
+from lohan.util.units import AUTO, GiB, align_up, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile
@@ -62,7 +62,7 @@ def init(
     run = (out or file.with_name(f"{file.stem}-run")).resolve()
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
-    from lohan.model.options import PlanOptions
+    from lohan.model.options import PlanOptions, with_log
     from lohan.planner import presets
     from lohan.planner.machine_plan import PlanRequest
     from lohan.tools.plan_request import machine_of
@@ -92,13 +92,14 @@ def init(
     answers = 2 if task == "preference" else 1  # per row
     seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
     dtype = "bf16" if profile.has_gpu else "fp32"
+    options = PlanOptions(dtype=dtype, clip=1.0, can_rerun=True, commit=None)
     request = PlanRequest(
         model=presets.model(model),
         machine=profile,
         batch=1,
         seq=seq,
         host=host,
-        options=PlanOptions(dtype=dtype, clip=1.0, can_rerun=True, commit=None),
+        options=with_log(options, AUTO, commit_every=AUTO),
     )
     speeds, planned = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = planned.batch // answers
