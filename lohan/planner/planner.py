@@ -330,13 +330,16 @@ def _logged_plan(
         micro_batch=plan.micro_batch,
         tiles=plan.tiles or "off",
     )
+    # The log leaves room for two exported models.
+    exported = sum(group.numel for group in problem.blocks.trained)
+    spare = 2 * STATE_FORMATS[plan.dtype].weight_bytes * exported
+    rooms = [problem.drive_bytes or math.inf]
+    rooms += [] if problem.log_room is None else [problem.log_room]
     best: tuple[Plan, Forecast] | None = None
     for steps in problem.options.log_choices:
         with suppress(BudgetError):
             candidate = closed_form_plan(replace(problem, options=options.logging(steps)))
-            problem.check_drives(candidate)
-            needed = candidate.world * candidate.tier_bytes("ssd")
-            if problem.log_room is not None and needed > problem.log_room:
+            if candidate.world * (candidate.tier_bytes("ssd") + spare) > min(rooms):
                 continue
             logged = simulator.forecast(candidate, rough=True)
             if logged.step_s <= least_s:
