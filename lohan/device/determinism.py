@@ -25,10 +25,10 @@ def fix_cublas_workspace() -> None:
 
     This must happen before the process uses CUDA for the first time.
     """
-    if os.environ.get(WORKSPACE) in FIXED:
+    setting = os.environ.get(WORKSPACE)
+    if setting in FIXED:
         return
-    if WORKSPACE in os.environ or torch.cuda.is_initialized():
-        setting = os.environ.get(WORKSPACE)
+    if setting or torch.cuda.is_initialized():
         raise ConfigError(
             f"deterministic: {WORKSPACE} is {setting or 'not set'} and must be {FIXED[0]} before "
             f"this process uses CUDA; start it with {WORKSPACE}={FIXED[0]}"

@@ -15,6 +15,7 @@ from lohan.checkpoint.sources import MARK, mark_initial
 from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
 from lohan.data.text import load_tokenizer, tokenizer_files
+from lohan.device.base import Device
 from lohan.device.choose import canonical_name, default_dtype, open_device
 from lohan.device.determinism import fix_cublas_workspace
 from lohan.device.ranks import ALONE, ProcessGroup
@@ -109,8 +110,16 @@ class Inputs:
 def check_machine(config: Config, group: ProcessGroup = ALONE) -> None:
     """Raise an error if the device or the memory is not available, before data is read."""
     budget = config.budget
-    open_device(budget.device, memory=budget.device_memory, link=budget.link).close()
+    _open_device(config).close()
     Budget(host=budget.host, ssd=()).host_bytes(group.local_size)
+
+
+def _open_device(config: Config) -> Device:
+    """Open the device of a run. The first call is the first use of CUDA in the process."""
+    budget = config.budget
+    if config.train.deterministic and budget.device != "cpu":
+        fix_cublas_workspace()
+    return open_device(budget.device, memory=budget.device_memory, link=budget.link)
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -178,9 +187,7 @@ def open_session(
     group: ProcessGroup = ALONE,
 ) -> Session:
     train, budget = config.train, config.budget
-    if train.deterministic and budget.device != "cpu":
-        fix_cublas_workspace()
-    device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
+    device = _open_device(config)
     dtype = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=dtype).train()
     ssd_folders, name = folder.ssd_folders(config, group.ranks.rank), folder.store_name(config)

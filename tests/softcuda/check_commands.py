@@ -72,6 +72,13 @@ def test_nan_loss_ends_both_runs_alike(lohan, model, data, tmp_path):
     assert re.search(r"step 2: the loss is nan.*step 1, the last committed one", settings["cpu"][0])
 
 
+def test_a_deterministic_run_sets_workspaces_before_it_uses_the_device(model, data, tmp_path):
+    """In a new process, because cuBLAS reads the setting when it is first used."""
+    given = ["--device", "cuda", "--deterministic"]
+    ended = run(*arguments(model, data, tmp_path / "run", *given), CUBLAS_WORKSPACE_CONFIG="")
+    assert ended.code == 0, ended
+
+
 def test_generation_equals_that_on_the_cpu(lohan, tmp_path):
     folder, collected = write_model(tmp_path / "model", "qwen3"), {}
     requests = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
