@@ -114,7 +114,12 @@ Backend = str | Callable[..., Any]  # as accepted by torch.compile
 Forward = Callable[..., Any]
 # compiled forms in addition to two per site (forward, recomputation), for other batch shapes
 SPARE = 8
-LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's current and former name of the limit
+# dynamo's limits for the forms of one function, of one owner and of all, by their current and
+# former names
+LIMITS = (
+    ("recompile_limit", "cache_size_limit"),
+    ("accumulated_recompile_limit", "accumulated_cache_size_limit"),
+)
 
 
 def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
@@ -140,11 +145,10 @@ class Compiled:
             return
         from torch import _dynamo
 
-        for name in LIMITS:  # All sites of a class share dynamo's limit for its code.
-            if hasattr(_dynamo.config, name):
-                forms = max(2 * sites + SPARE, getattr(_dynamo.config, name))
-                setattr(_dynamo.config, name, forms)
-                return
+        for names in LIMITS:  # All sites of a class share dynamo's limits for its code.
+            name = next(name for name in names if hasattr(_dynamo.config, name))
+            forms = max(2 * sites + SPARE, getattr(_dynamo.config, name))
+            setattr(_dynamo.config, name, forms)
 
     def forward(self, site: int) -> Forward | None:
         compiled = self._compiled.get(site)

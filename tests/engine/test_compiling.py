@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from lohan.device.choose import LIMITS, Compiled
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 from lohan.util.units import MiB
@@ -176,3 +177,13 @@ def test_compilation_is_refused_where_bits_must_match(device, tmp_path):
             compile=True,
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_raises_every_limit_of_dynamo_for_models_of_many_blocks():
+    """A model of 126 blocks has 252 forms of one function, and dynamo's total is 256."""
+    config = torch._dynamo.config
+    names = [next(name for name in limit if hasattr(config, name)) for limit in LIMITS]
+    with config.patch({name: getattr(config, name) for name in names}):
+        Compiled("eager", sites=200)
+        assert all(getattr(config, name) >= 2 * 200 for name in names)
+    assert len(names) == 2 and all(getattr(config, name) < 2 * 200 for name in names)

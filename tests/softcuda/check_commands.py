@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.tools.gpu_checks import CHECKS, run_here
+from lohan.tools.late_device import LateDevice
 from lohan.tools.self_test import compared
 from tests.softcuda import extension, unordered
 from tests.support.command_line import arguments, data_fixture, model_fixture, refused  # noqa: F401 - fixtures
@@ -144,6 +146,7 @@ def test_profile_and_doctor(lohan, tmp_path):
     assert ended.code == 0, ended
     measured = json.loads(ended.out)
     assert measured["h2d"] > 0 and measured["d2h"] > 0
+    assert measured["device_rate"] > 0
     assert 0 < measured["forward_launch_s"] < measured["backward_launch_s"] < 0.1
     ended = lohan("doctor", "--ssd", tmp_path)
     assert "cuda" in ended.out.lower() and ended.code in (0, 1), ended
@@ -175,6 +178,17 @@ def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
     with unordered():
         result = run_here("saved-activations", "cuda", tmp_path)
     assert result["state"] == "wrong" and "activations saved, and recomputed" in result["error"]
+
+
+def test_a_late_device_pauses_on_the_stream_of_every_lane_and_of_compute():
+    paused: list[Any] = []
+    device = LateDevice(pause=lambda cycles: paused.append(torch.cuda.current_stream()))
+    there, here = device.allocate(64), torch.zeros(64, dtype=torch.uint8).pin_memory()
+    lanes = ("h2d", "slices", "d2h")
+    for lane in lanes:
+        device.copy(lane, [(here, there) if lane == "d2h" else (there, here)]).synchronize()
+    device.mark()
+    assert paused == [*(device._streams[lane] for lane in lanes), torch.cuda.current_stream()]
 
 
 LIGER = """
