@@ -1,11 +1,4 @@
-"""The slow tier, slice by slice, and how each slice ended last.
-
-    python -m tests.slow_tier [SLICE ...] [--list]
-
-A slice is some test files, or those of their tests whose names fit; what no slice names is in
-`rest`. Each must end within half an hour.
-The outcome goes to a table of docs/reliability.md with its date, so that a broken slow test shows.
-"""
+"""Run the slow tier slice by slice, and record the result of each slice."""
 
 from __future__ import annotations
 

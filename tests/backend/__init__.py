@@ -1,9 +1,4 @@
-"""A backend behind torch.accelerator, as backends outside torch's tree are.
-
-It is registered as PrivateUse1, with memory, streams, events, pinned memory and a generator
-(*.cpp). A process keeps such a backend until it ends, so its tests run in a process of their own:
-`pytest -p tests.backend.plugin -m gpu FILES`.
-"""
+"""A torch backend behind torch.accelerator, registered from outside torch's tree."""
 
 from __future__ import annotations
 

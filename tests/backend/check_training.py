@@ -1,4 +1,4 @@
-"""LoHan on the trial backend: the bits of the CPU, whatever comes late, within the memory."""
+"""Training on the trial backend has the CPU's bits under any delays, within the planned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For a pytest of its own: the accelerator of this process is the trial backend, late at random."""
+"""A pytest plugin that makes the trial backend this process's accelerator, with random delays."""
 
 from __future__ import annotations
 

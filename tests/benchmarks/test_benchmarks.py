@@ -1,7 +1,4 @@
-"""Every benchmark runs in its smallest form and prints its tables; what they measure is not tested.
-
-`vs_zero_infinity.py` needs DeepSpeed: only its answer to an environment without it is tested.
-"""
+"""Every benchmark runs in its smallest form and prints its tables; the figures are not tested."""
 
 from __future__ import annotations
 

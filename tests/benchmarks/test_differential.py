@@ -1,4 +1,4 @@
-"""The short form of benchmarks/differential.py, and what it does with what it finds."""
+"""The short form of benchmarks/differential.py, and its handling of findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper, reproduced: published points next to ours, within the limits that we set ourselves."""
+"""The reproduced results of the paper stay within fixed limits of the published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake tensors: no memory for what depends on weights, values for whole numbers where asked."""
+"""Fake tensors need no memory for weights, and provide values of integers on request."""
 
 from __future__ import annotations
 

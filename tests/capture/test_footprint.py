@@ -1,4 +1,4 @@
-"""The footprint found on fake tensors is what the real allocator sees."""
+"""The footprint measured on fake tensors equals what the real allocator sees."""
 
 from __future__ import annotations
 

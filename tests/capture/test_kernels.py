@@ -1,4 +1,4 @@
-"""Kernels that torch does not dispatch: planning names them, recomputation runs what they read."""
+"""Planning names kernels that torch does not dispatch, and recomputation runs what they read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What models ask of their parameters outside a block's call is answered as in memory, or refused.
-
-A block never gets a tensor without values.
-"""
+"""Operations on parameters outside their block's call work as in memory, or are refused."""
 
 from __future__ import annotations
 

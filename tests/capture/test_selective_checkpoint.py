@@ -1,4 +1,4 @@
-"""Kept results change what backward computes again, and not one bit of what comes out."""
+"""Kept results change what backward recomputes, but no bit of the result."""
 
 from __future__ import annotations
 

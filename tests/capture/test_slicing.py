@@ -1,4 +1,4 @@
-"""Two samples tell how a call falls into slices."""
+"""A trial with two samples determines how a call is sliced."""
 
 from __future__ import annotations
 

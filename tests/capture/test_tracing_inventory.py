@@ -1,4 +1,4 @@
-"""The inventory of a block is what autograd really saves and what the block really computes."""
+"""The inventory of a block equals what autograd saves and what the block computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is used outside of its block is found, and nothing else."""
+"""Parts and parameters used outside their block are found, and nothing else."""
 
 from __future__ import annotations
 

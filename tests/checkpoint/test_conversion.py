@@ -1,4 +1,4 @@
-"""Experts are apart in files and together in memory: streamed both ways, as transformers has it."""
+"""Experts that are separate in files and joined in memory are streamed in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export: plain from_pretrained gives the same logits; complete or not there at all."""
+"""An export loads with from_pretrained and gives the same logits; it is complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders: as from_pretrained gives them, without the memory."""
+"""Models from Hugging Face folders equal those of from_pretrained, without their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random first weights: the model's own, block by block, the same every time."""
+"""Random initial weights follow the model's own initialisation, block by block, reproducibly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much adapters count, where the user does not say."""
+"""The default scale of LoRA adapters."""
 
 from __future__ import annotations
 

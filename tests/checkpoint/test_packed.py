@@ -1,4 +1,4 @@
-"""A frozen base in packed form under adapters: the numbers of the dequantised base in memory."""
+"""A packed frozen base under adapters computes the numbers of the dequantised base in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same state, whatever number of ranks it is cut for and whatever happens on the way."""
+"""Resharding keeps the state for any number of ranks, even if it is interrupted."""
 
 from __future__ import annotations
 

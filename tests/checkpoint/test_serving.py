@@ -1,4 +1,4 @@
-"""An exported folder is what other programs take: transformers, llama.cpp's converter, vLLM."""
+"""Other programs accept an exported folder: transformers, llama.cpp's converter, vLLM."""
 
 from __future__ import annotations
 

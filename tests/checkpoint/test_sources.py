@@ -1,4 +1,4 @@
-"""Checkpoint names to model names, and first values as float32 pieces."""
+"""Checkpoint names are mapped to model names, and initial values are read as float32."""
 
 from __future__ import annotations
 

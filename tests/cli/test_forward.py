@@ -1,4 +1,4 @@
-"""Generation and evaluation from a store: what plain transformers gives, within the budget."""
+"""Generation and evaluation from a store equal plain transformers, within the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a process: Ctrl-C at any time, and output that nobody reads."""
+"""The command line as a process: Ctrl-C at any time, and output to a closed pipe."""
 
 from __future__ import annotations
 

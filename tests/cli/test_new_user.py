@@ -1,4 +1,4 @@
-"""What a new user tries: each is taken, or refused with the way out."""
+"""Common attempts of a new user work, or are refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data as people have it: ShareGPT, comma-separated values, tools, templates by name, mixtures."""
+"""Common forms of data: ShareGPT, comma-separated values, tools, templates by name, mixtures."""
 
 import gzip
 import json

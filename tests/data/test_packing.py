@@ -1,4 +1,4 @@
-"""Several examples in a row: none sees another, and each has the loss that it has alone."""
+"""Packed examples do not see each other, and each has the loss that it has alone."""
 
 from __future__ import annotations
 

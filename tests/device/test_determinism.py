@@ -1,4 +1,4 @@
-"""`deterministic`: kernels with a fixed order of sums on accelerators, for as long as a session."""
+"""`deterministic` selects kernels with a fixed order of sums while a session is open."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A device with a memory of its own changes no bit, however late its lanes and however small it is.
-
-Every run here uses the code for accelerators, on the emulated device.
-"""
+"""A device with its own memory changes no bit, with any delays and any size."""
 
 from __future__ import annotations
 

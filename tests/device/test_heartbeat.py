@@ -1,4 +1,4 @@
-"""Who has fallen silent: counted in own looks, not in seconds."""
+"""A rank is lost after a number of own checks without a new beat, not after seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes: what they are told, how they end, and what reaches them."""
+"""Ranks as processes: their environment, their exit codes and their signals."""
 
 from __future__ import annotations
 

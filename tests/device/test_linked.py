@@ -1,4 +1,4 @@
-"""The cpu as a device with a memory of its own, for ranks: the bits of the cpu."""
+"""The CPU as a device with its own memory, for several ranks, has the bits of the CPU."""
 
 from __future__ import annotations
 

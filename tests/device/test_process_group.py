@@ -1,4 +1,4 @@
-"""A process that is alone is a process group of one: its collectives are identities."""
+"""A single process is a process group of one, whose collectives are identities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of ranks with unequal numbers of rows: what they call backward on is the batch's."""
+"""Ranks with unequal numbers of rows compute the loss of the whole batch."""
 
 from __future__ import annotations
 

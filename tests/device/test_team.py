@@ -1,4 +1,4 @@
-"""Several ranks give the run of one: losses, weights, evaluations; whatever dies, and when."""
+"""Several ranks have the losses, weights and evaluations of one, also if one of them dies."""
 
 from __future__ import annotations
 

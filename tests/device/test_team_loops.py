@@ -1,4 +1,4 @@
-"""Ranks in a loop of one's own: modules with their own loss, devices, errors on one of them."""
+"""Ranks in custom loops: modules with their own loss, devices, errors on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/hugging-face.md says what happens to everything that a Trainer lets its users change."""
+"""docs/hugging-face.md covers everything that users of a Trainer can change."""
 
 from __future__ import annotations
 

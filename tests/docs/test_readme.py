@@ -1,4 +1,4 @@
-"""What the documents say is true: code runs, commands and files exist."""
+"""The documents are correct: their code runs, and commands and files exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes in examples/recipes are what docs/cards_page.py makes of today's forecasts."""
+"""The recipes in examples/recipes equal those that docs/cards_page.py generates."""
 
 from __future__ import annotations
 

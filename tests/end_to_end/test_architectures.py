@@ -1,4 +1,4 @@
-"""Every architecture equals in-memory PyTorch: nothing in the engine knows any of them."""
+"""Every architecture equals in-memory PyTorch, although the engine has no code for any of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at any instant, Ctrl-C, SIGTERM: a resumed run is the uninterrupted one, bit for bit."""
+"""A run resumed after kill -9 at any instant, Ctrl-C or SIGTERM equals an uninterrupted one."""
 
 from __future__ import annotations
 

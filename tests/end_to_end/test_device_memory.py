@@ -1,4 +1,4 @@
-"""What a device really holds at its peak is what the plan has said."""
+"""The peak memory of a device equals the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result is the one an in-memory AdamW run gives: every family, every mode."""
+"""Training equals AdamW in memory, for every family and every mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers' classes are trained as in memory, and docs/models.md says which."""
+"""Tiny models of transformers' classes train as in memory; docs/models.md lists them."""
 
 from __future__ import annotations
 

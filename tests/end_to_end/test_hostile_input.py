@@ -1,4 +1,4 @@
-"""Files that were made to do harm: each is refused with one message, and lets nobody in."""
+"""Hostile files are refused with one message each and execute nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lohan train --lora`: planned, trained, resumed, exported, asked."""
+"""`lohan train --lora`: planning, training, resuming, exporting and generating."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--gpus N` and what is around it: stores of several ranks looked at, exported, resharded."""
+"""`--gpus N` and the stores of several ranks: inspection, export, resharding."""
 
 from __future__ import annotations
 

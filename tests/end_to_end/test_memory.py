@@ -1,4 +1,4 @@
-"""What a run really holds at its peak, in the pool and by torch, is what its plan has said."""
+"""The peak memory of a run, in the pool and in torch, equals its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any nn.Module made of repeated blocks, with a loss of its own, equals the in-memory run."""
+"""Any nn.Module made of repeated blocks, with its own loss, equals the in-memory run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocks may do, exactly as in memory; what they must not is refused, never wrong."""
+"""Unusual blocks behave exactly as in memory, or are refused."""
 
 from __future__ import annotations
 

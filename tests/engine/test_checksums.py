@@ -1,4 +1,4 @@
-"""Checksums are taken in the pass of the update, and protect what they did before."""
+"""Checksums computed during the update detect damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled blocks: reached where they may be, on a device whose bits need not be the cpu's."""
+"""Blocks are compiled where that is allowed, on devices whose bits need not be the CPU's."""
 
 from __future__ import annotations
 

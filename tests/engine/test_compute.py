@@ -1,4 +1,4 @@
-"""From seconds to FLOP/s: backward counts as twice the work, the head as all three of its."""
+"""Conversion of seconds to FLOP/s: backward counts as twice the work, the head as three parts."""
 
 from __future__ import annotations
 

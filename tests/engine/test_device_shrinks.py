@@ -1,4 +1,4 @@
-"""A device that turns out smaller than planned."""
+"""A device with less memory than planned leads to a smaller plan, once."""
 
 from __future__ import annotations
 

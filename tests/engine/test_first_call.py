@@ -1,4 +1,4 @@
-"""The first step checks itself: blocks that cannot be recomputed are refused before they train."""
+"""The first step compares blocks with plain calls and refuses those that cannot be recomputed."""
 
 from __future__ import annotations
 

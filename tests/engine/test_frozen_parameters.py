@@ -1,4 +1,4 @@
-"""Frozen parameters: read only. No state, no gradients, no updates, and the result of PyTorch."""
+"""Frozen parameters are only read: no state, no gradients, no updates, and PyTorch's result."""
 
 from __future__ import annotations
 

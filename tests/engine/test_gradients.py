@@ -1,4 +1,4 @@
-"""Gradients to which a later block adds do not wait on the device, and no bit changes by it."""
+"""Gradients that a later block adds to wait in host memory, which changes no bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gradients of one parameter from several slices or uses are added in fp32, whatever their dtype.
-
-Frozen parameters get none.
-"""
+"""Gradients of one parameter from several slices or uses are added in fp32 for any dtype."""
 
 from __future__ import annotations
 

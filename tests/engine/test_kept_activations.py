@@ -1,4 +1,4 @@
-"""What blocks keep for backward, where it goes, and replanning change no bit of the result."""
+"""Kept activations, their placement and replanning change no bit of the result."""
 
 from __future__ import annotations
 

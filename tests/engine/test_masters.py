@@ -1,4 +1,4 @@
-"""Masters of a model that is loaded in more bits than it computes in keep all of them."""
+"""Master weights keep all bits of a model that is loaded in a wider type than it computes in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations on SSD: what comes back is what left, also where some of it no longer counts."""
+"""Activations from SSD equal those that were written, also if some are not needed any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other optimizers than AdamW, and moments in fewer bits: right, and the same bits always."""
+"""Other optimizers and moments with fewer bits are correct and reproducible."""
 
 from __future__ import annotations
 

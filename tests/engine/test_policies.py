@@ -1,4 +1,4 @@
-"""Policies of `attach`: fields given one by one are those of the policies; no other is taken."""
+"""Policies of `attach`: their fields are also accepted as keywords, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model has learnt stays its own: attached again, saved, copied, merged from its store."""
+"""Trained weights in a store can be attached again, saved, copied and merged."""
 
 from __future__ import annotations
 

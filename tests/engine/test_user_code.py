@@ -1,8 +1,4 @@
-"""The caller and the code of blocks may do as in PyTorch between and inside steps.
-
-They evaluate in inference mode, run two forwards for one backward, raise errors, and compute
-gradients inside a forward.
-"""
+"""User code and blocks may do what PyTorch allows between and inside steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's loop may do between forward and backward, and what stays the same for it."""
+"""Custom loops may do what PyTorch allows between forward and backward."""
 
 from __future__ import annotations
 

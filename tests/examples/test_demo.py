@@ -1,4 +1,4 @@
-"""The demo end to end on a small random model, and the pieces that it shows."""
+"""The demo end to end on a small random model, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's models, without the network: the random one whole, the real one's failures."""
+"""The demo's models without the network: the random one, and failures of the real one."""
 
 from __future__ import annotations
 

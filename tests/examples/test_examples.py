@@ -1,4 +1,4 @@
-"""The examples are short, and run: config files with a small model in place of theirs."""
+"""The examples are short and run, the config files with a small model instead of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What user code does to a Trainer's optimizer, which holds no values: honoured, or refused."""
+"""Uses of a Trainer's optimizer, which holds no values, are honoured or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer of a Trainer script: its groups, what callbacks write to them, and refusals."""
+"""The optimizer of a Trainer script: groups, values written by callbacks, and refusals."""
 
 from __future__ import annotations
 

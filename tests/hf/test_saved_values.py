@@ -1,4 +1,4 @@
-"""What lohan.hf saves of weights that a training does not change: the values as given."""
+"""lohan.hf saves weights that a training does not change with the values as given."""
 
 from __future__ import annotations
 

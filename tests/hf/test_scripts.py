@@ -1,4 +1,4 @@
-"""What scripts do with a Trainer beyond one training, each as in memory with transformers."""
+"""Trainer scripts beyond a single training behave as with transformers in memory."""
 
 from __future__ import annotations
 

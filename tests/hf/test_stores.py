@@ -1,4 +1,4 @@
-"""The state of a training with lohan.hf is never removed without being asked."""
+"""The state of a training with lohan.hf is never removed without a request."""
 
 from __future__ import annotations
 

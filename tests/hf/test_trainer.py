@@ -1,4 +1,4 @@
-"""A Trainer script with another import: the same losses, logs, checkpoints; resumed; refusals."""
+"""A Trainer script with another import has the same losses, logs and checkpoints."""
 
 from __future__ import annotations
 

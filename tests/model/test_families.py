@@ -1,4 +1,4 @@
-"""What is known of a GPT, a Llama and a DiT block on paper comes out as numbers."""
+"""Shapes of GPT, Llama and DiT blocks have the published numbers."""
 
 from __future__ import annotations
 

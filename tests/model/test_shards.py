@@ -1,4 +1,4 @@
-"""Shards of ranks: together they are the whole, each element once."""
+"""The shards of all ranks contain each element exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps by other policies' rules: the simulator's choosers over the blocks at hand."""
+"""Activation policies of the simulator, applied to the blocks of a run."""
 
 from __future__ import annotations
 

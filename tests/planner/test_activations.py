@@ -1,4 +1,4 @@
-"""T_iter is convex in the bytes kept, Algorithm 1 finds its bottom, rivals stop where they say."""
+"""T_iter is convex in the bytes kept, Algorithm 1 finds its minimum, and rivals stop as defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan that a run follows, where the closed form alone would be wrong."""
+"""Plans for which the closed form alone would choose wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a run commits, where the user leaves that open: by time and by wear, as planned."""
+"""The commit interval chosen by the planner, by time and by wear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model, term by term, by hand."""
+"""Every term of the cost model, compared with a manual calculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores, drives and main memory that take something from each other, in a forecast."""
+"""Contention between cores, drives and main memory in forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for machines that are not here: they fit, and say what limits them and what helps."""
+"""Plans for other machines fit, and name the bottleneck and changes that help."""
 
 from __future__ import annotations
 

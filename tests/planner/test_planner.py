@@ -1,4 +1,4 @@
-"""From blocks and budget to a plan that fits, or to a refusal with both numbers and a way out."""
+"""Blocks and a budget give a plan that fits, or a refusal with both numbers and advice."""
 
 from __future__ import annotations
 

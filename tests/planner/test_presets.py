@@ -1,4 +1,4 @@
-"""Presets load, mean what they say, and a wrong name leads to the right one."""
+"""Presets load with plausible figures, and a wrong name gets a suggestion."""
 
 from __future__ import annotations
 

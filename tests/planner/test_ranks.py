@@ -1,4 +1,4 @@
-"""Several GPUs in one machine: what they share, what each has, and what it costs to talk."""
+"""Several GPUs in one machine: shared and separate resources, and the cost of communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies as data: what they take, what they overlap, and that their schedules are sound."""
+"""Policies as data: memory, overlap, and valid schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wear: what a run writes is told in rated lives and money, and so is what would take less."""
+"""Wear is reported in rated lives and money, with alternatives that write less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resume that fails before its first step lets go of the store."""
+"""A resume that fails before its first step releases the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard: numbers, plans and schedules of today against recorded ones."""
+"""Comparison of numbers, plans and schedules with recorded ones."""
 
 import os
 

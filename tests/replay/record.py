@@ -1,11 +1,4 @@
-"""Process replay: what LoHan computes, plans and schedules, for a fixed set of small cases.
-
-    python -m tests.replay.record
-
-writes frozen.json next to this file. test_replay.py compares the code of today with it, so a change
-that should not alter numbers shows that it does not. Everything here goes through the public API
-and the command line: the inside of the package may move without a change here.
-"""
+"""Record what LoHan computes, plans and schedules for a fixed set of small cases."""
 
 from __future__ import annotations
 

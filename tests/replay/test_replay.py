@@ -1,4 +1,4 @@
-"""The code of today gives the weights, plans and schedules that were recorded (record.py)."""
+"""The code gives the weights, plans and schedules that record.py has recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No class has more attributes or methods than a reader can keep in mind."""
+"""No class has more attributes or methods than a fixed limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workflow of the continuous integration runs what the Makefile has, on pushes and tags."""
+"""The continuous integration runs the targets of the Makefile on pushes and tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: their text, what they say for small specs, and that no lane can ever be too early."""
+"""Schedules: their text form, their actions for small specs, and the absence of races."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator keeps the rules of the lanes, and agrees with itself where two ways lead to one."""
+"""The simulator follows the rules of the lanes, and both of its implementations agree."""
 
 from __future__ import annotations
 

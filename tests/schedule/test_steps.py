@@ -1,4 +1,4 @@
-"""The order of a steady step: what it holds, and that every order of a small spec may run."""
+"""The order of a steady step; every order of a small spec is valid."""
 
 from __future__ import annotations
 

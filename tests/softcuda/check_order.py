@@ -1,4 +1,4 @@
-"""The order detector finds each kind of missing order, whatever the timing, and lanes sleep."""
+"""The order detector finds each kind of missing order for any timing, and lanes sleep."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LoHan on software CUDA has the bits of the CPU in every mode, whatever is late.
-
-Memory is poisoned when it is released.
-"""
+"""Training on software CUDA has the bits of the CPU in every mode, with any delays."""
 
 from __future__ import annotations
 

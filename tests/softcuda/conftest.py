@@ -1,4 +1,4 @@
-"""`make test-cuda` runs what is here, on software CUDA alone."""
+"""Settings of the tests that run on software CUDA only."""
 
 from __future__ import annotations
 

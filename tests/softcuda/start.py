@@ -1,4 +1,4 @@
-"""Runs when a Python of the environment starts: software CUDA's operators come with torch."""
+"""Load software CUDA's operators together with torch when a Python of the environment starts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""One of two ranks: the net lane's order with each kind of mistake, and what connecting takes.
-
-    python -m tests.softcuda.two_ranks FOLDER
-
-Started by `lohan.device.launch.launch`. Writes FOLDER/RANK.json.
-"""
+"""A rank of two that makes each kind of mistake in the order of the net lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of the system that fails anywhere in a store is an error of LoHan's, never a bare one."""
+"""Every failing system call in a store raises an error of LoHan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: no overlap, aligned, in proportion, the same every time."""
+"""Extents are aligned, disjoint, in proportion to the weights, and deterministic."""
 
 from __future__ import annotations
 

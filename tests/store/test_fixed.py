@@ -1,4 +1,4 @@
-"""Fixed regions: written while a store is made, shared by all generations, checked like state."""
+"""Fixed regions are written during creation, shared by all generations, and verified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite for every engine, then what is special to some."""
+"""Tests that every I/O engine passes, and tests of single engines."""
 
 from __future__ import annotations
 

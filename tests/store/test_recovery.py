@@ -1,4 +1,4 @@
-"""Recovery that is hit itself: a restore that dies, late reads, hung syncs, lost slots, locks."""
+"""Faults during recovery: an interrupted restore, late reads, hung syncs, lost slots, locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that is removed, read-only or written in place only partly, and what is said of it."""
+"""Stores that are removed, read-only, or written in place only partly."""
 
 from __future__ import annotations
 

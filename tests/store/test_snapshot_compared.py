@@ -1,4 +1,4 @@
-"""A snapshot is compared with the checksums of the store, also where reads are not any more."""
+"""A snapshot verifies the checksums of the store, even where reads do not."""
 
 from __future__ import annotations
 

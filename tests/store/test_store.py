@@ -1,4 +1,4 @@
-"""The store's promises when nothing breaks: generations, stripes, locks, removal, snapshots."""
+"""The store without faults: generations, stripes, locks, removal, snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever breaks, and whenever: a clear error, and the last committed generation intact."""
+"""Any fault at any time leads to a clear error and leaves the last committed generation intact."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fixed regions and exported weights are synced before what depends on them.
-
-The native core asks the system for every sync.
-"""
+"""Fixed regions and exported weights are synced before anything depends on them."""
 
 from __future__ import annotations
 

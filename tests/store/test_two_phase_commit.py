@@ -1,4 +1,4 @@
-"""A commit of several ranks: at every instant of it their stores agree on one."""
+"""The stores of several ranks agree on one commit at every instant of a commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of every architecture that must work, each with data and a loss of its own."""
+"""Small models of every supported architecture, each with data and its own loss."""
 
 from __future__ import annotations
 

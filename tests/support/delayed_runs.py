@@ -1,4 +1,4 @@
-"""Small models whose blocks meet every case of the schedule, run with any plan and any delays."""
+"""Small models whose blocks cover every case of the schedule, with any plan and any delays."""
 
 from __future__ import annotations
 

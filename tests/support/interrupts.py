@@ -1,9 +1,4 @@
-"""For processes of their own: where a Ctrl-C reaches them.
-
-As a script, `interrupts.py WHERE MODULE ARGS`: `python -m lohan ARGS`, with a Ctrl-C when it begins
-to import a module. WHERE is `here`; `callback`: in the end of an object, where Python drops
-exceptions; or `swallowed`: the import fails for another reason, as libraries make of it.
-"""
+"""Interrupt a process at a given place of its code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Faults below Python: the n-th call of a kind on the files of a run fails, falls short or is late.
-
-tests/faults/interpose.c is loaded ahead of the C library into a forge (`Forge(env=preloaded())`);
-each process that it makes is armed with a fault of its own (`before="io_faults:arm"`).
-"""
+"""Faults below Python: the n-th call of a kind on a run's files fails, is short or is late."""
 
 from __future__ import annotations
 

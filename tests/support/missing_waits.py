@@ -1,4 +1,4 @@
-"""Accelerators that leave a wait out, and a run in which each of them must show."""
+"""Accelerators without one kind of wait, and a run in which the missing wait must show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of every family that must work, small enough for a test, and folders made of them."""
+"""Small configs of every supported family, and model folders made from them."""
 
 from __future__ import annotations
 

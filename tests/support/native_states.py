@@ -1,4 +1,4 @@
-"""Arrays that the native kernels of the optimizers update, and what they are tested with."""
+"""Arrays and hyper-parameters for tests of the native update kernels."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Record in a file what a process is doing (`Forge.start(before="phase_log:watch")`).
-
-The file also tells the phase of a process that was killed. The begin and the end of each phase are
-boundaries, like operations on files.
-
-    LOHAN_PHASE    the file
-    LOHAN_SPANS    a file for the seconds that each phase took, one line each
-    LOHAN_KILL     "PHASE N SECONDS": killed so long after the beginning of the N-th such phase
-    LOHAN_REPLAN     if set, the run replans as soon as it may (replan_at_once.py)
-"""
+"""Record the current phase of a process in a file (`Forge.start(before="phase_log:watch")`)."""
 
 from __future__ import annotations
 

@@ -1,17 +1,4 @@
-"""What a disk may hold after a power cut: file operations are recorded, and any prefix is replayed.
-
-    with recording(root, monkeypatch) as tape:
-        ...                                   # real code, with FileEngine(tape) as its engine
-    tape.disk(prefix, "ordered", "pages", random.Random(1)).write_to(folder)
-
-Recorded under `root`: names (mkdir, create, rename, unlink, rmdir), bytes (writes, sizes), syncs of
-files and directories. After a cut
-* bytes and sizes that were synced are there; others are lost, there, or there in some pages;
-* names: with an ordered journal those of a prefix of all operations, at least up to the last sync;
-  with journals per inode any subset of those that are not synced, where later operations on a name
-  depend on earlier ones. A sync of a directory makes the names in it durable, one of a file its own
-  bytes and, as file systems with such journals do, its own name.
-"""
+"""Simulated power cuts: file operations are recorded, and any prefix of them is replayed."""
 
 from __future__ import annotations
 

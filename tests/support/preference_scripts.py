@@ -1,4 +1,4 @@
-"""The standard scripts of TRL's preference trainers, ours or theirs."""
+"""The standard scripts of TRL's preference trainers, with LoHan or with TRL."""
 
 from __future__ import annotations
 

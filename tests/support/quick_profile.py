@@ -1,4 +1,4 @@
-"""The effort with which a profile takes a second."""
+"""An effort with which a profile takes a second."""
 
 from __future__ import annotations
 

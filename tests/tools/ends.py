@@ -1,4 +1,4 @@
-"""Stands for lohan.tools.gpu_checks: ends as the name of the check says."""
+"""A stand-in for lohan.tools.gpu_checks that ends as the name of the check says."""
 
 from __future__ import annotations
 

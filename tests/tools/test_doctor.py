@@ -1,4 +1,4 @@
-"""`lohan doctor` tries what it can, and says what to do about what is not right."""
+"""`lohan doctor` checks the machine and suggests remedies for what it finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers get every row once, and are asked for by name only where they are installed."""
+"""Loggers get every row once; a missing package is reported by name."""
 
 from __future__ import annotations
 

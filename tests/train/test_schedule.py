@@ -1,4 +1,4 @@
-"""A run that goes on for longer: what it does to the learning rate, and the first example."""
+"""Extending a run: the effect on the learning rate, and the first example."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the lanes did when: busy time, the Chrome trace, and what a run says about itself."""
+"""Spans of the lanes: busy time, the Chrome trace, and the metrics of a run."""
 
 from __future__ import annotations
 
