@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
 from tests.support import model_families
+from tests.support.setting_grids import thinned
 from tests.support.small_models import (
     SMALL,
     assert_close,
@@ -26,15 +27,18 @@ STEPS = 20
 
 @pytest.mark.parametrize(
     ("kind", "batch", "micro_batch"),
-    [
-        ("llama", 1, None),
-        ("llama", 4, None),
-        ("llama", 4, 3),
-        ("gpt2", 3, 1),
-        ("gpt2", 4, None),
-        ("qwen3", 2, None),
-        ("qwen3", 4, 2),
-    ],
+    thinned(
+        [
+            ("llama", 1, None),
+            ("llama", 4, None),
+            ("llama", 4, 3),
+            ("gpt2", 3, 1),
+            ("gpt2", 4, None),
+            ("qwen3", 2, None),
+            ("qwen3", 4, 2),
+        ],
+        *(0, 2, 3, 6),
+    ),
 )
 def test_fp32_equals_in_memory_adamw(kind, batch, micro_batch, tmp_path):
     model = small_model(kind)
@@ -55,13 +59,16 @@ def gentle(step: int) -> float:
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "micro_batch"),
-    [
-        ("bf16", "llama", None),
-        ("bf16", "gpt2", 2),
-        ("bf16", "qwen3", 1),
-        ("fp16", "llama", 2),
-        ("fp16", "gpt2", None),
-    ],
+    thinned(
+        [
+            ("bf16", "llama", None),
+            ("bf16", "gpt2", 2),
+            ("bf16", "qwen3", 1),
+            ("fp16", "llama", 2),
+            ("fp16", "gpt2", None),
+        ],
+        *(0, 1, 3),
+    ),
 )
 def test_16_bit_modes_equal_fp32_masters_in_memory(dtype, kind, micro_batch, tmp_path):
     """The 16-bit modes equal fp32 masters in memory, within rounding.

@@ -52,7 +52,7 @@ def recomputed(folder, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("micro_batch", "clip", "tight", "overlap"),
-    pairwise([None, 1, 2, 3], [0.0, 0.5], [False, True], [True, False]),
+    pairwise([None, 1, 3], [0.0, 0.5], [False, True], [True, False]),
 )
 def test_keeping_and_spilling_activations_change_no_bit(
     folder, recomputed, tmp_path, micro_batch, clip, tight, overlap

@@ -34,7 +34,7 @@ from tests.support.delayed_runs import (
 )
 from tests.support.faulty_engine import Fault, FaultyEngine
 from tests.support.overlap_cases import CLIP, KINDS, PLAIN, STEPS, Case, check, plain
-from tests.support.setting_grids import pairwise
+from tests.support.setting_grids import each_value, pairwise, thinned
 from tests.support.small_models import attached, stored_bytes
 
 # -- every mode, window and ring ------------------------------------------------------------------
@@ -66,9 +66,12 @@ def test_prefetch_windows_and_rings(window, ring, tmp_path):
 # -- what a loop may do ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [0.4, 1.0])
-@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
-def test_state_in_memory(mode, clip, cached, tmp_path):
+WAYS = [*((mode, 0.0) for mode in UPDATE_MODES), ("balanced", CLIP)]
+
+
+@pytest.mark.parametrize(("way", "cached"), each_value(WAYS, [0.4, 1.0]))
+def test_state_in_memory(way, cached, tmp_path):
+    mode, clip = way
     tuning = Tuning(cached=cached, spilled=0.5)
     check(Case(kind="several", clip=clip), tmp_path, tuning, mode=mode, seed=3)
 
@@ -121,7 +124,7 @@ OTHER_WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "own_thread"), pairwise(OTHER_WAYS, [False, True]))
+@pytest.mark.parametrize(("way", "own_thread"), each_value(OTHER_WAYS, [False, True]))
 def test_backward_that_visits_other_blocks_keeps_the_bits(way, own_thread, tmp_path):
     """The same forward, but a block gets no gradient, and in the next step gets one again."""
     kind, still, mode, clip = way
@@ -151,8 +154,7 @@ class Fork(Net):
         return nn.functional.mse_loss(self.exit(sum(created)), target)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", UPDATE_MODES)
+@pytest.mark.parametrize(("mode", "clip"), each_value(UPDATE_MODES, [0.0, CLIP]))
 def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
     def run(name: str, tuning: Tuning, **options: object) -> Result:
         tuned(monkeypatch, tuning)
@@ -176,7 +178,7 @@ def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
     assert back[1] == back[2] and sorted(back[3]) == sorted(back[1]) != back[3]
 
 
-@pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in UPDATE_MODES), ("balanced", CLIP)])
+@pytest.mark.parametrize(("mode", "clip"), thinned(WAYS, 0, 3, 4))
 def test_overlap_changes_no_bit_in_bf16(mode, clip, tmp_path):
     case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
     check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=7)
@@ -296,16 +298,16 @@ def go_on(session: lohan.Session, until: int = STEPS) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", CLIP)])
-@pytest.mark.parametrize(("fault", "cause"), FAULTS)
-def test_failed_transfer_loses_only_uncommitted_steps(
-    fault, cause, mode, clip, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("failure", "way"), each_value(FAULTS, [("optimized", 0.0), ("balanced", CLIP)])
+)
+def test_failed_transfer_loses_only_uncommitted_steps(failure, way, tmp_path, monkeypatch):
     """A failed transfer is one error that names what failed.
 
     The same session then continues from the last committed step to the result of an undisturbed
     run.
     """
+    (fault, cause), (mode, clip) = failure, way
     tuned(monkeypatch, Tuning(cached=0.3))
     wanted = plain(Case(kind="several", clip=clip))
     engine = FaultyEngine(memory_engine())
@@ -360,12 +362,13 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
         assert stored_bytes(session) == plain(Case()).stored
 
 
-@pytest.mark.parametrize("mode", ["optimized", "balanced"])
 @pytest.mark.parametrize(
-    ("fault", "cause"), [FAULTS[1], FAULTS[4], (Fault("eio", "sync", 2), "EIO")]
+    ("failure", "mode"),
+    each_value([FAULTS[1], (Fault("eio", "sync", 2), "EIO"), FAULTS[4]], ["optimized", "balanced"]),
 )
-def test_a_failed_run_is_resumed(fault, cause, mode, tmp_path, monkeypatch):
+def test_a_failed_run_is_resumed(failure, mode, tmp_path, monkeypatch):
     """A failed sync ends the session, and its message says how to resume."""
+    fault, cause = failure
     tuned(monkeypatch, Tuning())
     wanted = plain(Case(kind="tied"))
     engine = FaultyEngine(open_engine("threads"))

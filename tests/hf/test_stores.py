@@ -19,6 +19,7 @@ from lohan.errors import BudgetError
 from lohan.store.admin import describe, list_stores
 from tests.support.kept_files import tree
 from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.setting_grids import thinned
 from tests.support.trainer_scripts import SETTINGS, collate, examples
 
 
@@ -60,7 +61,7 @@ class Dies(lohan.hf.Trainer):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", thinned([True, False], 0))
 def test_second_training_in_a_folder_replaces_the_first_when_it_has_committed(
     inside, base, tmp_path, caplog
 ):

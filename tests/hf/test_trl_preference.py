@@ -29,6 +29,7 @@ import lohan.hf  # noqa: E402
 from lohan.errors import ConfigError, DataError, ModelError  # noqa: E402
 from lohan.hf import trl as ours_of_trl  # noqa: E402
 from tests.support.preference_scripts import PAIRS, script  # noqa: E402
+from tests.support.setting_grids import thinned  # noqa: E402
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -231,7 +232,7 @@ def test_rejects_unsupported_arguments(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
+@pytest.mark.parametrize("name", thinned(["dpo", "kto", "reward"], 0))
 def test_streamed_data_without_an_adapter(name: str, tmp_path: Path) -> None:
     same(name, tmp_path, stream=True)
 

@@ -31,6 +31,7 @@ from lohan.store.store import Store
 from tests.support import HANG_S
 from tests.support.delayed_runs import Tuning, data, tuned
 from tests.support.numbered_faults import Error, Faults, NumberedEngine
+from tests.support.setting_grids import each_value
 from tests.support.tied_sessions import STEPS, contents, finished, go_on, opened
 
 
@@ -207,9 +208,9 @@ def test_a_committed_buffer_stays_committed(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no"), KeyboardInterrupt(), MemoryError()]
+    ("error", "for_good"),
+    each_value([torch.OutOfMemoryError("no"), KeyboardInterrupt(), MemoryError()], [False, True]),
 )
-@pytest.mark.parametrize("for_good", [False, True])
 def test_a_plan_that_cannot_be_followed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -273,8 +274,10 @@ def test_failed_plan_leaves_the_model_unchanged(
 # -- errors between two steps ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("when", ["between", "after forward", "in backward"])
+@pytest.mark.parametrize(
+    ("cached", "when"),
+    each_value([0.0, 0.5, 1.0], ["between", "after forward", "in backward"]),
+)
 def test_an_error_between_two_steps_leaves_a_whole_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: float, when: str, expected: Any
 ) -> None:

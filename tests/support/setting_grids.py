@@ -36,6 +36,22 @@ def _covering(grid: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return chosen
 
 
+def each_value(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of the axes, as parameters for pytest.mark.parametrize.
+
+    As many as the longest axis is long contain every value; the others are marked `slow`.
+    """
+    longest = max(map(len, axes))
+    chosen = {tuple(n % len(axis) for axis in axes) for n in range(longest)}
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, place, strict=True)),
+            marks=() if place in chosen else pytest.mark.slow,
+        )
+        for place in product(*(range(len(axis)) for axis in axes))
+    ]
+
+
 def thinned(cases: Iterable[Any], *quick: int) -> list[Any]:
     """All cases, those marked `slow` that are not among the given numbers."""
     return [

@@ -175,7 +175,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["llava", "qwen", "qwen2.5", pytest.param("qwen3", marks=pytest.mark.slow)]
+    "name",
+    ["llava", "qwen", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2.5", "qwen3"))],
 )
 def test_as_in_memory(name, place, tmp_path):
     """Losses and weights are those of plain PyTorch with the vision tower frozen.
