@@ -19,6 +19,27 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
 "max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"]}"""
+# Every instruction set of this processor must be in the core, and compute the same bits.
+KERNELS = """
+import numpy as np
+from lohan import _core
+
+def values(frequency, count=100_003):
+    whole = np.empty(count + 16, np.float32)
+    start = -whole.ctypes.data % 64 // 4
+    return np.cos(np.arange(count) * frequency, out=whole[start : start + count], casting="unsafe")
+
+results = set()
+for name in _core.supported_isas():
+    _core.set_isa(name)
+    p, m, v, g = (values(frequency) for frequency in (1, 2, 3, 4))
+    v *= v
+    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    _core.adamw_fp32(p, m, v, g, step=7, **hyper)
+    results.add(p.tobytes() + m.tobytes() + v.tobytes())
+assert len(results) == 1, "instruction sets differ in their bits"
+print("native core with", ", ".join(_core.supported_isas()))
+"""
 ROWS = "\n".join(f'{{"input_ids": {[(i * j) % 64 for j in range(1, 12)]}}}' for i in range(20))
 
 
@@ -39,6 +60,7 @@ def main() -> None:
         subprocess.run([*pip, *constraints, "torch"], check=True, env=env)
         only = ["--only-binary", ":all:", "--find-links", str(dist), "lohan"]
         subprocess.run([*pip, *constraints, *only], check=True, env=env)
+        subprocess.run([python, "-c", KERNELS], check=True, env=env)
         train = [python, "-m", "lohan", "train", "--init", "config.json", "--data", "data.jsonl"]
         options = ["--out", "run", "--steps", "3", "--batch", "2", "--seq", "16"]
         subprocess.run([*train, *options, "--host", "64MiB"], check=True, env=env, cwd=work)
