@@ -20,6 +20,7 @@ FIRST = (
     "model",
     "data",
     "train.epochs",
+    "train.steps",
     "train.batch",
     "train.seq",
     "train.lr",
@@ -109,9 +110,17 @@ def settings_text(values: Mapping[str, str], out: str) -> str:
 
 
 def parsed(text: str, places: Places) -> Config:
-    """Check a settings file as `lohan train` does, and that all its paths are inside the places."""
+    """Check a settings file as `lohan train` does before it reads data, and the paths in it.
+
+    All paths must be inside the places, and data files must exist.
+    """
     config = Config.from_mapping(tomllib.loads(text), base_dir=places.root)
     places.check(config)
+    paths = [("data", source.path) for source in config.data]
+    paths += [("[eval] data", config.eval.data)] if config.eval.data else []
+    for name, path in paths:
+        if not path.exists():
+            raise ConfigError(f"{name}: {path}: no such file or folder; check its name")
     return config
 
 

@@ -302,10 +302,11 @@ def _ratio(wanted: float | None, measured: float, whole: float) -> str:
 def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> list[Any]:
     """Return a summary of the bottleneck as a cell.
 
-    For example: "ssd binds 82 % of the step; a second drive would give 1.6x; --host 16GiB 1.2x".
+    For example: "drives: busiest lane, 82 % of the step; a second drive would give 1.6x".
     """
     lane = max(measured, key=lambda each: measured[each])
-    parts: list[Any] = [lane, f" binds {100 * measured[lane] / step_s:.0f} % of the step"]
+    share = f": busiest lane, {100 * measured[lane] / step_s:.0f} % of the step"
+    parts: list[Any] = [LANE_NAMES[lane], share]
     kinds: dict[bool, Change] = {}  # the best change of each kind: more host memory, more drives
     for change in advice.changes:
         if not change.bound:

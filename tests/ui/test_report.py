@@ -263,7 +263,7 @@ def test_summarises_the_bottleneck():
         ]
     )
     assert "".join(texts(bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice))) == (
-        "ssd binds 82 % of the step; --host 16GiB would give 1.9x; a second drive 1.6x"
+        "drives: busiest lane, 82 % of the step; --host 16GiB would give 1.9x; a second drive 1.6x"
     )
 
 

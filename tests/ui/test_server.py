@@ -142,6 +142,9 @@ def test_settings_name_no_path_outside(client: TestClient, root: Path) -> None:
     code, answer = tell(client, "check", name="run", values=inside)
     assert code == 200
     assert answer["toml"] == 'model = "m"\ndata = "d.jsonl"\nout = "run"\n'
+    for key in ("data", "eval.data"):
+        code, answer = tell(client, "check", name="run", values={**inside, key: "b.jsonl"})
+        assert code == 400 and f"{root / 'b.jsonl'}: no such file or folder" in answer["error"]
     assert tell(client, "check", name="../run", values=inside)[0] == 400
     assert tell(client, "check", name=".", values=inside)[0] == 400
 

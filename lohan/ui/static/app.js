@@ -34,6 +34,12 @@ export async function startFacts() {
   return facts;
 }
 
+/* The same, with the model folders and data files that there are now. */
+export function freshFacts() {
+  facts = null;
+  return startFacts();
+}
+
 /* Call `work` now and every `ms`, until the page is left. Its failures are shown in `place`.
    Work that takes long is called less often, so that it takes at most a tenth of the time that the
    training could use. */

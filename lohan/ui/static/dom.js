@@ -22,6 +22,11 @@ export function cell(value) {
   return [String(value)];
 }
 
+/* A text with `code` in it. */
+export function coded(text) {
+  return text.split("`").map((part, at) => at % 2 ? h("code", {}, part) : part);
+}
+
 export function card(title, ...parts) {
   return h("section", { class: "card" }, title ? h("h2", {}, title) : null, ...parts);
 }

@@ -1,15 +1,21 @@
 /* The page New run: a form made from the settings, the data as the model sees it, and the plan. */
 
-import { address, ask, keepInAddress, problem, startFacts } from "./app.js";
-import { card, h, note, seconds, number } from "./dom.js";
+import { address, ask, freshFacts, keepInAddress, problem } from "./app.js";
+import { card, coded, h, note, seconds, number } from "./dom.js";
 import { forecastCards } from "./plan.js";
 
 const WAIT_MS = 300;
 const SECTIONS = { "": "Run", train: "Training", preference: "Preferences", budget: "Budget",
   eval: "Evaluation", sample: "Samples", output: "Output" };
 
+/* Settings of evaluations have short names, such as split, that need their section. */
+function titleOf(info) {
+  const name = info.name.replace(/_/g, " ");
+  return info.first && info.section === "eval" ? `evaluation ${name}` : name;
+}
+
 export async function newPage(place, query, page) {
-  const facts = await startFacts();
+  const facts = await freshFacts();
   const inputs = new Map();
   const name = h("input", { id: "new-name", placeholder: "my-run", autocomplete: "off" });
   name.value = query.get("name") || "";
@@ -38,8 +44,8 @@ export async function newPage(place, query, page) {
     input.addEventListener("input", changed);
     inputs.set(info.key, input);
     return h("div", { class: "field" },
-      h("label", { for: id }, info.name.replace(/_/g, " "), info.required ? h("em", {}, " required") : null),
-      input, list, h("small", {}, info.help));
+      h("label", { for: id }, titleOf(info), info.required ? h("em", {}, " required") : null),
+      input, list, h("small", {}, coded(info.help)));
   }
 
   const first = facts.fields.filter((info) => info.first).map(field);
@@ -103,7 +109,7 @@ export async function newPage(place, query, page) {
             example.slice(1).map((line) => line.slice(2)).join("\n"))] : null),
         card("Plan", h("p", {}, `${number(plan.steps)} steps. `, plan.step_s
           ? `About ${seconds(plan.steps * plan.step_s)}.`
-          : "How fast is not known; `lohan profile` measures this machine.")),
+          : coded("How fast is not known; `lohan profile` measures this machine."))),
         ...forecastCards(plan, { budgets: { host: plan.host_budget_bytes } }));
       checked.dataset.done = "";
     } catch (error) {
