@@ -57,7 +57,7 @@ def main() -> None:
             return {"refused": str(refused)}
         item = simulator.forecast(plan)
         memory = MemoryModel(blocks, plan.dtype, workload, plan.micro_batch)
-        kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
+        kept = sum(memory.site_bytes(plan, name) for name in memory.sizes.names)
         return {
             "kept": plan.kept,
             "moved_out": len(plan.spilled_sites),

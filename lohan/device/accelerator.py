@@ -266,6 +266,19 @@ STREAMS = (*LINK, "slices", "net")
 PRIORITIES = {"net": -1}
 
 
+def _load_libraries(torch_device: torch.device, name: str) -> None:
+    """Load the libraries of a device, or raise BudgetError if its memory is full."""
+    try:
+        load_libraries(torch_device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise BudgetError(
+            f"{name}: no memory even for the libraries of the device "
+            f"({str(error).splitlines()[0]}); stop other programs that use it"
+        ) from error
+
+
 class AcceleratorDevice:
     """The current accelerator.
 
@@ -282,7 +295,7 @@ class AcceleratorDevice:
         self.default_dtype = "bf16" if has_bf16(self.torch_device) else "fp16"
         set_device(self.torch_device)
         self._has_fp64 = has_fp64(self.torch_device)
-        self._load_libraries()
+        _load_libraries(self.torch_device, self.name)
         keep_pinned_memory(self.torch_device)
         self._memory = memory
         if memory is not None:
@@ -294,17 +307,6 @@ class AcceleratorDevice:
         self._pins_failed = False
         self._on_lane = threading.local()  # `entered` is set on threads of lanes
         self._pageable_copies = PageableCopies(partial(set_device, self.torch_device))
-
-    def _load_libraries(self) -> None:
-        try:
-            load_libraries(self.torch_device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise BudgetError(
-                f"{self.name}: no memory even for the libraries of the device "
-                f"({str(error).splitlines()[0]}); stop other programs that use it"
-            ) from error
 
     def memory_bytes(self) -> int:
         free = free_memory(self.torch_device)

@@ -23,13 +23,12 @@ from lohan.engine.buffers import (
     replay_chunk,
     update_chunk,
 )
-from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradient_transport import (
     GradientOffload,
     GradientSpill,
     GroupGrads,
 )
-from lohan.engine.gradients import PendingGradients, sum_of_squares
+from lohan.engine.gradients import PendingGradients, StepCollectives, sum_of_squares
 from lohan.engine.logged import LoggedGradients
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.engine.step import Steps

@@ -228,7 +228,7 @@ def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> Sa
     memory = MemoryModel.of(blocks, plan, workload)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     classes, planned_bytes = dict[int, frozenset[str]](), dict[int, int]()
-    for name in memory.block_sites:
+    for name in memory.sizes.names:
         classes_of_site, number = (
             {part.name for part in workload.shapes[name].activations},
             numbers[name],

@@ -34,9 +34,8 @@ from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, SharedSlots, StepScalars
-from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradient_transport import GroupGrads
-from lohan.engine.gradients import Accumulated, GradientCollector
+from lohan.engine.gradients import Accumulated, GradientCollector, StepCollectives
 from lohan.engine.lanes import Lanes
 from lohan.engine.resident import Resident
 from lohan.engine.scheduler import ActionScheduler

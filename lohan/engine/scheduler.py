@@ -364,11 +364,9 @@ class ActionScheduler:
     def _weights(self, site: int, at: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]
         self.activation_buffers = at[len(groups) :]
-        return {group: self._flat(group, slot) for group, slot in zip(groups, at, strict=False)}
-
-    def _flat(self, group: int, slot: int) -> torch.Tensor:
-        """Return the tensor over a group in a slot; slots do not move, so it is created once."""
-        tensor = self._flats.get((group, slot))
-        if tensor is None:
-            tensor = self._flats[group, slot] = self._slots.flat(self._groups[group], slot)
-        return tensor
+        tensors = {}
+        for group, slot in zip(groups, at, strict=False):
+            if (group, slot) not in self._flats:  # Slots do not move, so a tensor is made once.
+                self._flats[group, slot] = self._slots.flat(self._groups[group], slot)
+            tensors[group] = self._flats[group, slot]
+        return tensors

@@ -82,7 +82,6 @@ class Session:
         self._start(plan)
         self.store = self.executor.store
         self._earlier_counters = Counters(0, 0)  # bytes of activations under earlier plans
-        self._committed_step = self.step  # The last step that is known to be durable.
 
     def _start(self, plan: Plan) -> None:
         """Create executor and head for a plan, and apply the settings of the previous ones.
@@ -308,14 +307,12 @@ class Session:
         """Flush, and make the last step durable: by its gradients if there is a log of them."""
         if self.plan.log_gradients:
             self.flush()
-            self._committed_step = self.step
         else:
             self.commit()
 
     def commit(self) -> None:
         """Flush, and write the last step to the store. `export` and `close` call this method."""
         self.executor.commit()
-        self._committed_step = self.step
 
     @property
     def accumulates(self) -> bool:
@@ -465,7 +462,6 @@ class Session:
             rewind(self.store, Path(target))
         finally:
             self._start(plan)
-        self._committed_step = self.step
 
     def _stop(self) -> None:
         """Give the model's modules their own forward again.

@@ -23,7 +23,7 @@ from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions
 if TYPE_CHECKING:
     from lohan.device.ranks import ProcessGroup
     from lohan.engine.actions import ActionRunner
-    from lohan.engine.collectives import StepCollectives
+    from lohan.engine.gradients import StepCollectives
     from lohan.engine.scheduler import ActionScheduler
     from lohan.model.plan import Plan
     from lohan.store.store import Store
@@ -232,11 +232,6 @@ class Clipping:
     @property
     def gate(self) -> Gate:
         return self._updates.gate
-
-    @property
-    def over_limit(self) -> bool:
-        """Whether the last norm exceeded the limit or the range of fp16."""
-        return bool(self._clipped) and self._clipped[-1]
 
     @property
     def must_rerun(self) -> bool:

@@ -94,9 +94,9 @@ def levels(memory: MemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 
     Classes are added in the order of their benefit, each for a growing number of blocks.
     """
-    count = len(memory.block_sites)
+    count = len(memory.sizes.names)
     # The last block is used, because the input of the first one may need no gradient.
-    shape = workload.shapes[memory.block_sites[-1]]
+    shape = workload.shapes[memory.sizes.names[-1]]
     kept: list[tuple[str, int]] = []
     yield ()
     for part in shape.by_benefit(workload.seq):
@@ -201,8 +201,8 @@ class _Pricer:
             zip(
                 memory.sizes.kind.values(),
                 memory.sizes.classes(plan.kept),
-                map(memory.shares.__getitem__, memory.block_sites),
-                map(memory.unpacked.__getitem__, memory.block_sites),
+                map(memory.shares.__getitem__, memory.sizes.names),
+                map(memory.unpacked.__getitem__, memory.sizes.names),
                 strict=True,
             )
         )
@@ -235,7 +235,7 @@ def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict
     moved, staying = set(plan.spilled_sites), set(plan.staying)
     works: dict[str, SiteWork] = {}
     cache: dict[tuple[object, ...], SiteWork] = {}
-    for name in memory.block_sites:
+    for name in memory.sizes.names:
         classes = memory.sizes.classes_of(plan.kept, name)
         size, share = float(memory.site_bytes(plan, name)), memory.shares[name]
         unpacked = memory.unpacked[name]
@@ -637,10 +637,10 @@ def resolve_activation_policy(
         return requested
     if requested not in ACTIVATIONS:
         raise ConfigError(f"activations: {requested!r}; choose {', '.join(ACTIVATIONS)}")
-    if requested == "holistic" or workload is None or not memory.block_sites:
+    if requested == "holistic" or workload is None or not memory.sizes.names:
         return None
     policy = ALIASES.get(requested, requested)
-    blocks = tuple(workload.shapes[name] for name in memory.block_sites)
+    blocks = tuple(workload.shapes[name] for name in memory.sizes.names)
     model = ModelShape(
         name="traced",
         hidden=workload.hidden,

@@ -15,6 +15,7 @@ from lohan.model.state import (
     DEQUANTISED,
     FLOAT,
     HALF,
+    StateFormat,
     chunks,
     dequantised_bytes,
     dequantising_bytes,
@@ -422,7 +423,7 @@ class DeviceMemoryModel:
         more.
         """
         host = self._host
-        kept = dict(zip(host.block_sites, host.sizes.by_site(plan.kept), strict=True))
+        kept = dict(zip(host.sizes.names, host.sizes.by_site(plan.kept), strict=True))
         sites: list[SiteBytes] = []
         before, run = None, 0
         for name, sizes in self._sites.items():
@@ -505,6 +506,52 @@ class _SharedMeasurements:
     )
 
 
+class StateSizes:
+    """The bytes of the optimizer state of all groups, and of the part that is cached."""
+
+    def __init__(self, blocks: Blocks, state_format: StateFormat) -> None:
+        self._blocks, self._format = blocks, state_format
+        self._totals: dict[int, int] = {}  # keys are chunk sizes in parameters
+        # chunks, chunk size, and bytes of their state
+        self._last_cached: tuple[object, int, int] = ((), 0, 0)
+
+    def total(self, chunk_params: int) -> int:
+        """Return the bytes of the state of all trained groups."""
+        if chunk_params not in self._totals:
+            total = self._format.state_total
+            sizes = (total(group.numel, chunk_params) for group in self._blocks.trained)
+            self._totals[chunk_params] = sum(sizes)
+        return self._totals[chunk_params]
+
+    def cached(self, plan: Plan) -> int:
+        """Return the bytes of cached state.
+
+        The last result is cached, because plans that are derived from each other have the same
+        chunks, often thousands.
+        """
+        cached, each, size = self._last_cached
+        if cached is not plan.host_cached_state or each != plan.chunk_params:
+            each, by_key = plan.chunk_params, self._blocks.by_key
+            cuts = (chunks(by_key[key], each)[index] for key, index in plan.host_cached_state)
+            size = sum(self._format.state_size(cut.stop - cut.start) for cut in cuts)
+            self._last_cached = plan.host_cached_state, each, size
+        return size
+
+
+def _trained_share(blocks: Blocks, site: Site) -> float:
+    """Return the share of the parameters of a site that are trained."""
+    groups = [blocks.by_key[key] for key in site.groups]
+    every = sum(max(group.numel, group.dequantised) for group in groups)
+    return numel(g for g in groups if not g.frozen) / max(1, every)
+
+
+def _staging_bytes(plan: Plan, chunk: int) -> int:
+    """Return the bytes of the buffers that held or logged gradients pass through."""
+    if not plan.spilled_gradients:
+        return 0
+    return plan.ring * chunk * FLOAT * max(1, plan.log_gradients)
+
+
 class MemoryModel:
     """The ledgers of plans for one model, batch and micro-batch.
 
@@ -534,10 +581,8 @@ class MemoryModel:
         shared = self._shared(dtype)
         self.footprint: Footprint | None = shared.footprint
         self.sizes = shared.sizes
-        # sites that may keep activations, in the order of forward
-        self.block_sites = self.sizes.names
         # trained shares of the parameters
-        self.shares = {site.name: self._share(site) for site in blocks.sites}
+        self.shares = {site.name: _trained_share(blocks, site) for site in blocks.sites}
         self.unpacked = {
             s.name: sum(blocks.by_key[key].dequantised for key in s.groups) for s in blocks.sites
         }
@@ -547,9 +592,7 @@ class MemoryModel:
         self.slice = min(1.0, (micro_batch or batch) / batch)
         self._on_device = DeviceMemoryModel(self, shared.at_most)
         self._device_bytes, self.priced = shared.device_bytes, shared.priced
-        self._state_totals: dict[int, int] = {}  # keys are chunk sizes in parameters
-        # chunks, chunk size, and bytes of their state
-        self._last_cached: tuple[object, int, int] = ((), 0, 0)
+        self._state_sizes = StateSizes(blocks, self.state_format)
 
     def _shared(self, dtype: str) -> _SharedMeasurements:
         """Return the measurements that all plans of one batch share, computing them once.
@@ -610,7 +653,7 @@ class MemoryModel:
         there is room.
         """
         return (
-            tuple(self.block_sites[-1:]) if self.has_own_memory and self.slices <= IN_FLIGHT else ()
+            tuple(self.sizes.names[-1:]) if self.has_own_memory and self.slices <= IN_FLIGHT else ()
         )
 
     def relieved(self, plan: Plan, device_bytes: int) -> Plan | None:
@@ -636,11 +679,6 @@ class MemoryModel:
         if key not in cache:
             cache[key] = sum(self._on_device.ledger(plan).values())
         return cache[key] + sum(self._overhead.values())
-
-    def _share(self, site: Site) -> float:
-        groups = [self.blocks.by_key[key] for key in site.groups]
-        every = sum(max(group.numel, group.dequantised) for group in groups)
-        return numel(g for g in groups if not g.frozen) / max(1, every)
 
     @cached_property
     def dequantised(self) -> HeldBytes:
@@ -707,16 +745,10 @@ class MemoryModel:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _state_total(self, chunk: int) -> int:
-        if chunk not in self._state_totals:
-            total = self.state_format.state_total
-            self._state_totals[chunk] = sum(total(g.numel, chunk) for g in self.blocks.trained)
-        return self._state_totals[chunk]
-
     def _on_ssd(self, plan: Plan) -> list[LedgerEntry]:
         trained, frozen = numel(self.blocks.trained), numel(self.frozen)
         copies, stored = GENERATIONS, trained * self.state_format.weight_bytes
-        stored += self._state_total(plan.chunk_params)
+        stored += self._state_sizes.total(plan.chunk_params)
         entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * stored)]
         if frozen:
             once = frozen * self.state_format.weight_bytes
@@ -735,20 +767,6 @@ class MemoryModel:
             entries.append(LedgerEntry("ssd", "activations", moved))
         return entries
 
-    def _cached_state(self, plan: Plan) -> int:
-        """Return the bytes of cached state.
-
-        The last result is cached, because plans that are derived from each other have the same
-        chunks, often thousands.
-        """
-        cached, each, size = self._last_cached
-        if cached is not plan.host_cached_state or each != plan.chunk_params:
-            each, by_key = plan.chunk_params, self.blocks.by_key
-            cuts = (chunks(by_key[key], each)[index] for key, index in plan.host_cached_state)
-            size = sum(self.state_format.state_size(cut.stop - cut.start) for cut in cuts)
-            self._last_cached = plan.host_cached_state, each, size
-        return size
-
     def _state(self, plan: Plan) -> dict[str, int]:
         fmt, by_key = self.state_format, self.blocks.by_key
         cached = set(plan.host_cached_weights)
@@ -760,20 +778,13 @@ class MemoryModel:
             "weight slots": plan.weight_slots * largest * fmt.weight_bytes,
             **({} if self.has_own_memory else self.dequantised),
             "optimizer state ring": plan.ring * fmt.state_size(chunk),
-            "gradient staging": self._staging_bytes(plan, chunk),
+            "gradient staging": _staging_bytes(plan, chunk),
             "resident parameters": learning * (fmt.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
             CACHED_WEIGHTS: fmt.weight_bytes
             * (resident + sum(by_key[key].numel for key in cached)),
-            CACHED_STATE: self._cached_state(plan),
+            CACHED_STATE: self._state_sizes.cached(plan),
         }
-
-    @staticmethod
-    def _staging_bytes(plan: Plan, chunk: int) -> int:
-        """Return the bytes of the buffers that held or logged gradients pass through."""
-        if not plan.spilled_gradients:
-            return 0
-        return plan.ring * chunk * FLOAT * max(1, plan.log_gradients)
 
     def _gradient_bytes(self, plan: Plan) -> int:
         """Return the bytes of gradients that outlive the backward of their block.

@@ -516,7 +516,7 @@ class _PlanSearch:
             return plan, forecast
         memory = MemoryModel.of(blocks, plan, workload, has_own_memory=simulator.profile.has_link)
         chunks = sum(simulator.spec(plan).chunks)
-        quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
+        quick = chunks + len(blocks.sites) <= QUICK and memory.sizes.names
         if quick:
             options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
         if quick and options.activations == "holistic":

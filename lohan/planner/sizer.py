@@ -330,7 +330,7 @@ class Sizer:
 
         The blocks are spread evenly over the model, so that the drives are evenly loaded.
         """
-        names = [name for name in self.memory.block_sites if name not in plan.staying]
+        names = [name for name in self.memory.sizes.names if name not in plan.staying]
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
             middle = (few + many) // 2
@@ -400,7 +400,7 @@ class Sizer:
         """Place kept activations in host memory as far as they fit, or with g10 all on SSD."""
         if self.options.activations != "g10":
             return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
-        names = (name for name in self.memory.block_sites if name not in plan.staying)
+        names = (name for name in self.memory.sizes.names if name not in plan.staying)
         return self.memory.with_ledger(replace(plan, spilled_sites=tuple(names)))
 
     def _by_policy(self, plan: Plan, limit: int) -> Kept | None:
@@ -415,7 +415,7 @@ class Sizer:
         )
 
     def _choice(self, plan: Plan, limit: int, kept: Kept | None) -> Choice | None:
-        if self.profile is None or self.workload is None or not self.memory.block_sites:
+        if self.profile is None or self.workload is None or not self.memory.sizes.names:
             return None
         return choose(
             self.profile,

@@ -109,7 +109,6 @@ class Builder:
             **{key: spec.ring + i for i, key in enumerate(spec.host_cached_state)},
         }
         self.needed: list[int] = []  # groups that were prefetched and are still to be used
-        self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> host activation buffer
         self.queue: list[tuple[int, int]] = []  # (group, chunk) to update, in this order
         self.fetched = self.done = 0  # how many chunks of the queue were read, and updated
         self.read: dict[tuple[int, int], int] = {}  # (group, chunk) -> its state buffer
@@ -272,21 +271,6 @@ class Builder:
             self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*host_buffers, *device_buffers))
         if host_buffers:
             self.emit(Op.SPILL_ACTIVATIONS, site, at=host_buffers)
-
-    def fetch_kept(self, site: int) -> None:
-        """Read a site's spilled activations into a host buffer, for a later `restore`."""
-        host_buffers = self.act_buffer(site)
-        if host_buffers:
-            self.emit(Op.FETCH_ACTIVATIONS, site, at=host_buffers)
-            self.fetched_to[site] = host_buffers
-
-    def restore(self, site: int) -> tuple[int, ...]:
-        """Copy a site's activations to the device and return the buffers that backward reads."""
-        host_buffers = self.fetched_to.pop(site, ())
-        by = self.device_act_buffer(site)
-        if by:
-            self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*host_buffers, *by))
-        return (*host_buffers, *by)
 
     # -- updates ----------------------------------------------------------------------------------
 
@@ -549,19 +533,30 @@ class _Restoring:
 
     def __init__(self, builder: Builder, order: Sequence[int]) -> None:
         self._b, self._order = builder, order
-        self._fetched = 0
+        # The buffers by position: in host memory, of activations that were fetched from SSD, and
+        # all from which backward reads.
+        self._fetched: list[tuple[int, ...]] = []
         self._ready: list[tuple[int, ...]] = []
 
     def fetch(self, position: int) -> None:
+        """Read spilled activations into host buffers, ahead of backward."""
         ahead = min(position + self._b.spec.act_buffers, len(self._order))
-        while self._fetched < ahead:
-            self._b.fetch_kept(self._order[self._fetched])
-            self._fetched += 1
+        for site in self._order[len(self._fetched) : ahead]:
+            host_buffers = self._b.act_buffer(site)
+            if host_buffers:
+                self._b.emit(Op.FETCH_ACTIVATIONS, site, at=host_buffers)
+            self._fetched.append(host_buffers)
 
     def restore(self, position: int) -> tuple[int, ...]:
-        """Return the buffers from which backward at this position reads its activations."""
-        while len(self._ready) < min(position + DEVICE_BUFFERS, self._fetched):
-            self._ready.append(self._b.restore(self._order[len(self._ready)]))
+        """Copy activations to the device, and return the buffers that backward reads."""
+        ready = min(position + DEVICE_BUFFERS, len(self._fetched))
+        for number in range(len(self._ready), ready):
+            site = self._order[number]
+            buffers, device_buffers = self._fetched[number], self._b.device_act_buffer(site)
+            if device_buffers:
+                buffers += device_buffers
+                self._b.emit(Op.RESTORE_ACTIVATIONS, site, at=buffers)
+            self._ready.append(buffers)
         return self._ready[position]
 
 

@@ -131,7 +131,7 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
 
     def moved(self: Sizer, plan: Plan, *args: object) -> Plan:
         plan = grown(self, plan, *args)
-        away = tuple(n for n in self.memory.block_sites if n not in plan.staying)
+        away = tuple(n for n in self.memory.sizes.names if n not in plan.staying)
         return self.memory.with_ledger(replace(plan, spilled_sites=away))
 
     monkeypatch.setattr(Sizer, "grown", moved)

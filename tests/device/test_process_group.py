@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lohan.device.ranks import ALONE, join
-from lohan.engine.collectives import StepCollectives
+from lohan.engine.gradients import StepCollectives
 from lohan.errors import DataError
 from lohan.model.layout import FlatGroup, TensorSpec
 

@@ -12,7 +12,7 @@ import torch
 from lohan.device.launch import launch
 from lohan.device.out_of_memory import is_out_of_memory
 from lohan.device.ranks import ProcessGroup, all_gather_into, distributed, reduce_scatter_rows
-from lohan.engine.collectives import StepCollectives
+from lohan.engine.gradients import StepCollectives
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.softcuda import extension, two_ranks, waits

@@ -15,7 +15,7 @@ from lohan import _core
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import rank_device
-from lohan.engine.collectives import StepCollectives
+from lohan.engine.gradients import StepCollectives
 from lohan.model.layout import FlatGroup, TensorSpec
 from tests.softcuda import extension
 
