@@ -42,7 +42,7 @@ def test_tokens_print_and_parse():
 
 
 @pytest.mark.parametrize(
-    "token", ["", "Y3", "f3", "F3@", "F3@a", "F3(", "F3()x", "S5.@0", "3F", "F-1", "F3 @0"]
+    "token", ["", "Z3", "f3", "F3@", "F3@a", "F3(", "F3()x", "S5.@0", "3F", "F-1", "F3 @0"]
 )
 def test_bad_tokens_are_refused(token):
     with pytest.raises(LohanError, match="is not a schedule token"):
