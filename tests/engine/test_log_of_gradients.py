@@ -371,8 +371,8 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
         ({"overlap": False}, "it needs overlap"),
         ({"update_mode": "serial"}, "update_mode is 'serial'; choose optimized or balanced"),
         ({"commit_every": 10}, "it commits every step, but commit_every is 10"),
-        ({"log_gradients": 1}, "log_gradients is 1; it must be off, or the number of steps"),
-        ({"log_gradients": "some"}, "log_gradients is 'some'; it must be off"),
+        ({"log_gradients": 1}, "log_gradients is 1; it must be auto, off, or the number of steps"),
+        ({"log_gradients": "some"}, "log_gradients is 'some'; it must be auto"),
     ],
 )
 def test_refuses_what_does_not_go_with_a_log(
