@@ -106,7 +106,7 @@ def no_cached_profiles() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def right_checksums() -> Iterator[None]:
-    """Whoever brings the checksum of what is written has the right one: in every test."""
+    """Verify, in every test, each checksum that a caller passes with a write."""
     from lohan.store.manifest import checksum
     from lohan.store.store import Store
 

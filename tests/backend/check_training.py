@@ -238,7 +238,7 @@ def test_out_of_memory_raises_the_error_of_torch_and_aborts_the_step(tmp_path):
 
 
 class Optimist(AcceleratorDevice):
-    """Says that it has more than it has."""
+    """A device that reports more memory than it has."""
 
     def memory_bytes(self) -> int:
         return 6 * MiB

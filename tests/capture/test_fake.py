@@ -44,7 +44,7 @@ def test_inputs_keep_their_values_if_a_model_reads_them():
 
 
 class _Dropping(nn.Module):
-    """Layers are dropped at random, and a part is in eval mode; positions are read, not called."""
+    """A model that drops layers at random, has a part in eval mode, and reads positions."""
 
     def __init__(self) -> None:
         super().__init__()

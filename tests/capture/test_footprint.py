@@ -37,7 +37,7 @@ LAYER = {"llama": "model.layers.1", "gpt2": "transformer.h.1"}
 
 
 def allocated_peak(work) -> int:
-    """Most bytes that torch's allocator has out at once, beyond those at the start."""
+    """Return the peak bytes of torch's allocator during `work`, beyond those at the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         kept = work()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -51,7 +51,7 @@ def allocated_peak(work) -> int:
 
 
 def real_peak(model, name, batch, micro_batch) -> int:
-    """Forward and backward of one real block on a real slice of the batch."""
+    """Return the peak of forward and backward of one real block on a slice of the batch."""
     layer, calls = model.get_submodule(name), []
     handle = layer.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
@@ -123,7 +123,7 @@ def test_smaller_micro_batches_need_less_work_and_the_same_inputs():
 
 
 def heads(count: int, keys: int, place: str) -> list[torch.Tensor]:
-    """Gradient, query, key and value of attention: 2 samples of 200 tokens, 40 wide."""
+    """Return gradient, query, key and value of attention: 2 samples of 200 tokens, 40 wide."""
     shapes = [(2, n, 200, 40) for n in (count, count, keys, keys)]
     return [torch.empty(shape, dtype=torch.bfloat16, device=place) for shape in shapes]
 

@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class Raw(torch.autograd.Function):
-    """Doubles its input with code that torch does not see, and saves nothing for backward."""
+    """A block that doubles its input with code that torch does not see, and saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class Raw(torch.autograd.Function):
 
 
 class FromC(torch.autograd.Function):
-    """The same with a kernel that takes the addresses in C++, where Python does not see it."""
+    """The same with a kernel that takes the addresses in C++, where Python cannot see it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def test_liger_trains_and_is_planned_by_the_forwards_that_it_replaces(tmp_path):
 
 
 def main(place: Path) -> None:
-    """Print losses and memory ledger of a run without Liger's kernels, and with them."""
+    """Print losses and the memory ledger of a run with and without Liger's kernels."""
     plain, model = small_model("llama"), small_model("llama")
     collected = [run(plain, place / "plain", activations="recompute")]
     liger_with_interpreter()._apply_liger_kernel_to_instance(

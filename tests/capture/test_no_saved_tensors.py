@@ -13,7 +13,7 @@ from tests.support.small_models import assert_close, lohan_run, plain_run
 
 
 class Moody(nn.Module):
-    """Does something else where gradients are off."""
+    """A block that computes something else if gradients are disabled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from tests.support.unusual_modules import WIDTH, Step
 
 
 class Idioms(nn.Module):
-    """Asks its offloaded parameters what models ask them, and uses every answer."""
+    """A model that queries its offloaded parameters in common ways and uses every answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Gained(Idioms):
 
 
 class Measured(Gained):
-    """Asks a parameter that stays in memory, and a view of it, for their sizes."""
+    """A model that queries the sizes of a resident parameter and of a view of it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for tensor in (self.gain, self.gain[1:], self.gain.data):
@@ -196,7 +196,7 @@ def test_values_outside_a_block_are_streamed(model, tmp_path):
 
 
 class Astray(Idioms):
-    """Hands a block what has no values."""
+    """A model that passes a tensor without values to a block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[0](self.entry(x).to("meta")).square().mean()

@@ -73,7 +73,7 @@ def keeping(kind, choose, micro_batch=BATCH, **options):
 
 
 def moved(kept: SavedOps) -> None:
-    """Through another tier and back, over whatever was there."""
+    """Move kept tensors to another tier and back, overwriting their memory in between."""
     kept.adopt(
         [torch.cat([torch.ones_like(flat), flat])[flat.numel() :] for flat in kept.hand_over()]
     )
@@ -167,7 +167,7 @@ def test_a_step_leaves_nothing_behind():
 
 
 class Changing(nn.Module):
-    """Results that are changed in place after they were made."""
+    """A block whose results are changed in place after they were computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Changing(nn.Module):
 
 
 def compared(block, save_plan, *, change=lambda out: None):
-    """Gradients with and without keeping."""
+    """Compare the gradients with and without kept results."""
     collected = []
     for kept_ops in (None, save_plan):
         block.zero_grad()
@@ -225,7 +225,7 @@ def test_a_result_changed_behind_the_block_is_not_used():
 
 
 class Capricious(nn.Module):
-    """Does something else in every second call."""
+    """A block that computes something else in every second call."""
 
     def __init__(self, other) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
 
 
 class ActivationHooks(torch.autograd.Function):
-    """Keeps a tensor for backward where autograd does not see it."""
+    """Keeps a tensor for backward without autograd seeing it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -358,7 +358,7 @@ def test_training_ends_with_the_same_bytes(kind, tmp_path):
 
 
 def kept_names(model, batch, choice):
-    """Classes by number of site, for the model's repeated blocks."""
+    """Return the kept classes by number of site, for the model's repeated blocks."""
     names = {}
     for number, site in enumerate(cut(model).sites):
         if site.name.rpartition(".")[2].isdigit():
@@ -373,7 +373,7 @@ def kept_names(model, batch, choice):
 
 
 def early_stopped(block, call, part, stop, *, counting=None):
-    """Gradients of one slice, recomputed as backward does it."""
+    """Return the gradients of one slice, recomputed as in backward."""
     state, (tensors, args, kwargs) = torch.get_rng_state(), call.restore(part, grad=True)
     block.zero_grad()
 
@@ -460,7 +460,7 @@ def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
 
 
 class Twice(nn.Module):
-    """Calls one layer before another and after it; what the last call gives is not needed."""
+    """A block that calls one layer before another and after it, without using the last result."""
 
     def __init__(self, around: Callable[[], Any] = nullcontext) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ def test_a_run_leaves_the_last_projection_out(tmp_path):
 
 
 class Scaled(nn.Module):
-    """Whose calls differ in a number, and in what they run."""
+    """A block whose calls differ in a number and in their operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ BATCH = 4
 
 
 class Block(nn.Module):
-    """Calls a function, so that a block is one line."""
+    """A block that calls a given function."""
 
     def __init__(self, function) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ WIDTH, TOKENS = 8, 48
 
 
 class Part(nn.Module):
-    """A wide hidden layer, and a function behind it."""
+    """A wide hidden layer, followed by a given function."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def parts_of(forward) -> set[str]:
 
 
 class Averaged(nn.Module):
-    """Saves much for the gradient of its input and little for that of its weight."""
+    """A part that saves much for the gradient of its input and little for that of its weight."""
 
     def __init__(self) -> None:
         super().__init__()

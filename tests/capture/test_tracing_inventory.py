@@ -25,7 +25,7 @@ def parts(block, call):
 
 
 def really_saved(block, call) -> int:
-    """Bytes of what autograd saves in a real run, without weights, buffers, tables and masks."""
+    """Return the bytes that autograd saves in a real run, without weights, buffers and masks."""
     tensors, args, kwargs = call.restore(slice(0, BATCH), grad=True)
     existing = [*block.parameters(), *block.buffers(), *(t for t in tensors if not t.requires_grad)]
     existing_keys = {tensor.untyped_storage()._cdata for tensor in existing}

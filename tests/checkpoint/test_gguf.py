@@ -31,7 +31,7 @@ CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES)}  # by a
 
 
 def swapped_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head as llama.cpp has them."""
+    """Return the rows of each head in the order of llama.cpp."""
     shape = heads, 2, len(rows) // heads // 2, *rows.shape[1:]
     return rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape)
 

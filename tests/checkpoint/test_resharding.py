@@ -100,7 +100,7 @@ def content(place: Path) -> dict[tuple[str, int], bytes]:
 
 @pytest.fixture
 def places(tmp_path):
-    """Two drives."""
+    """Return the folders of two drives."""
     return lambda rank: [tmp_path / "a", tmp_path / "b"]
 
 

@@ -31,7 +31,7 @@ def rename(folder: Path, old: str, new: str) -> None:
 
 
 def streamed_logits(folder: Path) -> torch.Tensor:
-    """Logits of the meta model filled from the folder in pieces."""
+    """Return the logits of the meta model, filled from the folder in pieces."""
     model = build_model(folder, dtype=torch.float32).eval()
     tensors = TensorFolder(folder)
     source = FolderSource(tensors, checkpoint_map(model, tensors).parameters)

@@ -23,7 +23,7 @@ from tests.support.command_line import data_fixture, model_fixture, place_fixtur
 
 @dataclass(frozen=True)
 class Desk:
-    """A place to prepare a mistake in, and what is right otherwise."""
+    """A folder to prepare a mistake in, with correct inputs otherwise."""
 
     path: Path
     good_model: Path
@@ -51,7 +51,7 @@ class Desk:
         return self.model(rewrite)
 
     def index(self, weight_map: object) -> list[object]:
-        """Make a model folder whose weights are found through an index."""
+        """Write a model folder whose weights are found through an index."""
 
         def edit(folder: Path) -> None:
             (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
@@ -86,7 +86,7 @@ def garbage(folder: Path) -> None:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Another header for the same bytes."""
+    """Write the same tensor bytes with another header."""
 
     def edit(folder: Path) -> None:
         file = folder / "model.safetensors"

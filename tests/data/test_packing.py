@@ -29,7 +29,7 @@ EXAMPLES = [[(7 * i + j * j) % (VOCAB - 3) + 3 for j in range(2 + (5 * i) % 9)] 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Examples of 2 to 10 tokens, some with a part that carries no loss."""
+    """Write examples of 2 to 10 tokens, some with a part that carries no loss."""
     file = tmp_path_factory.mktemp("data") / "data.jsonl"
     rows = [
         {

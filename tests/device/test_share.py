@@ -15,7 +15,7 @@ ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 
 
 class Means:
-    """The mean of its rows, times a weight that learns."""
+    """A model that returns the mean of its rows, times a trained weight."""
 
     @staticmethod
     def rows(batch: Any) -> int:

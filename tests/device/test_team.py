@@ -263,7 +263,7 @@ def kill_and_go_on(forge, inputs, whole, out: Path, *, rank: int, boundary: int)
 
 
 def instants(names: list[list[str]], count: int, *, seed: int) -> list[tuple[int, int]]:
-    """Ranks and boundaries at random: half of them anywhere, half around a commit."""
+    """Draw ranks and boundaries at random, half of them around a commit."""
     draw = random.Random(seed)
     chosen = []
     for number in range(count):

@@ -33,7 +33,7 @@ SHAPES = (Activation, BlockShape, ModelShape)
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """Language and text of every block."""
+    """Return language and text of every fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.S | re.M)
 
 
@@ -42,7 +42,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words of every `lohan ...` in shell blocks and in code spans."""
+    """Return the words of every `lohan ...` in shell blocks and in code spans."""
     lines = "\n".join(blocks(text, "sh")).replace("\\\n", " ").splitlines()
     spans = re.findall(r"`(lohan [^`]+)`", text)
     actual = [shlex.split(line, comments=True) for line in (*lines, *spans)]
@@ -207,7 +207,7 @@ def test_quickstart_works_as_printed(tmp_path, monkeypatch, lohan) -> None:
 
 
 def messages() -> list[str]:
-    """Texts in the package, with a mark where a value is put in."""
+    """Return the texts in the package, with a mark where a value is inserted."""
     collected = []
     for path in (ROOT / "lohan").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

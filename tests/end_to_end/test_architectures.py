@@ -72,7 +72,7 @@ CASES += [("mixtral", MODES[3]), ("t5", MODES[3])]
 
 @pytest.fixture(scope="module")
 def one_after_the_other(tmp_path_factory):
-    """Each in the simplest form, which all others must equal bit for bit."""
+    """Train each model without overlap; all other runs must equal it bit for bit."""
     created = {}
     for kind in LAYERS:
         model, data = of(kind, 3)

@@ -32,7 +32,7 @@ SHAPES = {
 
 
 class SeenPool(HostPool):
-    """Remembers what was allocated, by owner; what is only reserved is torch's."""
+    """A pool that records its allocations by owner; memory that is only reserved is torch's."""
 
     last: dict[str, int]
 
@@ -48,13 +48,13 @@ class SeenPool(HostPool):
 
 
 def slow_writes(action: Action) -> None:
-    """Activations on their way to SSD stay in memory for as long as they may."""
+    """Delay writes, so that activations on their way to SSD stay in memory for long."""
     if action.kind == "O":
         time.sleep(0.4)
 
 
 def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
-    """Plan, bytes of the pool by owner, and what torch held, of a few steps."""
+    """Return the plan, the bytes of the pool by owner, and torch's memory, for a few steps."""
     model = lohan.load(folder).train()
     ids = torch.randint(0, 200, (4, seq), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)

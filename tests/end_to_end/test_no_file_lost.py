@@ -71,7 +71,7 @@ INIT = [("new", "init", "apart", "link", "ends"), ("project", "init", "out/notes
 
 
 def covering(axes: int) -> list[tuple[str, ...]]:
-    """Return cases in which any values of so many axes come together somewhere."""
+    """Return cases in which all combinations of values of a few axes occur."""
     chosen, seen = [], set[Any]()
     for case in random.Random(4).sample(CASES, len(CASES)):
         values = set(itertools.combinations(enumerate(case), axes))
@@ -119,7 +119,7 @@ def words(model: Path, data: Path, out: Path, *more: object) -> list[object]:
 
 
 def lay_out(inputs: Path, place: Path, case: tuple[str, ...]) -> list[object]:
-    """Folders as the case says, with files of a user's in them; the command."""
+    """Create the folders of a case, with files of the user, and return the command."""
     kind, model_at, data_at, ssd_at, fate = case
     out = place / "base" / "run" if kind == "in-model" else place / "run"
     shutil.copytree(inputs / "model", place / "base")
@@ -227,7 +227,7 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
 
 
 def other_commands(out: Path, command: list[object]) -> list[list[object]]:
-    """Those that are about no run, with their results and temporary files among what is there."""
+    """Return the commands that concern no run, with the files that they create."""
     model, data, taken = command[2], command[4], out / "notes.txt"
     sized = ("--host", "64MiB", "--batch", 1, "--seq", 8)
     return [

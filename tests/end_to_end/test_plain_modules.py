@@ -24,7 +24,7 @@ WIDTH = 24
 
 
 class Block(nn.Module):
-    """Takes a keyword and a tuple, returns a tuple: what a block may do beyond x -> y."""
+    """A block that takes a keyword and a tuple, and returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def net() -> Net:
 
 
 def data(steps, *, skip=None):
-    """`skip`: step -> block left out."""
+    """Return batches; `skip` maps a step to the block that is left out."""
     generator = torch.Generator().manual_seed(5)
     created = []
     for step in range(steps):

@@ -281,7 +281,7 @@ class Taking(Step):
 
 
 class Boxed(Plain):
-    """Hands the hidden state over inside an object."""
+    """A block that passes the hidden state inside an object."""
 
     def forward(self, x):
         hidden = self.entry(x)
@@ -332,7 +332,7 @@ def test_autocast_is_the_same_in_recomputation(tmp_path):
 
 
 class WithTower(nn.Module):
-    """Takes the hidden states of a transformers model before its last."""
+    """A block that uses the second-last hidden states of a transformers model."""
 
     def __init__(self) -> None:
         super().__init__()

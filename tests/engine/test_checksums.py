@@ -17,7 +17,7 @@ from tests.support.small_models import attached, lr
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Keys of what was written, by where its checksum came from."""
+    """Record the keys of written chunks by the source of their checksum."""
     collected: dict[bool, set[str]] = {True: set(), False: set()}
     write = Store.write
 

@@ -30,7 +30,7 @@ STEPS = 5
 def clipped_run(
     model: nn.Module, train_batches: list[dict[str, torch.Tensor]], limit: float
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, norms before clipping, and fp32 weights of the in-memory run."""
+    """Return losses, norms before clipping and fp32 weights of the in-memory run."""
     model = copy.deepcopy(model)
     wide = copy.deepcopy(model).float()
     optimizer = torch.optim.AdamW(decay_groups(wide, 0.1), lr=1.0, betas=(0.9, 0.95), eps=1e-3)

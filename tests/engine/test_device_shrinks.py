@@ -15,7 +15,7 @@ from tests.support.small_models import attached
 
 
 class Optimist(EmulatedDevice):
-    """Says that it has more than it has."""
+    """A device that reports more memory than it has."""
 
     def __init__(self, memory: int, *, says: int) -> None:
         super().__init__(memory)

@@ -13,7 +13,7 @@ from tests.support.unusual_modules import Plain, Step
 
 
 class Remembers(Step):
-    """Adds what it has seen in a list, which no one can set back."""
+    """A block that appends to a list, which cannot be restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Remembers(Step):
 
 
 class WrongBackward(torch.autograd.Function):
-    """Another gradient in every second backward."""
+    """A block whose every second backward gives another gradient."""
 
     calls = 0
 

@@ -189,7 +189,7 @@ def _fail(*_):
 
 
 class Loose(nn.Module):
-    """Resident parameters of both kinds; a frozen block around a loose one that learns."""
+    """A model with resident parameters of both kinds, and a frozen block around a trained one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ ROWS = (256.0, 1.0, 1.0, 1.0)  # bf16 has no number between 256 and 258
 
 
 class Twice(nn.Module):
-    """Blocks that begin as the identity; the first runs once more if it is `tied`."""
+    """Blocks that begin as the identity; if `tied`, the first runs twice."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()

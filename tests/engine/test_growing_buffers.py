@@ -12,7 +12,7 @@ from lohan.util.units import MiB
 
 
 class Interrupted(tuple[Any, ...]):
-    """An entry of the views; looking at it lets the launching thread add one."""
+    """An entry of the views; reading it lets the launching thread add another."""
 
     __slots__ = ()
     add: Any = None

@@ -32,7 +32,7 @@ from tests.support.small_models import attached, batches, small_model
 
 @pytest.fixture(scope="module")
 def recomputed(folder, tmp_path_factory):
-    """Losses and state of a run that keeps nothing, made once for each micro-batch and clip."""
+    """Return losses and state of a run that keeps nothing, once per micro-batch and clip."""
 
     @functools.cache
     def run(micro_batch, clip):
@@ -82,7 +82,7 @@ RIVALS = ("static", "capuchin", "checkmate", "g10", "holistic")
 
 
 def same_by(policy: str, tier: str, micro_batch: int, seed: int, folder: Path, place: Path) -> None:
-    """Compare a policy whose lanes are randomly late with one action after the other."""
+    """Compare a policy with randomly delayed lanes with a run without overlap."""
     if policy == "checkmate":
         pytest.importorskip("scipy")
     # Policies that know no SSD send block inputs there, and only if memory cannot hold them.

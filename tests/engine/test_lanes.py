@@ -24,7 +24,7 @@ TEXT = (
 
 
 class Recorder:
-    """A Work that does nothing but remember who started and ended what, when and where."""
+    """A runner that only records which thread started and ended each action."""
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.events: list[tuple[str, str]] = []
@@ -64,7 +64,7 @@ def make():
     created: list[Lanes] = []
 
     def lanes(runner: Recorder, *, way: str = "threads", stall_s: float = 30.0) -> Lanes:
-        """`way`: updates on a thread of their own, on the caller's, or everything there."""
+        """Create lanes; `way` selects the thread of updates, or no overlap."""
         created.append(
             Lanes(
                 runner,

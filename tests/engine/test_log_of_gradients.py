@@ -75,7 +75,7 @@ def budget(place: Path, steps: int | str) -> lohan.Budget:
 
 
 def same(logged: Result, expected: Result) -> None:
-    """Compare two runs; a log takes the norm also where nothing else needs it."""
+    """Compare two runs. A log always computes the norm."""
     norms = logged.norms if expected.norms[-1] is None else expected.norms
     logged.check(replace(expected, norms=norms))
 

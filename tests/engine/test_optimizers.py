@@ -157,7 +157,7 @@ def run(
 
 
 def check(one: Result, other: Result) -> None:
-    """Norms are not always known without clipping."""
+    """Compare two results; without clipping, norms may be unknown."""
     replace(one, norms=[]).check(replace(other, norms=[]))
 
 

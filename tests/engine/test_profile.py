@@ -41,7 +41,7 @@ def ssd(tmp_path) -> Path:
 
 
 class Measure:
-    """Measures for real, and counts how often."""
+    """Measures the machine, and counts the measurements."""
 
     count = 0
 

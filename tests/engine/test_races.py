@@ -30,7 +30,7 @@ MOVED = ("blocks.0", "blocks.1", "blocks.2")  # more than there are buffers for 
 
 
 def make_late(session: lohan.Session, late: str) -> None:
-    """Both the lane's thread and the stream that it gives work to."""
+    """Delay a lane's thread and the stream that it enqueues work on."""
     session.executor.lanes._stall_s = 10.0
 
     def lane(action: Action) -> None:
@@ -47,7 +47,7 @@ def make_late(session: lohan.Session, late: str) -> None:
 def outcome(
     model: torch.nn.Module, made: list[dict[str, torch.Tensor]], late: str | None, **options: Any
 ) -> tuple[list[str], dict[str, bytes]]:
-    """Losses and stored bytes."""
+    """Return losses and stored bytes."""
     options.setdefault("engine", memory_engine())
     with TemporaryDirectory() as place, attached(model, Path(place), **options) as session:
         if late is not None:

@@ -151,7 +151,7 @@ def train(inputs: dict[str, object], out: Path, **changes: object) -> tuple[list
 def watched(
     inputs: dict[str, object], out: Path, **changes: object
 ) -> tuple[list[float], list[str], list[str]]:
-    """Losses, notes about new plans, and all notes."""
+    """Return losses, notes about new plans, and all notes."""
     given = {**inputs, "out": out, **{f"train.{key}": value for key, value in changes.items()}}
     shown = Watch()
     trainer.train(load_config(None, overrides=given), shown)

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class MultipleChoice(nn.Module):
-    """Scores the choices of each sample, as models of [batch, choices, length] do."""
+    """A model that scores the choices of each sample, with inputs [batch, choices, length]."""
 
     def __init__(self) -> None:
         super().__init__()

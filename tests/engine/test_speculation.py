@@ -178,6 +178,6 @@ def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
 
 
 def exported(out: Path) -> bytes:
-    """Weights of the model, or of its adapter."""
+    """Return the weights of the exported model or adapter."""
     (file,) = (out / "model").glob("*model.safetensors")
     return file.read_bytes()

@@ -304,7 +304,7 @@ def test_an_adapter_is_merged_while_it_streams(tmp_path):
 
 
 class Root(nn.Module):
-    """Parameters on the root alone, or behind blocks that are frozen."""
+    """A model with parameters on its root only, or behind frozen blocks."""
 
     def __init__(self, *, blocks: int) -> None:
         super().__init__()

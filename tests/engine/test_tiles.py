@@ -23,7 +23,7 @@ LONG = 2048
 
 
 def long_model() -> LlamaForCausalLM:
-    """Its MLP is eight times as wide as its hidden state, as Gemma's is."""
+    """Return a model whose MLP is eight times as wide as its hidden state, like Gemma's."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,

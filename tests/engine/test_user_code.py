@@ -75,7 +75,7 @@ def test_evaluation_between_steps_of_two_forwards(tmp_path: Path) -> None:
 
 
 class Part(nn.Sequential):
-    """A part of a block that can run in tiles; notes the shape of its last input."""
+    """A part of a block that can run in tiles and records the shape of its last input."""
 
     last_shape: tuple[int, ...] = ()
 
@@ -88,7 +88,7 @@ class Part(nn.Sequential):
 
 
 class Failing(nn.Module):
-    """Raises errors in its next calls."""
+    """A block that raises errors in its next calls."""
 
     failures = 0
 
@@ -130,7 +130,7 @@ def test_an_error_in_the_first_call_is_raised(
 
 
 class Forces(Step):
-    """Adds the gradient of an energy, as models of atoms do."""
+    """A model that adds the gradient of an energy, as models of atoms do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -174,7 +174,7 @@ def test_a_block_with_gradients_inside_runs_in_memory(tmp_path: Path) -> None:
 
 
 class Normed(nn.Module):
-    """BatchNorm beside a part that runs in tiles."""
+    """A block with BatchNorm beside a part that runs in tiles."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ from tests.support.small_models import (
 
 
 def custom_run(model, loop):
-    """`loop(model, step)` with in-memory AdamW of the same settings; `step()` updates."""
+    """Run `loop(model, step)` with in-memory AdamW of the same settings; `step()` updates."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
     done = 0

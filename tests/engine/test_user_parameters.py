@@ -91,7 +91,7 @@ def out_of_core(
 
 
 class Reads(Around):
-    """Logs weights after every step, of blocks and of what is in memory."""
+    """Logs weights of blocks and resident weights after every step."""
 
     def __init__(self) -> None:
         self.log: list[float] = []
@@ -111,7 +111,7 @@ def test_values_read_after_every_step_are_current(overlap, tmp_path):
 
 
 class Penalty(Around):
-    """The loss depends on a weight, which is read after the forward."""
+    """Adds a loss that depends on a weight, which is read after the forward."""
 
     def loss(self, model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
         return loss + 0.5 * model.get_parameter("exit.weight").square().sum()
@@ -198,7 +198,7 @@ def test_frozen_weights_are_loaded_only_if_they_are_the_same(tmp_path):
 
 
 class Freezes(Around):
-    """Freezes a part of a block, a whole block and what is in memory, and unfreezes some of it."""
+    """Freezes and unfreezes a part of a block, a whole block and resident parameters."""
 
     def after(self, model: nn.Module, step: int) -> None:
         if step == 0:
@@ -266,7 +266,7 @@ def test_moving_an_attached_model_changes_nothing(tmp_path):
 
 
 class Hooks(Around):
-    """Hooks of both kinds, over parameters of blocks and in memory; some are removed."""
+    """Adds hooks of both kinds to parameters of blocks and resident ones, and removes some."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []

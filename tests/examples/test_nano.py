@@ -98,7 +98,7 @@ def run_nano(
 
 
 class PowerCut(BaseException):
-    """No error that code could handle."""
+    """A simulated power cut, derived from BaseException so that no code handles it."""
 
 
 def cut_power(monkeypatch: pytest.MonkeyPatch, boundary: int) -> list[str]:

@@ -25,7 +25,7 @@ LAYER_WISE = {"embed_tokens": 1e-4, "layers.0": 1e-3, "layers.1": 2e-3}
 
 
 def layer_wise(model: nn.Module, **options: Any) -> torch.optim.AdamW:
-    """Rates by layer, no decay on embeddings, norms and biases, betas of their own for the head."""
+    """Return an optimizer with rates by layer, no decay on some parameters, and other betas."""
     groups = []
     for name, parameter in model.named_parameters():
         rate = next((rate for part, rate in LAYER_WISE.items() if part in name), 3e-3)
@@ -56,7 +56,7 @@ def with_optimizer(base: type, *, by: str) -> type:
 
 
 class Writes(TrainerCallback):
-    """Changes values of every third group after the second step."""
+    """A callback that changes values of every third group after the second step."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values

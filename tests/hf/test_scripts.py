@@ -387,7 +387,7 @@ def labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def classified(place: Path, **settings: Any) -> list[Any]:
-    """Run a classifier of three classes with the library's Trainer and with ours."""
+    """Train a classifier of three classes with the library's Trainer and with LoHan's."""
     runs = []
     for kind in BOTH:
         torch.manual_seed(0)
@@ -427,7 +427,7 @@ def test_classes_have_a_loss_in_fp32_with_bf16(tmp_path):
 
 
 class Line(nn.Module):
-    """No block at all."""
+    """A model without blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ class Speculated(TrainerCallback):
 
 
 class Counting(lohan.hf.Trainer):
-    """Knows of every step how it went."""
+    """Records for every step whether it was clipped and run again."""
 
     def __init__(self, **named: Any) -> None:
         self.way = Speculated()
@@ -227,7 +227,7 @@ class Stop(Exception):
 
 
 class Ends(TrainerCallback):
-    """Stops after step 2, cleanly, or dies after step 3."""
+    """A callback that stops after step 2, or ends the process after step 3."""
 
     def __init__(self, *, dies: bool) -> None:
         self.dies = dies

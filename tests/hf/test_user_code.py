@@ -54,14 +54,14 @@ def test_an_own_training_step_trains(changes, tmp_path):
 
 
 class Lost(lohan.hf.Trainer):
-    """Never reaches the model."""
+    """A training_step that never calls the model."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         return torch.zeros(())
 
 
 class Twice(lohan.hf.Trainer):
-    """Adversarial training, say: two gradients in one step."""
+    """A training_step with two gradients per step, as in adversarial training."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         for _ in range(2):
@@ -71,7 +71,7 @@ class Twice(lohan.hf.Trainer):
 
 
 class Plainly(lohan.hf.Trainer):
-    """Calls backward of the loss, not of the accelerator."""
+    """A training_step that calls backward of the loss instead of the accelerator's."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = self.compute_loss(model, self._prepare_inputs(inputs))
@@ -93,7 +93,7 @@ def test_an_own_training_step_that_cannot_train_is_refused(kind, message, change
 
 
 class Watches(TrainerCallback):
-    """Logs norms, freezes after the first step, unfreezes after the third."""
+    """A callback that logs norms, freezes after the first step and unfreezes after the third."""
 
     def __init__(self) -> None:
         self.log: list[float] = []

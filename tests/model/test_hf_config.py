@@ -73,7 +73,7 @@ OWN = ("gpt2", "DiTTransformer2DModel")  # tested apart
 
 
 def counts(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Parameters of the whole model, of one block, and of everything outside the blocks."""
+    """Return the parameters of the whole model, of one block, and outside the blocks."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()

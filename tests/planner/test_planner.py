@@ -35,7 +35,7 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def parts():
-    """Blocks and load of a batch of 8 x 128 tokens; the parameters take no memory."""
+    """Return blocks and workload of a batch of 8 x 128 tokens, without memory for parameters."""
     model = build_from_config(CONFIG, dtype=torch.float32).train()
     blocks = cut(model)
     shape = torch.empty((8, 128), dtype=torch.long, device="meta")

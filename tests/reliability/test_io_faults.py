@@ -48,7 +48,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(forge: Forge, fault: Fault, out: Path, *words: object) -> tuple[Ended, int, int]:
-    """How it ended, how many calls there were, and how many had their fate."""
+    """Return the outcome, the number of calls, and the number of faults."""
     tally = out.with_name(f"{out.name}-tally")
     tally.unlink(missing_ok=True)
     env = fault.env(out, tally)

@@ -58,7 +58,7 @@ def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:
 
 
 def noisy(name: str, *, rate: float, jump: float = 0.0) -> list[int]:
-    """60 cycles, with noise of the size that soak has seen, and once a cache that grows."""
+    """Return 60 cycles with noise of the size that soak has seen, and a growing cache."""
     draw, noise = random.Random(0), 24 * LIMITS[name]
     start = itertools.count(300_000_000)
     return [
