@@ -72,9 +72,9 @@ def main() -> int:
                 name: partial(run_side, options, work, rates, name, settings)
                 for name, settings in SIDES[options.sides].items()
             }
-            found = alternate(sides, options.rounds)
+            actual = alternate(sides, options.rounds)
             title = f"{SERVER}, {large}, batch {options.batch_there}"
-            report.table(title, rows_of(found, ratios_there(options, large, default, plain)))
+            report.table(title, rows_of(actual, ratios_there(options, large, default, plain)))
         report.close()
     return 0
 
@@ -146,7 +146,7 @@ def ratios_there(
 
 
 def proportions(
-    options: argparse.Namespace, model: Path, there: Any, plan: Any
+    options: argparse.Namespace, model: Path, reference_s: Any, plan: Any
 ) -> tuple[dict[str, float], str]:
     """Return the rates of the emulated device and the main memory for the small model.
 
@@ -156,15 +156,15 @@ def proportions(
     from lohan.planner import presets
     from lohan.planner.memory import INPUTS, KEPT
 
-    smaller = presets.model(model).parameters / there.parameters
-    sites = there.forecast.work.sites
+    smaller = presets.model(model).parameters / reference_s.parameters
+    sites = reference_s.forecast.work.sites
     flops = sum(site.forward_flops + site.recompute_flops for site in sites)
     flops += sum(site.gradient_flops for site in sites if not site.no_backward)
     rates = slowed(
         options,
-        there.machine,
-        flops=flops / there.forecast.busy_s["compute"],
-        step_s=there.step_s,
+        reference_s.machine,
+        flops=flops / reference_s.forecast.busy_s["compute"],
+        step_s=reference_s.step_s,
         smaller=smaller,
     )
     others = sum(e.bytes for e in plan.ledger if e.tier == "host" and e.owner in (INPUTS, KEPT))

@@ -161,19 +161,19 @@ def test_memory_that_nobody_wrote_is_nan():
     assert torch.empty(COUNT, device=NAME).isnan().all()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_released_memory_is_reused_at_once(told):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_released_memory_is_reused_at_once(recorded):
     """A copy on another stream is too late for it, unless the allocator was told of that stream."""
     on_device, on_host, other = ones(), torch.zeros(COUNT), torch.Stream(device=NAME)
     with held(other):
         with current(other):
             on_host.copy_(on_device, non_blocking=True)
-        if told:
+        if recorded:
             on_device.record_stream(other)
         del on_device
-        if not told:
+        if not recorded:
             torch.accelerator.current_stream().synchronize()
-    assert torch.equal(on_host, torch.ones(COUNT)) == told
+    assert torch.equal(on_host, torch.ones(COUNT)) == recorded
 
 
 def test_devices_are_not_mixed():

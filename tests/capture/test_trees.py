@@ -28,15 +28,15 @@ def tree(draw: random.Random, depth: int = 4) -> Any:
 @pytest.mark.parametrize("seed", range(5))
 def test_finds_the_same_leaves_as_pytree(seed):
     draw = random.Random(seed)
-    for made in (tree(draw) for _ in range(40)):
-        leaves, spec = saved_call.flatten(made)
-        assert leaves == pytree.tree_leaves(made) == saved_call.tree_leaves(made)
+    for item in (tree(draw) for _ in range(40)):
+        leaves, spec = saved_call.flatten(item)
+        assert leaves == pytree.tree_leaves(item) == saved_call.tree_leaves(item)
         again = saved_call.unflatten(leaves, spec)
-        assert again == made and repr(again) == repr(made)
+        assert again == item and repr(again) == repr(item)
 
 
 def test_tensors_lose_their_history():
     x = torch.ones(2, requires_grad=True)
-    made = saved_call.detached({"a": (x * 2, 3), "b": [x]})
-    assert made["a"][1] == 3 and isinstance(made["b"], list)
-    assert not made["a"][0].requires_grad and not made["b"][0].requires_grad
+    result = saved_call.detached({"a": (x * 2, 3), "b": [x]})
+    assert result["a"][1] == 3 and isinstance(result["b"], list)
+    assert not result["a"][0].requires_grad and not result["b"][0].requires_grad

@@ -21,16 +21,16 @@ def test_language_models_are_cut_the_same_with_and_without_a_batch(family):
 
 
 @pytest.mark.parametrize(
-    ("outside", "found"),
+    ("outside", "expected"),
     [
         ("", Outside()),
         ("module", Outside(modules=("blocks.1.linear",))),
         ("parameter", Outside(parameters=("entry.weight",))),
     ],
 )
-def test_finds_parts_and_parameters_used_outside_their_block(outside, found):
+def test_finds_parts_and_parameters_used_outside_their_block(outside, expected):
     model = Plain(outside=outside)
-    assert used_outside(model, site_names(model), Plain.data(1)[0]) == found
+    assert used_outside(model, site_names(model), Plain.data(1)[0]) == expected
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 

@@ -33,15 +33,15 @@ FREE = ("--clip", 0)
 @pytest.fixture(scope="module")
 def alone(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     """Return a function that runs one rank with some settings, once for each settings."""
-    made: dict[tuple[object, ...], Path] = {}
+    created: dict[tuple[object, ...], Path] = {}
 
     def run(*more: object) -> Path:
-        if more not in made:
+        if more not in created:
             out = tmp_path_factory.mktemp("alone") / "run"
             ended = forge.run(*arguments(inputs, out, *more))
             assert ended.code == 0, ended.err
-            made[more] = out
-        return made[more]
+            created[more] = out
+        return created[more]
 
     return run
 
@@ -49,22 +49,22 @@ def alone(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     """Return a function that runs several ranks with some settings, once for each settings."""
-    made: dict[tuple[object, ...], Path] = {}
+    created: dict[tuple[object, ...], Path] = {}
 
     def run(world: int, *more: object) -> Path:
-        if (world, *more) not in made:
+        if (world, *more) not in created:
             out = tmp_path_factory.mktemp("together") / "run"
             ended = forked_ranks.run(forge, world, *arguments(inputs, out, *more))
             assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
             assert all(e.out == "" for e in ended[1:]), "one rank speaks"
-            made[world, *more] = out
-        return made[world, *more]
+            created[world, *more] = out
+        return created[world, *more]
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("world", "own", "more"),
+    ("world", "options", "more"),
     [
         (2, FREE, ("--update-mode", "optimized")),
         pytest.param(2, FREE, ("--update-mode", "naive"), marks=pytest.mark.slow),
@@ -75,9 +75,9 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
         (3, CLIPPED, ("--update-mode", "balanced", "--activations", "all")),
     ],
 )
-def test_the_run_of_one_rank(world, own, more, together, alone):
+def test_the_run_of_one_rank(world, options, more, together, alone):
     """Five rows over two or three ranks: never the same number for each."""
-    alike(together(world, *own, *more), alone(*own))
+    alike(together(world, *options, *more), alone(*options))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
@@ -85,13 +85,13 @@ def test_ranks_equal_one_rank_in_16_bits(dtype, inputs, together, alone):
     """Ranks sum gradients in fp32, one rank rounds them once more: within a few roundoffs."""
     u, more = {"bf16": 2**-9, "fp16": 2**-12}[dtype], ("--dtype", dtype, *CLIPPED)
     out = together(2, *more)
-    found, wanted = ([row["loss"] for row in forked_ranks.rows(o)] for o in (out, alone(*more)))
-    assert found == pytest.approx(wanted, rel=4 * u)
+    actual, wanted = ([row["loss"] for row in forked_ranks.rows(o)] for o in (out, alone(*more)))
+    assert actual == pytest.approx(wanted, rel=4 * u)
     start = load_file(inputs / "model" / "model.safetensors")
-    ours, theirs = weights(out), weights(alone(*more))
-    for name, tensor in theirs.items():
+    lohan_result, expected = weights(out), weights(alone(*more))
+    for name, tensor in expected.items():
         moved = (tensor.float() - start[name].float()).norm()
-        assert (ours[name].float() - tensor.float()).norm() < 0.1 * moved + 8 * u, name
+        assert (lohan_result[name].float() - tensor.float()).norm() < 0.1 * moved + 8 * u, name
 
 
 def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
@@ -102,12 +102,12 @@ def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
     assert [e.code for e in ended] == [0] * 3, forked_ranks.said(ended)
     single = tmp_path / "single"
     assert forge.run(*arguments(inputs, single, *more, steps=8)).code == 0
-    found, wanted = (
+    actual, wanted = (
         [(r["step"], r.get("eval_loss"), r.get("eval_tokens")) for r in forked_ranks.rows(o)]
         for o in (out, single)
     )
-    assert [f[::2] for f in found] == [w[::2] for w in wanted]
-    losses = [[loss for _, loss, _ in rows if loss is not None] for rows in (found, wanted)]
+    assert [f[::2] for f in actual] == [w[::2] for w in wanted]
+    losses = [[loss for _, loss, _ in rows if loss is not None] for rows in (actual, wanted)]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=2e-6)
     for name, tensor in weights(single, "best").items():
         assert torch.allclose(weights(out, "best")[name], tensor, rtol=2e-6, atol=2e-6)
@@ -146,13 +146,13 @@ def test_ranks_equal_one_rank_in_diffusion(forge, tmp_path):
             0.5,
         )
         assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
-    found, wanted = (forked_ranks.rows(tmp_path / str(world)) for world in (2, 1))
+    actual, wanted = (forked_ranks.rows(tmp_path / str(world)) for world in (2, 1))
     for key in ("loss", "grad_norm", "eval_loss"):
         values = [row[key] for row in wanted if key in row]
-        assert values and [row[key] for row in found if key in row] == pytest.approx(values, 1e-4)
+        assert values and [row[key] for row in actual if key in row] == pytest.approx(values, 1e-4)
     name = "diffusion_pytorch_model.safetensors"
-    ours, theirs = (load_file(tmp_path / str(world) / "model" / name) for world in (2, 1))
-    assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in theirs)
+    lohan_result, expected = (load_file(tmp_path / str(world) / "model" / name) for world in (2, 1))
+    assert all(torch.allclose(lohan_result[key], expected[key], atol=1e-5) for key in expected)
 
 
 def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
@@ -162,11 +162,11 @@ def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
     assert manifest is not None
     groups = groups_from_json(manifest.meta["layout"])
     padding = sum(map(RankInfo(world=2).padded, groups)) / sum(group.numel for group in groups)
-    ours, theirs = (
+    actual, expected = (
         sum(row["ssd_written_bytes"] for row in forked_ranks.rows(o)) for o in (out, alone(*FREE))
     )
     late = STEPS / (STEPS - 1)  # what the last step leaves to write is in no row
-    assert 0 < ours <= theirs * padding * late * 1.01
+    assert 0 < actual <= expected * padding * late * 1.01
 
 
 def test_each_machine_has_a_run_folder(forge, inputs, tmp_path):
@@ -415,17 +415,17 @@ def test_a_trainer_that_evaluates_first(forge, tmp_path):
     forge.load("transformers.trainer", "lohan.hf.mixin")
     ended = forked_ranks.case(forge, 2, "trainers_that_evaluate_first", tmp_path)
     assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    found = forked_ranks.found(tmp_path, 2)
-    assert not any(rank["aborted"] for rank in found)
-    assert found[0]["first"] == found[1]["first"] and found[0]["loss"] == found[1]["loss"]
-    assert [rank["again"] for rank in found] == [rank["loss"] for rank in found]
+    actual = forked_ranks.found(tmp_path, 2)
+    assert not any(rank["aborted"] for rank in actual)
+    assert actual[0]["first"] == actual[1]["first"] and actual[0]["loss"] == actual[1]["loss"]
+    assert [rank["again"] for rank in actual] == [rank["loss"] for rank in actual]
     assert not list((tmp_path / "out").glob("lohan-evaluation-*"))
 
 
 def same_bits(out: Path, other: Path, where: str = "") -> None:
-    found, wanted = (
+    actual, wanted = (
         [(row["step"], row["loss"]) for row in forked_ranks.rows(o)] for o in (out, other)
     )
-    assert found == wanted, where
-    ours, theirs = weights(out), weights(other)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), where
+    assert actual == wanted, where
+    lohan_result, expected = weights(out), weights(other)
+    assert all(torch.equal(lohan_result[name], expected[name]) for name in expected), where

@@ -48,8 +48,8 @@ def check_same_bits(out: Path, expected: Path) -> None:
     rows, wanted = forked_ranks.rows(out), forked_ranks.rows(expected)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == [row[key] for row in wanted]
-    ours, theirs = weights(out), weights(expected)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    actual, reference = weights(out), weights(expected)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in reference.items())
 
 
 def test_has_the_bits_of_a_run_without_a_log(plain: Path, logged: tuple[Path, Boundaries]) -> None:

@@ -93,8 +93,10 @@ def test_proposes_no_more_memory_than_the_machine_has():
     small = replace(SPARK, host_bytes=32 * GB)
     options = PlanOptions(dtype="bf16", commit=Interval(0, 900.0))
     for machine, proposed in ((SPARK, True), (small, False)):
-        made = with_alternatives(plan_for_machine(replace(request(machine), options=options)))
-        assert any(each.option.startswith("--host") for each in made.instead) == proposed
+        machine_plan = with_alternatives(
+            plan_for_machine(replace(request(machine), options=options))
+        )
+        assert any(each.option.startswith("--host") for each in machine_plan.instead) == proposed
     with pytest.raises(BudgetError, match=r"spark has .*cannot be extended; lower --host"):
         plan_for_machine(request(small, host=33 * GB))
 

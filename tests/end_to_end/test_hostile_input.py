@@ -268,7 +268,7 @@ LARGE, DAMAGED = "has more than 64,000,000 pixels", "not readable as an image"
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (_png(60_000, 60_000, _chunk(b"IDAT", zlib.compress(bytes(9)))), LARGE),
         (_png(9_000, 9_000, _chunk(b"IDAT", zlib.compress(bytes(9)))), LARGE),
@@ -276,10 +276,10 @@ LARGE, DAMAGED = "has more than 64,000,000 pixels", "not readable as an image"
         (_png(1, 1, _chunk(b"IDAT", b"x")), DAMAGED),
     ],
 )
-def test_rejects_hostile_images(tmp_path: Path, content: bytes, said: str) -> None:
+def test_rejects_hostile_images(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"a\.png: {said}"):
+    with pytest.raises(DataError, match=rf"a\.png: {message}"):
         square(file, 8)
 
 

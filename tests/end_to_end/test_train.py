@@ -176,13 +176,13 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(["--device", "cuda"], "--device: "), (["--host", "500TiB"], "host is 500.00 TiB, this mach")],
     ids=["device", "host"],
 )
 def test_rejects_missing_device_before_reading_data(
     options,
-    said,
+    message,
     dry,
     lohan,
     model,
@@ -203,7 +203,7 @@ def test_rejects_missing_device_before_reading_data(
     ended = lohan(
         "train", "--model", model, "--data", data, "--out", tmp_path / "run", *options, *dry
     )
-    refused(ended, said)
+    refused(ended, message)
     assert not (tmp_path / "run").exists()
 
 

@@ -71,7 +71,7 @@ def test_no_gradient_is_made_of_what_is_frozen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dtype, micro_batch, own, shared",
+    "dtype, micro_batch, expected_bytes, shared",
     [
         (torch.bfloat16, None, 2, 4),  # two sites add to the shared weights
         (torch.bfloat16, 2, 4, 4),  # sums of slices
@@ -79,7 +79,7 @@ def test_no_gradient_is_made_of_what_is_frozen(tmp_path, monkeypatch):
     ],
 )
 def test_gradients_go_to_ssd_as_wide_as_they_are(
-    dtype, micro_batch, own, shared, tmp_path, monkeypatch
+    dtype, micro_batch, expected_bytes, shared, tmp_path, monkeypatch
 ):
     """Bytes of every spilled chunk, written and read; bits are those of the run in order."""
     tuned(monkeypatch, Tuning(spilled=1.0))
@@ -106,7 +106,7 @@ def test_gradients_go_to_ssd_as_wide_as_they_are(
         assert {name for name, *_ in moved} == {"read", "write"}
         assert {"entry", "exit", "blocks.0"} < {key for _, key, *_ in moved}
         for _, key, count, size in moved:  # a chunk of the store has room for fp32
-            width = shared if key == "entry" else own
+            width = shared if key == "entry" else expected_bytes
             assert count == align_up(size // FLOAT * width, PAGE), key
         moved.clear()
     results[0].check(results[1])

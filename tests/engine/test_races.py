@@ -45,7 +45,10 @@ def make_late(session: lohan.Session, late: str) -> None:
 
 
 def outcome(
-    model: torch.nn.Module, made: list[dict[str, torch.Tensor]], late: str | None, **options: Any
+    model: torch.nn.Module,
+    train_batches: list[dict[str, torch.Tensor]],
+    late: str | None,
+    **options: Any,
 ) -> tuple[list[str], dict[str, bytes]]:
     """Return losses and stored bytes."""
     options.setdefault("engine", memory_engine())
@@ -53,7 +56,7 @@ def outcome(
         if late is not None:
             make_late(session, late)
         losses = []
-        for batch in made:
+        for batch in train_batches:
             loss = model(**batch)
             loss = loss if isinstance(loss, torch.Tensor) else loss.loss
             loss.backward()

@@ -101,16 +101,16 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
         assert logged(actual, name) == logged(plain, name)
 
 
-@pytest.mark.parametrize(("store", "there"), [("lohan-store-rank0of2", 2), ("lohan-store", 1)])
-def test_stores_of_other_processes_are_found(store, there, tmp_path):
+@pytest.mark.parametrize(("store", "world"), [("lohan-store-rank0of2", 2), ("lohan-store", 1)])
+def test_stores_of_other_processes_are_found(store, world, tmp_path):
     """A training of two processes, resumed by one, is told so, not that its state is gone."""
     (tmp_path / store).mkdir()
     (tmp_path / store / IDENTITY).write_text("")
     (tmp_path / "lohan-store-rank0of3-activations").mkdir()  # left by a kill
     (tmp_path / "lohan-store-rank0of3-activations" / IDENTITY).write_text("")
     for name in ("lohan-store", "lohan-store-rank1of3"):
-        assert stored_world_size(tmp_path / name) == there
-    if there == 2:
+        assert stored_world_size(tmp_path / name) == world
+    if world == 2:
         (tmp_path / "checkpoint-2").mkdir()
         transformers.TrainerState(global_step=2).save_to_json(
             str(tmp_path / "checkpoint-2" / "trainer_state.json")

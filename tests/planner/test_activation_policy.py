@@ -36,8 +36,8 @@ SLOW = Profile(
 AMPLE, SOME = 2**31, 7 * 2**24
 
 
-def plan(asked, host=AMPLE, profile=SLOW):
-    options = PlanOptions(dtype="fp32", activations=asked)
+def plan(policy, host=AMPLE, profile=SLOW):
+    options = PlanOptions(dtype="fp32", activations=policy)
     return closed_form_plan(
         PlanProblem(LAYOUT, options, host_bytes=host, workload=WORKLOAD, profile=profile)
     )
@@ -47,9 +47,9 @@ def test_every_policy_of_the_simulator_can_be_requested():
     assert set(CHOOSERS) <= set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("asked", ["static", "recompute", "inputs"])
-def test_static_and_recompute_keep_only_inputs(asked):
-    machine_plan = plan(asked)
+@pytest.mark.parametrize("policy", ["static", "recompute", "inputs"])
+def test_static_and_recompute_keep_only_inputs(policy):
+    machine_plan = plan(policy)
     assert machine_plan.kept == () and machine_plan.spilled_sites == ()
 
 
@@ -73,11 +73,11 @@ def test_capuchin_keeps_all_of_the_first_blocks():
 
 
 @pytest.mark.parametrize("profile", [SLOW, None])
-@pytest.mark.parametrize("asked", ["capuchin", "checkmate"])
-def test_policies_that_know_no_ssd_stay_in_memory(asked, profile):
+@pytest.mark.parametrize("policy", ["capuchin", "checkmate"])
+def test_policies_that_know_no_ssd_stay_in_memory(policy, profile):
     pytest.importorskip("scipy")
     for host in range(SOME, 4 * SOME, SOME // 4):
-        machine_plan = plan(asked, host, profile)
+        machine_plan = plan(policy, host, profile)
         assert machine_plan.spilled_sites == () and machine_plan.tier_bytes("host") <= host
 
 

@@ -42,23 +42,25 @@ OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 @pytest.mark.parametrize(("host", "deferring_pays"), [(96 * MiB, False), (160 * MiB, True)])
 def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     """The closed form would defer in both cases."""
-    asked = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
-    closed = closed_form_plan(PlanProblem(BLOCKS, OPTIONS, **asked))
+    settings = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
+    closed = closed_form_plan(PlanProblem(BLOCKS, OPTIONS, **settings))
     at_once = closed_form_plan(
-        PlanProblem(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
+        PlanProblem(BLOCKS, replace(OPTIONS, update_mode="optimized"), **settings)
     )
-    made = make_plan(PlanProblem(BLOCKS, OPTIONS, **asked)).plan
+    result = make_plan(PlanProblem(BLOCKS, OPTIONS, **settings)).plan
     simulator = Simulator(MACHINE, BLOCKS, WORKLOAD)
-    deferring, without, best = (simulator.forecast(plan).step_s for plan in (closed, at_once, made))
+    deferring, without, best = (
+        simulator.forecast(plan).step_s for plan in (closed, at_once, result)
+    )
     assert closed.deferred and (deferring < without) is deferring_pays
     assert best == min(deferring, without)
-    assert made.update_mode == "balanced" and bool(made.deferred) is deferring_pays
+    assert result.update_mode == "balanced" and bool(result.deferred) is deferring_pays
 
 
 def test_best_plan_of_a_large_model():
     """Only its levels of activations take too long to simulate."""
     model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
-    asked = PlanRequest(
+    plan_request = PlanRequest(
         model=model,
         machine=machine,
         batch=64,
@@ -66,10 +68,16 @@ def test_best_plan_of_a_large_model():
         options=PlanOptions(dtype="bf16"),
         host=machine.host_bytes,
     )
-    how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
-    assert closed_form_plan(PlanProblem(asked.blocks, asked.options, **how)).deferred
+    how = {
+        "host_bytes": plan_request.host,
+        "workload": workload_of(plan_request),
+        "profile": machine,
+    }
+    assert closed_form_plan(PlanProblem(plan_request.blocks, plan_request.options, **how)).deferred
     balanced, at_once = (
-        plan_for_machine(replace(asked, options=replace(asked.options, update_mode=way)))
+        plan_for_machine(
+            replace(plan_request, options=replace(plan_request.options, update_mode=way))
+        )
         for way in ("balanced", "optimized")
     )
     assert balanced.step_s <= at_once.step_s
@@ -95,10 +103,10 @@ def planned(model: str, **options) -> MachinePlan:
 
 def test_the_whole_batch_in_one_slice_where_that_is_faster():
     """One slice in tiles has 16-bit gradients; only a simulation shows the benefit."""
-    made = planned("qwen3-14b", clip=1.0)
-    assert made.plan.micro_batch == 64 and made.plan.tiles
+    result = planned("qwen3-14b", clip=1.0)
+    assert result.plan.micro_batch == 64 and result.plan.tiles
     halves = planned("qwen3-14b", clip=1.0, micro_batch=32)
-    assert made.step_s < halves.step_s and clipped_s(made) < clipped_s(halves)
+    assert result.step_s < halves.step_s and clipped_s(result) < clipped_s(halves)
 
 
 @pytest.mark.slow
@@ -112,9 +120,9 @@ def test_tiles_save_no_compute():
     """Their work is that of the whole block: smaller matrix products, and sums of gradients."""
     seconds = []
     for tiles in ("off", 8192, 512):
-        asked = asked_of("qwen3-14b", micro_batch=16, tiles=tiles, activations="recompute")
-        made = plan_for_machine(asked).forecast
-        seconds.append(made.busy_s["compute"])
+        plan_request = asked_of("qwen3-14b", micro_batch=16, tiles=tiles, activations="recompute")
+        forecast = plan_for_machine(plan_request).forecast
+        seconds.append(forecast.busy_s["compute"])
     assert seconds[0] < seconds[1] < 1.1 * seconds[0] and seconds[2] > 1.2 * seconds[0]
 
 
@@ -138,9 +146,9 @@ def test_defaults_next_to_no_clipping(model, clipped):
         assert default.forecast.written_bytes <= 20 * 2**30
 
 
-def clipped_s(made: MachinePlan) -> float:
+def clipped_s(machine_plan: MachinePlan) -> float:
     """Return the seconds of a step if every step is clipped."""
-    return (made.clipped or made.forecast).step_s
+    return (machine_plan.clipped or machine_plan.forecast).step_s
 
 
 def test_commit_interval_spreads_cached_groups_and_writes_less():
@@ -161,7 +169,7 @@ def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
     It is good enough to compare plans; with more actions it describes the chosen plan.
     """
     machine = presets.machine("ratel-4090")
-    asked = PlanRequest(
+    plan_request = PlanRequest(
         model=presets.model("llama-3.1-405b"),
         machine=machine,
         batch=8,
@@ -169,18 +177,22 @@ def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
         options=PlanOptions(dtype="bf16", clip=1.0, can_rerun=True),
         host=machine.host_bytes,
     )
-    workload = workload_of(asked)
+    workload = workload_of(plan_request)
     plan = closed_form_plan(
         PlanProblem(
-            asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
+            plan_request.blocks,
+            plan_request.options,
+            host_bytes=plan_request.host,
+            workload=workload,
+            profile=machine,
         )
     )
-    simulator = Simulator(machine, asked.blocks, workload)
+    simulator = Simulator(machine, plan_request.blocks, workload)
     last, rough = simulator.forecast(plan), simulator.forecast(plan, rough=True)
     monkeypatch.setattr("lohan.planner.forecast.MANY_CHUNKS", 10**6)
     exact = simulator.forecast(plan)
-    for made, share, apart in ((last, 0.5, 0.05), (rough, 0.3, 0.1)):
-        assert sum(map(len, made.phases)) < share * sum(map(len, exact.phases))
-        assert made.written_bytes == exact.written_bytes
-        assert made.busy_s == pytest.approx(exact.busy_s)
-        assert made.step_s == pytest.approx(exact.step_s, rel=apart)
+    for item, share, apart in ((last, 0.5, 0.05), (rough, 0.3, 0.1)):
+        assert sum(map(len, item.phases)) < share * sum(map(len, exact.phases))
+        assert item.written_bytes == exact.written_bytes
+        assert item.busy_s == pytest.approx(exact.busy_s)
+        assert item.step_s == pytest.approx(exact.step_s, rel=apart)

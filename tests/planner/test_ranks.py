@@ -75,14 +75,14 @@ def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
 
 def test_the_net_lane_carries_all_but_the_ranks_own_piece():
     request = asked(4, 32, net=10e9)
-    made = plan_for_machine(request).forecast
+    forecast = plan_for_machine(request).forecast
     others = 3 * sum(g.numel for g in request.blocks.groups if not g.resident)
-    tokens = [a for phase in made.steady_phases().values() for a in phase if a.kind in "AX"]
-    gathered = sum(3 * made.work.groups[a.index] * 2 for a in tokens if a.kind == "A")
-    summed = sum(3 * made.work.groups[a.index] * 4 for a in tokens if a.kind == "X")
+    tokens = [a for phase in forecast.steady_phases().values() for a in phase if a.kind in "AX"]
+    gathered = sum(3 * forecast.work.groups[a.index] * 2 for a in tokens if a.kind == "A")
+    summed = sum(3 * forecast.work.groups[a.index] * 4 for a in tokens if a.kind == "X")
     assert summed == 4 * others and gathered <= 4 * others  # blocks that stay need it only once
     expected = (gathered + summed) / 10e9 + len(tokens) * request.machine.action_s
-    assert made.busy_s["net"] == pytest.approx(expected)
+    assert forecast.busy_s["net"] == pytest.approx(expected)
 
 
 def test_weights_are_gathered_before_use_and_gradients_summed_before_they_leave():
@@ -104,9 +104,9 @@ def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
 
 def test_step_is_not_shorter_than_the_traffic_of_a_shared_link():
     """GPUs without a net of their own: no step is shorter than a link is busy with both."""
-    made = plan_for_machine(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
-    busy = made.busy_s
-    assert made.step_s >= max(busy["h2d"], busy["d2h"]) + busy["net"]
+    forecast = plan_for_machine(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
+    busy = forecast.busy_s
+    assert forecast.step_s >= max(busy["h2d"], busy["d2h"]) + busy["net"]
     free = without_lane(asked(8, 8, h2d=1e9, d2h=1e9).machine, "net")
     assert free.net_rate > 100e9 and not free.net_over_links
 
@@ -148,8 +148,8 @@ def test_the_command_line_plans_several_gpus():
     text = runner.invoke(app, ["plan", *common, "--batch", "64"]).output
     assert "gpt-13b on ratel-4090 with 4 GPUs" in text and "of each of 4 ranks:" in text
     assert "exchange between ranks" in text and "micro-batch      16 of 16" in text
-    said = runner.invoke(app, ["plan", *common, "--batch", "64", "--json"]).output
-    assert json.loads(said)["gpus"] == 4 and json.loads(said)["plan"]["world"] == 4
+    output = runner.invoke(app, ["plan", *common, "--batch", "64", "--json"]).output
+    assert json.loads(output)["gpus"] == 4 and json.loads(output)["plan"]["world"] == 4
 
 
 @pytest.mark.parametrize("batch", thinned([32, 128], 0))
@@ -157,7 +157,7 @@ def test_four_gpus_do_not_do_worse_than_the_papers_own_method(batch):
     """Its sums in host memory, by the cores that also update, are what limits it there."""
     machine = replace(presets.machine("ratel-4090"), gpus=4)
     model = presets.model("gpt-13b")
-    ours, theirs = (
+    actual, expected = (
         outcome_of(name, model, machine, batch=batch, seq=1024) for name in ("auto", "lohan")
     )
-    assert ours.tokens_per_s > theirs.tokens_per_s
+    assert actual.tokens_per_s > expected.tokens_per_s

@@ -70,7 +70,7 @@ def test_rated_life_comes_from_the_log_of_the_drive(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lives", "told"),
+    ("lives", "text"),
     [
         (1e-5, "less than a thousandth of"),
         (0.0042, "0.0042 of"),
@@ -80,8 +80,8 @@ def test_rated_life_comes_from_the_log_of_the_drive(monkeypatch, tmp_path):
         (1234.5, "1,234 times"),
     ],
 )
-def test_rated_lives_in_plain_numbers(lives, told):
-    assert format_lives(lives) == told
+def test_rated_lives_in_plain_numbers(lives, text):
+    assert format_lives(lives) == text
 
 
 def test_money():

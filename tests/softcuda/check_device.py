@@ -110,22 +110,22 @@ def test_streams_do_not_wait_for_each_other_by_themselves(waited):
     assert bool(cuda.take_races()) == (not waited)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_released_memory_is_reused_at_once(told):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_released_memory_is_reused_at_once(recorded):
     on_device, on_host, other = ones(), torch.zeros(COUNT).pin_memory(), torch.cuda.Stream()
     cuda.set_poison(True)
     try:
         with held(other):
             with torch.cuda.stream(other):
                 on_host.copy_(on_device, non_blocking=True)
-            if told:
+            if recorded:
                 on_device.record_stream(other)
             del on_device
             torch.cuda.current_stream().synchronize()
     finally:
         cuda.set_poison(False)
-    assert torch.equal(on_host, torch.ones(COUNT)) == told
-    assert bool(cuda.take_races()) == (not told)
+    assert torch.equal(on_host, torch.ones(COUNT)) == recorded
+    assert bool(cuda.take_races()) == (not recorded)
 
 
 def test_host_cannot_read_device_memory():
@@ -296,9 +296,9 @@ NEWEST = "9.0" if OLD else "12.0"  # the last capability that torch has attentio
 
 
 @pytest.mark.parametrize(
-    ("capability", "says"), [("7.5", "fp16 .*Efficient"), (NEWEST, "bf16 .*Flash")]
+    ("capability", "expected"), [("7.5", "fp16 .*Efficient"), (NEWEST, "bf16 .*Flash")]
 )
-def test_attention_is_chosen_by_capability(capability, says):
+def test_attention_is_chosen_by_capability(capability, expected):
     done = subprocess.run(
         [sys.executable, "-c", CAPABILITY],
         capture_output=True,
@@ -306,7 +306,7 @@ def test_attention_is_chosen_by_capability(capability, says):
         env={**os.environ, "SOFTCUDA_CAPABILITY": capability},
     )
     numbers = capability.replace(".", ", ")
-    assert re.search(rf"\({numbers}\) {says}", done.stdout), done
+    assert re.search(rf"\({numbers}\) {expected}", done.stdout), done
 
 
 def heads(device: str, dtype: torch.dtype, *, shared: int = 1) -> list[torch.Tensor]:

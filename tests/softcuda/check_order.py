@@ -154,11 +154,11 @@ def test_finds_mistakes_of_two_ranks(monkeypatch, tmp_path):
     messages: list[str] = []
     assert launch(2, ["-m", TWO_RANKS, str(tmp_path)], note=messages.append) == 0, messages
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["conflicts"] == CONFLICTS
-        before, connected, later = found["free"]
+        actual = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert actual["conflicts"] == CONFLICTS
+        before, connected, later = actual["free"]
         assert before - connected == mib * MiB and later == connected
-        assert found["threads"] <= max(1, found["cores"] // 2)
+        assert actual["threads"] <= max(1, actual["cores"] // 2)
 
 
 def test_a_communicator_without_memory_is_out_of_memory(monkeypatch):

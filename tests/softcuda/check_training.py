@@ -245,7 +245,7 @@ def test_lora(tmp_path):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_run_uses_kernels_with_a_fixed_order(deterministic, tmp_path, monkeypatch):
     """From its first launch to its end, and no other code of the process does."""
-    inner, enabled, made = AcceleratorDevice.mark, set(), rows_of("")
+    inner, enabled, actual_rows = AcceleratorDevice.mark, set(), rows_of("")
 
     def mark(device: AcceleratorDevice) -> Any:
         enabled.add(torch.are_deterministic_algorithms_enabled())
@@ -254,8 +254,10 @@ def test_a_deterministic_run_uses_kernels_with_a_fixed_order(deterministic, tmp_
     monkeypatch.setenv(determinism.WORKSPACE, determinism.FIXED[0])
     monkeypatch.setattr(AcceleratorDevice, "mark", mark)
     options = {"device": there(), "deterministic": deterministic}
-    found = train(small_model("llama"), made, tmp_path, batch=made[0], micro_batch=2, **options)
-    same(found, on_cpu("llama"))
+    result = train(
+        small_model("llama"), actual_rows, tmp_path, batch=actual_rows[0], micro_batch=2, **options
+    )
+    same(result, on_cpu("llama"))
     assert enabled == {deterministic} and not torch.are_deterministic_algorithms_enabled()
 
 

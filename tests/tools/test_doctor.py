@@ -230,10 +230,10 @@ def test_devices():
     ],
 )
 def test_finds_a_torch_without_kernels_for_the_gpu(capability, architectures, state):
-    found = doctor.device_finding(accelerated(True, capability, architectures), nvidia=True)
-    assert found.state == state
+    actual = doctor.device_finding(accelerated(True, capability, architectures), nvidia=True)
+    assert actual.state == state
     if state == PROBLEM:
-        assert f"is {capability[0]}.{capability[1]}, but for sm_" in found.text, found.text
+        assert f"is {capability[0]}.{capability[1]}, but for sm_" in actual.text, actual.text
 
 
 def test_wsl(monkeypatch):

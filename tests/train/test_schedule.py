@@ -95,7 +95,7 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "told"),
+    ("row", "template", "expected"),
     [
         ({"system": "Be brief."}, TEMPLATE.replace("DEFAULT", DEFAULT), "'Be brief.', of the data"),
         ({}, TEMPLATE.replace("DEFAULT", DEFAULT), f"'{DEFAULT}', of the template"),
@@ -104,7 +104,7 @@ TEMPLATE = (
     ],
 )
 def test_template_and_system_prompt_are_named(
-    model: Path, tmp_path: Path, row: dict[str, str], template: str | None, told: str
+    model: Path, tmp_path: Path, row: dict[str, str], template: str | None, expected: str
 ) -> None:
     """Of the data or of the template, at the start and in the report, with the example in full."""
     data, shown = tmp_path / "d.jsonl", Told()
@@ -127,7 +127,9 @@ def test_template_and_system_prompt_are_named(
     open_inputs(RunFolder(tmp_path / "run"), config, shown)
     (message,) = [note for note in shown.notes if "first example" in note]
     used = "none" if template is None else tmp_path / "t.jinja"
-    assert f"(chat template: {used}; system prompt: {told}; loss on what follows >>>)" in message
+    assert (
+        f"(chat template: {used}; system prompt: {expected}; loss on what follows >>>)" in message
+    )
     assert "a" * 900 in message and f"{'b' * 1000} ..." in message and "b" * 1001 not in message
     record = RunRecord(RunFolder(tmp_path / "run"), config, [], [], [], [])
     assert "b" * 1100 in "\n".join(first_example(record))
