@@ -436,9 +436,11 @@ class Sizer:
         """Return the initial chunk size in parameters.
 
         It is a power of two of about 4 Mi parameters per GiB of host memory, within fixed limits,
-        and at most the size of the largest group.
+        and at most the size of the largest group. With a log it is smaller, because a staging
+        buffer holds a chunk of several gradients.
         """
-        cap = min(LARGEST_CHUNK, max(self._smallest_chunk(), host_bytes // 256))
+        share = 512 * self.options.log_gradients or 256
+        cap = min(LARGEST_CHUNK, max(self._smallest_chunk(), host_bytes // share))
         largest = max(group.numel for group in self.blocks.groups)
         size = SMALLEST_CHUNK
         while size * 2 <= cap and size < largest:
