@@ -160,9 +160,14 @@ def _mixed_write(profile: Profile) -> float:
     return profile.ssd_mixed or profile.ssd_write
 
 
+LOGGED_S = 0.45e-9  # seconds of one core for one AdamW update of a parameter in registers
+
+
 def _update_s(profile: Profile, work: StepWork, index: int, chunk: int) -> float:
     layout = work.per_parameter
-    each_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
+    # Several logged updates are one pass over memory, so their arithmetic can take longer.
+    core_s = max(1.0, work.logged) * layout.rounding_s + work.logged * layout.update * LOGGED_S
+    each_s = max(layout.update / profile.adam, core_s / profile.cores)
     return work.parameters(index, chunk) * each_s
 
 
