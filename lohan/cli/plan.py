@@ -196,7 +196,7 @@ def _frozen(blocks: Blocks) -> dict[str, str]:
 
 def _optimizer(planned: MachinePlan) -> dict[str, str]:
     """Describe the bytes on SSD and, for another optimizer, the cost of the default one."""
-    plan, default_plan = planned.plan, planned.usual
+    plan, default_plan = planned.plan, planned.default_plan
     rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
     if plan.kind == DEFAULT_KIND:
         return rows
@@ -402,7 +402,7 @@ def to_json(planned: MachinePlan, *, steps: int | None, schedule: bool) -> dict[
         }
     facts |= {"peak_bytes": planned.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
     if plan.kind != DEFAULT_KIND:
-        facts["usual"] = None if planned.usual is None else _costs(planned.usual)
+        facts["usual"] = None if planned.default_plan is None else _costs(planned.default_plan)
     facts["plan"] = plan.to_json()
     phases = {name: to_text(phase) for name, phase in planned.phases.items()} if schedule else {}
     if planned.traced:

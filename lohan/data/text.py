@@ -423,8 +423,8 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
         assert isinstance(prompt, list)
         messages = _with_system(system_in(row, place=place), prompt)
         return encoder.chat(messages, place=place, tools=tools_in(row, place=place))
-    given = row[keys[1]]
-    answer = _messages(given, place=place) if isinstance(given, list) else None
+    last_value = row[keys[1]]
+    answer = _messages(last_value, place=place) if isinstance(last_value, list) else None
     return encode_answer(
         prompt,
         answer or _text(row, keys[1], place=place),

@@ -226,7 +226,7 @@ class Memory:
         else:
             storage.read = self.span
 
-    def given(self, key: int, *, write: bool, more: int = 1) -> None:
+    def count_copy(self, key: int, *, write: bool, more: int = 1) -> None:
         """Count a copy to or from a storage as pending; with `more=-1`, as done."""
         with self._lock:
             block = self._storages.get(key)
@@ -388,7 +388,7 @@ class EmulatedDevice(AcceleratorDevice):
                 self.memory.check_copy(weak.cdata, write=to_device)
                 move()
             finally:
-                self.memory.given(weak.cdata, write=to_device, more=-1)
+                self.memory.count_copy(weak.cdata, write=to_device, more=-1)
 
         def move() -> None:
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
@@ -404,7 +404,7 @@ class EmulatedDevice(AcceleratorDevice):
             if target is not None and source is not None:
                 target.copy_(source)
 
-        self.memory.given(weak.cdata, write=to_device)
+        self.memory.count_copy(weak.cdata, write=to_device)
         self._streams[lane].give(work)
 
     def _pinned(self, count: int) -> HostMemory:

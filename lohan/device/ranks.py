@@ -201,7 +201,7 @@ class MissedBeats:
 # There are three groups of the same ranks. Each is used by its own thread, and the calls of a group
 # must have the same order on all ranks.
 #
-#     talk     the caller: small values as JSON, the resident group, shards of weights for an export
+#     caller   the caller: small values as JSON, the resident group, shards of weights for an export
 #     net      the net lane: gathered weights and summed gradients, in the order of the schedule
 #     commit   the ssd lane, or the caller while lanes are idle: all have prepared a commit
 #
@@ -259,7 +259,7 @@ class ProcessGroup:
     def several(self) -> bool:
         return self.ranks.several
 
-    # -- talk: the caller's thread -----------------------------------------------------------------
+    # -- caller: the caller's thread ---------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks in order; values are JSON."""
@@ -359,13 +359,18 @@ class SeveralRanks(ProcessGroup):
     def __init__(
         self,
         ranks: RankInfo,
-        talk_group: Any,
+        caller_group: Any,
         commit: Any,
         heartbeat: Heartbeat,
         *,
         owns_default: bool = True,
     ) -> None:
-        self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk_group, commit, heartbeat
+        self.ranks, self._caller_group, self._commit, self._heartbeat = (
+            ranks,
+            caller_group,
+            commit,
+            heartbeat,
+        )
         self._owns_default = owns_default  # whether `close` also destroys torch's default group
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
@@ -395,20 +400,20 @@ class SeveralRanks(ProcessGroup):
         contiguous = shard.contiguous().view(torch.uint8)
         gathered = contiguous.new_empty(self.world * contiguous.numel())
         with self._lost_rank():
-            all_gather_into(gathered, contiguous, self._talk)
+            all_gather_into(gathered, contiguous, self._caller_group)
         return gathered.view(shard.dtype)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
         with self._lost_rank():
-            return reduce_scatter_rows(rows, self._talk)
+            return reduce_scatter_rows(rows, self._caller_group)
 
     def send_to_first(self, shard: torch.Tensor) -> None:
         with self._lost_rank():
-            distributed().send(shard, dst=0, group=self._talk)
+            distributed().send(shard, dst=0, group=self._caller_group)
 
     def receive(self, shard: torch.Tensor, rank: int) -> None:
         with self._lost_rank():
-            distributed().recv(shard, src=rank, group=self._talk)
+            distributed().recv(shard, src=rank, group=self._caller_group)
 
     def open_net(self, torch_device: torch.device) -> None:
         """Connect the ranks on this device.
@@ -543,7 +548,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
                 world_size=ranks.world,
                 timeout=COLLECTIVE_TIMEOUT,
             )
-        talk_group = distributed().new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        caller_group = distributed().new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         commit = distributed().new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
@@ -551,7 +556,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"({str(error).splitlines()[0]}); check that all ranks were "
             "started, and read the output of rank 0"
         ) from None
-    return SeveralRanks(ranks, talk_group, commit, heartbeat, owns_default=creates_default)
+    return SeveralRanks(ranks, caller_group, commit, heartbeat, owns_default=creates_default)
 
 
 def _environment_rendezvous(ranks: RankInfo) -> Any:

@@ -138,22 +138,22 @@ def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
         decoder_inputs.extend((*args, *kwargs.values()))
         return _stand_in(hidden)
 
-    def made(x: torch.Tensor) -> torch.Tensor:
+    def fake_head(x: torch.Tensor) -> torch.Tensor:
         return logits[:, : x.shape[1]] + x.to(logits.dtype).sum(-1, keepdim=True)
 
-    def seen(module: nn.Module, _: Any) -> None:
+    def record_call(module: nn.Module, _: Any) -> None:
         if id(module) not in inner_modules:
             called.append(module)
 
     extra = {"output_router_logits": False} if "output_router_logits" in _names(model) else {}
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(record_call)
     try:
         with (
             torch.random.fork_rng(devices=[]),
             buffers_at(model, torch_device),
             torch.enable_grad(),
             _standing_in(decoder, ready),
-            _standing_in(head, made),
+            _standing_in(head, fake_head),
         ):
             plain = model.forward(input_ids=None)
             out = model.forward(input_ids=ids, labels=labels, **extra)

@@ -112,7 +112,7 @@ class Figure:
     def __init__(self, run: Callable[[], float]) -> None:
         """Store `run`, which returns the seconds it took."""
         self.run = run
-        self._taken: list[float] = []
+        self._durations: list[float] = []
 
     def measure(self, seconds: float) -> None:
         """Measure at least two runs, for at least this many seconds.
@@ -121,15 +121,15 @@ class Figure:
         that not to matter.
         """
         durations: list[float] = []
-        if not self._taken and (first := self.run()) > seconds:
+        if not self._durations and (first := self.run()) > seconds:
             durations.append(first)
         while len(durations) < 2 or sum(durations) < seconds:
             durations.append(self.run())
-        self._taken += durations
+        self._durations += durations
 
     @property
     def median_s(self) -> float:
-        return median(self._taken)
+        return median(self._durations)
 
 
 def end(thread: threading.Thread) -> None:

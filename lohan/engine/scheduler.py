@@ -289,14 +289,14 @@ class ActionScheduler:
         if self._spec.log and scalars is not None:
             schedule, self._buffers = sched.commit_log(self._spec, self._buffers)
             self._lanes.enqueue(schedule)
-        left = placed if scalars is not None and not placed.ends_in_backward else None
-        ends_here = left is not None and not left.in_next_forward
+        unfinished = placed if scalars is not None and not placed.ends_in_backward else None
+        ends_here = unfinished is not None and not unfinished.in_next_forward
         if ends_here or scalars is None or not self._updates.overlap:
-            schedule, self._buffers = sched.forward(self._spec, self._buffers, (), left)
+            schedule, self._buffers = sched.forward(self._spec, self._buffers, (), unfinished)
             self._lanes.enqueue(schedule, scalars)
             self._lanes.drain()
-            left = None
-        self._schedule_forward(left, scalars)
+            unfinished = None
+        self._schedule_forward(unfinished, scalars)
 
     def roll_back(self) -> None:
         """Discard the updates of this backward, and invalidate all weight slots.
@@ -320,11 +320,11 @@ class ActionScheduler:
         return self._compiled[way]
 
     def _schedule_forward(
-        self, left: StepPlacement | None, scalars: StepScalars | None = None
+        self, unfinished: StepPlacement | None, scalars: StepScalars | None = None
     ) -> None:
         if self._last_order is not None:
             schedule, self._buffers = sched.forward(
-                self._spec, self._buffers, self._last_order.forward, left
+                self._spec, self._buffers, self._last_order.forward, unfinished
             )
             self._lanes.enqueue(schedule, scalars)
 

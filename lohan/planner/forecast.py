@@ -169,12 +169,12 @@ class Simulator:
         return spec_of(self.blocks, plan)
 
 
-def _remembered(cache: dict[K, V], key: K, made: Callable[[], V]) -> V:
+def _remembered(cache: dict[K, V], key: K, compute: Callable[[], V]) -> V:
     """Return the cached value of a key, or make it and forget the oldest values."""
     if key not in cache:
         while len(cache) >= CACHED_FORECASTS:
             del cache[next(iter(cache))]
-        cache[key] = made()
+        cache[key] = compute()
     return cache[key]
 
 

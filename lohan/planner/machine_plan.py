@@ -251,7 +251,7 @@ class MachinePlan(MachineProblem):
     without_binding_s: float = 0.0  # step time if the binding lane took almost no time
     scarce: bool = False  # whether the drives have no room for activations of the best plan
     # The plan with AdamW and fp32 moments, if the run uses another optimizer and this plan fits.
-    usual: MachinePlan | None = None
+    default_plan: MachinePlan | None = None
     unlogged: Forecast | None = None  # the forecast of the plan without a log, if there is a log
     instead: tuple[Alternative, ...] = ()  # options with which less is written
 
@@ -365,7 +365,7 @@ def with_alternatives(plan: MachinePlan) -> MachinePlan:
                 unlogged = planned(
                     replace(options.logging(0), commit=None), world * plan.host_bytes
                 )
-    return replace(plan, usual=default_plan, instead=instead, unlogged=unlogged)
+    return replace(plan, default_plan=default_plan, instead=instead, unlogged=unlogged)
 
 
 # -- From shapes ----------------------------------------------------------------------------------

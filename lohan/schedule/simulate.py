@@ -397,7 +397,7 @@ class ActionCosts:
         self._profile, self._work, self._lost = profile, work, lost or {}
         self.cached_s: dict[str, float] = {}  # seconds by name, the same in every step
         # Seconds by kind and chunk size. All chunks of a size take equally long.
-        self._alike: dict[tuple[Operation, int], float] = {}
+        self._cached_s: dict[tuple[Operation, int], float] = {}
 
     def seconds(self, action: Action) -> float:
         seconds = self.cached_s.get(action.name)
@@ -415,11 +415,11 @@ class ActionCosts:
         if chunk < 0:
             return self._profile.action_s + self._moving_s(action)
         key = kind, self._work.chunk(action.index, chunk)
-        cached_s = self._alike.get(key)
+        cached_s = self._cached_s.get(key)
         if cached_s is None:
             count = self._work.actions(action.index, chunk)
             cached_s = count * self._profile.action_s + self._moving_s(action)
-            self._alike[key] = cached_s
+            self._cached_s[key] = cached_s
         return cached_s
 
     def _moving_s(self, action: Action) -> float:

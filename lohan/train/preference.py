@@ -206,10 +206,10 @@ class Preference(Task[Preferences]):
 
 def check_kind(dataset: Dataset, *, rated: bool, option: str, what: str) -> None:
     if bool(dataset.ratings) != rated:
-        required, given = ("prompt+completion+label", "prompt+chosen+rejected")[
+        required, given_fields = ("prompt+completion+label", "prompt+chosen+rejected")[
             :: 1 if rated else -1
         ]
-        raise DataError(f"{option} has {given}, {what} wants {required}; give the other one")
+        raise DataError(f"{option} has {given_fields}, {what} wants {required}; give the other one")
 
 
 def _first_tokens(batch: Batch) -> int:

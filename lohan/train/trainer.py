@@ -345,7 +345,7 @@ def run(
         log = StepLog(session, folder, loggers)
 
         def stopping() -> bool:
-            return group.any_rank(stop.asked)
+            return group.any_rank(stop.requested)
 
         for examples in filter(None, (inputs.train_examples, inputs.held_out)):
             inputs.task.before_training(session, examples, config, display.advance)
@@ -644,7 +644,7 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 
 @dataclass
 class _Stop:
-    asked: bool = False
+    requested: bool = False  # set by the first signal
     received: int = 0  # number of signals received
     handled: int = 0  # number of signals the main thread has handled
     step: int = 0  # number of the current step
@@ -677,7 +677,7 @@ def stop_signals(display: Display) -> Iterator[_Stop]:
         stop.handled = max(stop.handled + 1, stop.received)
         if stop.handled > 1:
             raise KeyboardInterrupt
-        stop.asked = True
+        stop.requested = True
         display.note(stop.answer())
 
     before: dict[int, Callable[..., Any] | int | None] = {}

@@ -127,7 +127,7 @@ def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, 
     """Disk, writes and time by the bytes of their table, next to the default."""
     plan_request = request("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     machine_plan = with_alternatives(plan_for_machine(plan_request))
-    usual = machine_plan.usual
+    usual = machine_plan.default_plan
     assert usual is not None and usual.plan.kind == DEFAULT_KIND
     for plan, wanted in ((machine_plan.plan, each), (usual.plan, 12)):
         state = next(e.bytes for e in plan.ledger if e.owner == "weights and state x2")
@@ -140,7 +140,7 @@ def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, 
     assert f"{optimizer} with {moments} moments: {each:g} bytes per parameter" in text
     assert "instead of       adamw with fp32 moments: " in text
     plain = plan_for_machine(request("qwen3-32b", "rtx4090", batch=16))
-    assert plain.usual is None and "instead of" not in "\n".join(describe(plain, steps=None))
+    assert plain.default_plan is None and "instead of" not in "\n".join(describe(plain, steps=None))
     assert plain.forecast.step_s == usual.forecast.step_s
 
 
