@@ -163,7 +163,7 @@ def test_memory_that_nobody_wrote_is_nan():
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_released_memory_is_reused_at_once(recorded):
-    """A copy on another stream is too late for it, unless the allocator was told of that stream."""
+    """Reuse precedes a later copy on another stream, unless that stream was recorded."""
     on_device, on_host, other = ones(), torch.zeros(COUNT), torch.Stream(device=NAME)
     with held(other):
         with current(other):

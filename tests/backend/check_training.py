@@ -74,7 +74,7 @@ def same(actual: Result, wanted: Result) -> None:
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
-    """Nothing that was to be kept is made again: that would be said in a warning."""
+    """No kept result is computed again; that would raise a warning."""
     train_batches, before = batches(4, batch=4, seq=24), trial.counts()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -282,7 +282,7 @@ def test_slot_is_reused_only_after_its_last_owner_is_done():
 
 @pytest.mark.parametrize("pinnable", [True, False])
 def test_host_memory(pinnable, tmp_path):
-    """Pinned page by page; if that cannot be had, it is said once, and results are the same."""
+    """Memory is pinned page by page; a failure is reported once and changes no result."""
     if pinnable:
         memory = there().host_memory(5 * 4096)
         assert memory.nbytes == 5 * 4096 and memory.ctypes.data % 4096 == 0

@@ -86,11 +86,7 @@ def test_products_by_groups_have_shapes_in_every_type():
 
 
 def test_trial_leaves_no_hooks_and_extends_no_list():
-    """A trial leaves no hooks and no longer lists.
-
-    transformers records in an attribute that a tower has its hooks. Without this record every
-    trial would add them again, and hidden states would be collected several times.
-    """
+    """Hooks and lists in the module's attributes are restored."""
     module = torch.nn.Linear(2, 2)
     module.seen, module.named, module.kinds = [1], {"a": 1}, {1}
     module.register_buffer("mean", torch.zeros(2))

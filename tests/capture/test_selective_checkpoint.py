@@ -114,7 +114,7 @@ def test_bytes_and_flops_are_those_of_the_inventory(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_wrong_save_plan_never_changes_a_result(kind):
-    """Operations kept and skipped at random, whatever depends on them."""
+    """Operations are kept and skipped at random."""
     expected, draw = plain(kind), random.Random(0)
     nodes = inventory_of(kind, BATCH).graph.nodes
     fell_back = 0

@@ -396,7 +396,7 @@ def test_compressed_tensors_that_cannot_be_taken_are_refused(tmp_path):
 
 
 def test_only_what_a_range_needs_is_read(tmp_path, monkeypatch):
-    """Rows of a matrix; of MXFP4, which lies transposed, one expert, once."""
+    """Only rows of a matrix are read or, for transposed MXFP4, one expert, once."""
     read: list[int] = []
     pread = safetensors._pread
 

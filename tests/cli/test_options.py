@@ -25,7 +25,7 @@ def test_every_option_keeps_its_name_and_type():
 
 
 def test_every_command_is_found_by_its_name():
-    """Each is imported alone when it is asked for."""
+    """The module of a command is imported only when the command is used."""
     names = [info.name or info.callback.__name__ for info in app.registered_commands]
     assert sorted(names) == sorted(name for item in MODULES.values() for name in item)
     for name in names:

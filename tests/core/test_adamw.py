@@ -187,7 +187,7 @@ def test_every_size_and_tail(mode: str) -> None:
 
 
 def test_flush_to_zero_of_the_caller_does_not_matter() -> None:
-    """Denormal second moments survive whatever mode another library left the thread in."""
+    """Denormal second moments survive if another library has changed the thread's mode."""
     results = []
     for flush in (False, True):
         v, g = aligned(64, "f4"), aligned(64, "f4")

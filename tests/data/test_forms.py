@@ -180,7 +180,7 @@ def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.json.gz", "folder", "a.txt"])
 def test_end_of_a_file_is_reported_once(name: str, tmp_path: Path) -> None:
-    """Also of one that is read in a single block: a display says then that it is done."""
+    """This includes files that are read in a single block, since displays rely on it."""
     rows, messages = [{"prompt": "a", "completion": "b"}] * 200, []
     text = json.dumps(rows) if ".json." in f"{name}." else "prompt,completion\n" + "a,b\n" * 200
     text = "".join(json.dumps(row) + "\n" for row in rows) if name == "a.jsonl" else text

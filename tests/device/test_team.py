@@ -385,7 +385,7 @@ def test_kill_of_a_rank_around_a_new_plan(forge, inputs, never_replanned, replan
 
 
 def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, never_replanned, tmp_path):
-    """None goes on without the others; the steps before are committed, and the run resumes."""
+    """All ranks stop, earlier steps are committed, and the run can be resumed."""
     out = tmp_path / "run"
     before = {0: "replan_at_once:always", 1: "replan_at_once:fails"}
     ended = forked_ranks.run(forge, 2, *replanning(inputs, out), before=before)

@@ -115,7 +115,7 @@ def test_gradient_and_activation_modes_change_no_bit(kind, options, one_after_th
 
 
 def test_experts_without_tokens_are_updated_as_in_memory(tmp_path):
-    """Their gradient is zero, not absent: weight decay, and later momentum, go on."""
+    """Their gradient is zero, not absent, so weight decay and momentum still apply."""
     model, data = of("qwen3-moe", 5)
     data = [{key: tensor[:1, 4:6] for key, tensor in batch.items()} for batch in data]
     name = "model.layers.0.mlp.experts.gate_up_proj"

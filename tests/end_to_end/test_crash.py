@@ -39,7 +39,7 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 def go_on(forge: Forge, inputs: Path, out: Path, *more: object, **how: str) -> Ended:
-    """Act as a person does after a crash: repeat the command, then do what its message says."""
+    """Repeat the command after a crash, then follow the advice in its message."""
     ended = forge.run("train", *arguments(inputs, out, *more), **how)
     if ended.code == 2 and f"lohan resume {out}" in ended.err:
         return forge.run("resume", out, **how)
@@ -245,7 +245,7 @@ def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
 
 
 def test_kill_while_loading(forge, inputs, whole, tmp_path):
-    """Nothing is committed: resume says so, and the same command starts again."""
+    """Nothing is committed: resume reports this, and the same command starts again."""
     out = tmp_path / "run"
     kill_at = whole[1].index("write done") + 4
     assert forge.run("train", *arguments(inputs, out), kill_at=kill_at).code == -signal.SIGKILL
@@ -257,7 +257,7 @@ def test_kill_while_loading(forge, inputs, whole, tmp_path):
 
 
 def test_kill_again_and_again(forge, inputs, whole, tmp_path):
-    """Every process dies somewhere, also the resumed ones; the run still comes to its end."""
+    """Every process is killed, including resumed ones, and the run still finishes."""
     out, expected = tmp_path / "run", whole[0]
     draw = random.Random(5)
     ended = forge.run("train", *arguments(inputs, out), kill_at=len(whole[1]) // 3)
@@ -308,7 +308,7 @@ def test_stop_signal_finishes_the_step(number, forge, inputs, whole, tmp_path):
 
 
 def test_resume_of_a_finished_run_exports_nothing_again(forge, inputs, whole, tmp_path):
-    """Unless something of the export is gone, or the run has come further since."""
+    """It does if an exported file is missing or the run has more steps."""
     out = tmp_path / "run"
     assert forge.run("train", *arguments(inputs, out)).code == 0
     weights = out / "model" / "model.safetensors"

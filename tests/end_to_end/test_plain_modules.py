@@ -154,7 +154,7 @@ def test_block_without_gradient_then_with(tmp_path):
 
 
 def test_second_session_continues_where_the_first_ended(tmp_path):
-    """A second session over the same store goes on where the first ended, bit for bit."""
+    """Both sessions together give the bits of a single one."""
     whole, first = net(), net()
     _, expected = lohan_run(whole, data(6), tmp_path / "whole")
     with attached(first, tmp_path / "parts"):

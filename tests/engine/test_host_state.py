@@ -26,7 +26,7 @@ def state_bytes(session: lohan.Session) -> int:
 @pytest.mark.parametrize(("mode", "clip"), MODES)
 @pytest.mark.parametrize("cached", [0.4, 1.0])
 def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypatch):
-    """A process that loses its memory after any step goes on from that step."""
+    """A process that loses its memory after any step continues from that step."""
     tuned(monkeypatch, Tuning(cached=cached))
     options = {"update_mode": mode, "clip": clip}
     session = opened(tmp_path / "run", **options)

@@ -154,7 +154,7 @@ def test_lanes_overlap(make):
 
 
 def test_updates_on_the_callers_thread(make):
-    """Between two blocks and while it waits; reads and writes go on meanwhile."""
+    """Updates run between two blocks and during waits, while reads and writes continue."""
     runner = Recorder()
     lanes = make(runner, way="caller")
     seen: list[str] = []
@@ -407,7 +407,7 @@ def test_slow_progress_is_not_a_hang(make, monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", ["threads", "caller"])
 def test_cancel_drops_actions_after_the_next_compute(way, seed, make):
-    """B1 has run, B0 will not: all that stands before B0 is done, of the rest at most reads."""
+    """All actions before the cancelled B0 are done; of the others, at most reads."""
     before = "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) S0.0@1 W1.0@0,1(U1.0)"
     beyond = "B0@0 R2@1(W1.0) U0.0@1,0(B0,S0.0) R3@0(B0) W0.0@1,0(U0.0) E C(E)"
     runner = Recorder(seed=seed)

@@ -249,7 +249,7 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", STATE_FORMATS)
 @pytest.mark.parametrize(("name", "moments"), KINDS)
 def test_arrays_of_a_chunk(name, moments, mode):
-    """Aligned for the kernels, whole pages for the drives, and as many bytes as are told."""
+    """Arrays are aligned for the kernels, fill whole pages, and have the stated size."""
     kept = state_format_of(mode, made(name, moments).kind)
     each = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 32}[moments]
     other_bytes = {"fp32": 0, "bf16": 2, "fp16": 4}[mode]

@@ -110,7 +110,7 @@ class Failing(nn.Module):
 def test_an_error_in_the_first_call_is_raised(
     options: dict[str, Any], shape: tuple[int, ...], failures: int, tmp_path: Path
 ) -> None:
-    """And micro-batches and tiles are used once the error is gone."""
+    """Micro-batches and tiles are used once the error no longer occurs."""
     torch.manual_seed(3)
     model, batches = Plain(Failing), Plain.data(1)
     with attached(model, tmp_path, **options), warnings.catch_warnings():

@@ -132,7 +132,7 @@ def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [0, 3])
 def test_an_error_in_backward_costs_its_own_step_only(block, expected, tmp_path, monkeypatch):
-    """Writes of the step before that were not begun are done when the next one is given up."""
+    """Remaining writes of the previous step are done when the next step is aborted."""
     tuned(monkeypatch, PARTLY)
     model, rows = net(), data(STEPS)
 

@@ -196,7 +196,7 @@ def test_a_damaged_byte_is_noticed(nano, folder, file, tmp_path) -> None:
 
 
 def test_command_trains_and_exports(nano, tmp_path, capsys) -> None:
-    """The loss falls on a text that repeats itself; transformers loads what comes out."""
+    """The loss falls on a repetitive text, and transformers loads the result."""
     model = tmp_path / "my-model"
     save_model(model, LlamaConfig(**{**GROUPED, "vocab_size": 264}))
     save_tokenizer(model)

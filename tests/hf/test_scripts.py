@@ -245,7 +245,7 @@ def test_two_trainers_of_a_model_end_cleanly_at_exit(tmp_path):
 
 
 def test_the_training_state_is_never_uploaded(tmp_path, monkeypatch):
-    """Trainer uploads its whole output folder, where the store is unless told otherwise."""
+    """Trainer uploads its output folder, which contains the store by default."""
     with pytest.raises(lohan.LohanError, match=r"push_to_hub would upload the training state, whi"):
         made(lohan.hf.Trainer, tmp_path / "a", push_to_hub=True)
     trainer = made(lohan.hf.Trainer, tmp_path / "a")

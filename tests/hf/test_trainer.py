@@ -103,7 +103,7 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("store", "world"), [("lohan-store-rank0of2", 2), ("lohan-store", 1)])
 def test_stores_of_other_processes_are_found(store, world, tmp_path):
-    """A training of two processes, resumed by one, is told so, not that its state is gone."""
+    """Resuming with another number of processes names this as the reason."""
     (tmp_path / store).mkdir()
     (tmp_path / store / IDENTITY).write_text("")
     (tmp_path / "lohan-store-rank0of3-activations").mkdir()  # left by a kill

@@ -112,7 +112,7 @@ def test_a_loss_weighted_by_its_probability(tmp_path):
 
 
 def test_a_change_of_plan_leaves_the_loss_as_it_is(tmp_path):
-    """Other activations are kept from here on: what was set on head and executor goes on."""
+    """The settings of head and executor are kept when other activations are kept."""
     settings = {"loss_type": "dft", "max_steps": 2, "eval_strategy": "no"}
     trainer = script(lohan.hf.SFTTrainer, tmp_path, **settings)
     session, before = trainer.session, trainer.evaluate()["eval_loss"]

@@ -170,7 +170,7 @@ def test_unfreezing_for_a_second_training_is_refused(tmp_path):
 
 
 def test_after_training_the_model_no_longer_trains_by_itself(tmp_path, monkeypatch):
-    """Gradients are ordinary ones, a torch optimizer is refused, and train() goes on."""
+    """Gradients are ordinary, a torch optimizer is refused, and train() can continue."""
     trainer = script(lohan.hf.Trainer, tmp_path, max_steps=2)
     model, data = trainer.model, batches(1, batch=2, seq=8)[0]
     plain = copy.deepcopy(model)

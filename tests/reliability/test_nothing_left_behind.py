@@ -41,7 +41,7 @@ def test_trace_does_not_keep_its_graph_alive() -> None:
 
 
 def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:
-    """A class that is made for a model stays in the tables of whoever it is registered with."""
+    """Registries would keep a class that is created for a model."""
     inputs = write_inputs(tmp_path)
 
     def types_after(number: int) -> Counter[str]:

@@ -19,7 +19,7 @@ from tests.softcuda import environment
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> Any:
-    """`run(*how)`: exit code, what was said, and the command that ran the tests, if any did."""
+    """Return a function that returns exit code, output, and the command that ran the tests."""
     commands: list[list[str]] = []
 
     def ran(command: list[str], within_s: float | None) -> int:

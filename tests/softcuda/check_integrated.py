@@ -119,7 +119,7 @@ print(type(open_device("cuda")).__name__, type(open_device("cuda", memory=GiB)).
     ],
 )
 def test_device_that_reports_it_is_opened_as_integrated(env, says):
-    """Device memory that is given makes it a card with memory of its own."""
+    """With a given device memory, it is used like a card with its own memory."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN],
         env={**os.environ, **env},

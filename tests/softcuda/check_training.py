@@ -210,7 +210,7 @@ def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_with_flash_attention(dtype, tmp_path):
-    """Before torch 2.7 the CPU's kernel knows no shared heads, and Llama has another there."""
+    """Before torch 2.7, the CPU's kernel does not support shared heads, so Llama uses another."""
     kind, actual_rows = "gpt2" if OLD else "llama", rows_of("", steps=2)
     options = {"micro_batch": 2, "batch": actual_rows[0]}
     wanted = train(small_model(kind, dtype=dtype), actual_rows, tmp_path / "cpu", **options)
@@ -310,12 +310,7 @@ def test_a_missing_wait_of_the_host_shows(careless):
 
 @pytest.mark.parametrize("late", [(5000, 500, 2), (50_000, 0, 0), (0, 1000, 0)])
 def test_two_of_four_slices_are_on_the_device(late):
-    """Two of the four slices of a block are on the device, whatever is late.
-
-    Copies and operators are late by turns; only copies are, so that a buffer is needed again
-    before its slice has been copied; or only operators are, so that a slice could be copied
-    into a buffer that is still read.
-    """
+    """This holds for any delays."""
     cuda.set_delays(*late)
     same(kept_slices(there()), kept_slices("cpu"))
 
@@ -523,7 +518,7 @@ def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
 
 
 def test_copies_of_pinned_memory_do_not_overtake_those_of_pageable_memory():
-    """An event stands for all copies that the launching thread gave a lane before it."""
+    """An event stands for all earlier copies of its lane by the launching thread."""
     warnings.simplefilter("ignore")
     device, size = there(), 4 * MiB
     values = torch.ones(2, size, dtype=torch.uint8, device="cuda")

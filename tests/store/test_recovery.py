@@ -48,7 +48,7 @@ def dirs(tmp_path: Path) -> list[Path]:
 def test_a_restore_that_dies_is_repeated(
     tmp_path: Path, dirs: list[Path], call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every call of a kind: whatever is there then, restoring again ends well."""
+    """The process dies at every call of a kind, and restoring again succeeds."""
     real, place = getattr(os, call), tmp_path / "snapshot"
     at, died = 1, True
     while died:
@@ -214,7 +214,7 @@ def test_a_removal_that_dies_leaves_no_manifest(
 
 
 class LateEngine(MemoryEngine):
-    """A read of a chosen file comes back when it is let go, or never in time."""
+    """An engine whose read of a chosen file completes on request, or never in time."""
 
     late = False
 

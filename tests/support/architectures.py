@@ -252,7 +252,7 @@ def latent_batch(g: torch.Generator) -> Batch:
 
 
 def flux_batch(g: torch.Generator) -> Batch:
-    """As many image tokens as samples, so that nothing can be told from sizes."""
+    """Return a batch with as many image tokens as samples, so that sizes are ambiguous."""
     return {
         "hidden_states": torch.randn(BATCH, BATCH, 4, generator=g),
         "encoder_hidden_states": torch.randn(BATCH, 6, 16, generator=g),

@@ -12,7 +12,7 @@ from tests.support.memory_engine import MemoryEngine
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after it runs."""
+    """Raised in place of the end of the process: no code after it runs."""
 
 
 class Recorder:

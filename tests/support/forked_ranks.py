@@ -52,7 +52,7 @@ def run(forge: Forge, world: int, *args: object, **options: dict[int, Any]) -> l
 
 
 def said(ended: list[Ended]) -> str:
-    """All that went wrong, for an assertion."""
+    """Return all error output, for an assertion."""
     return "\n".join(f"rank {n} ended with {e.code}: {e.err}" for n, e in enumerate(ended))
 
 

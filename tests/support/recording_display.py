@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Watch:
-    """A display that keeps what it is told."""
+    """A display that records its notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -86,7 +86,7 @@ def stepped(
 
 
 class Reference:
-    """One tensor in fp32 with its moments stored as asked."""
+    """One tensor in fp32, with its moments stored in the requested format."""
 
     def __init__(self, rule: str, moments: str, p: np.ndarray) -> None:
         self.rule, self.moments, self.p = rule, moments, p.copy()

@@ -222,7 +222,7 @@ def deep_model() -> torch.nn.Module:
 
 
 def adapted(base: nn.Module, *, filled: bool = True, **options) -> nn.Module:
-    """LoRA on all linear layers, unless told otherwise; `filled`: away from its zero start."""
+    """Return a model with LoRA, on all linear layers by default; `filled` moves it off zero."""
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     settings = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", **options}
     torch.manual_seed(7)

@@ -101,7 +101,7 @@ class Rebinding(Step):
 
 
 class Plain(nn.Module):
-    """Blocks of one kind between two projections; `outside` says what is read outside of them."""
+    """Blocks of one kind between two projections; `outside` names what is read outside of them."""
 
     def __init__(self, block: Any = Step, *, outside: str = "", inner: Any = None) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def test_finds_the_mount_of_a_folder():
 
 
 def test_the_drive_below_this_folder(tmp_path):
-    """Whatever it is, it can be asked; facts come from the kernel."""
+    """Any drive can be queried; the facts come from the kernel."""
     assert mount_of(tmp_path) is not None
     for drive in drives_of(tmp_path):
         assert (Path("/sys/class/block") / drive.name).exists()

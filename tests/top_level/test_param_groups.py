@@ -329,7 +329,7 @@ def test_rejects_invalid_group_settings(before, after, message):
 
 
 def test_a_run_with_groups_is_resumed(lohan, tmp_path):
-    """After an edit of run.toml, `lohan resume` says that the groups have changed."""
+    """After an edit of run.toml, `lohan resume` reports the changed groups."""
     inputs, out = write_inputs(tmp_path), tmp_path / "run"
     group = 'train.param_groups=[{params = "%s", lr = 1e-4}]'
     refused = lohan("train", *arguments(inputs, tmp_path / "no", "--set", group % "layer"))

@@ -63,7 +63,7 @@ def test_tensorboard(inputs, tmp_path):
 
 
 def test_weights_and_biases(inputs, tmp_path, monkeypatch):
-    """Offline: what would be sent lies in the run folder."""
+    """In offline mode, the data is in the run folder."""
     pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
         monkeypatch.setenv(f"WANDB_{name}", value)

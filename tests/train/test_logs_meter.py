@@ -24,7 +24,7 @@ STEPS, LATE_S = 4, 0.01
 
 @dataclass
 class Drive:
-    """As much of a store as a meter asks for."""
+    """The part of a store that a meter uses."""
 
     counters: Counters = field(default_factory=lambda: Counters(0, 0))
 

@@ -49,7 +49,7 @@ def test_a_mixture_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_preferences_are_mixed_by_weight_too(tmp_path: Path, loss: str) -> None:
-    """In the same order when resumed, with the shares that were asked for."""
+    """Resuming keeps the order, and the shares are those requested."""
     model = save_tokenizer(write_inputs(tmp_path, vocab_size=264) / "model")
     files = []
     for name, count, weight in (("a", 12, 1), ("b", 5, 3)):
@@ -80,7 +80,7 @@ def test_preferences_are_mixed_by_weight_too(tmp_path: Path, loss: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_ranks_of_a_run_share_the_batches_of_one(tmp_path: Path, world: int) -> None:
-    """A mixture in the same order, whatever their number: their rows, one after the other."""
+    """The rows of all ranks, one after the other, are those of a single rank."""
     inputs = write_inputs(tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(json.dumps({"input_ids": [i, 7, 9, i]}) for i in range(5)))

@@ -38,7 +38,7 @@ from tests.support.tokenizer_folders import save_tokenizer
 
 
 def with_start_token(model: Path, loss: str) -> Path:
-    """TRL's older trainers begin every text with it, whatever the tokenizer says."""
+    """Return the model with a start token, which TRL's older trainers always add."""
     if loss not in ("orpo", "simpo"):
         return model
     other = model.parent / "start-token"

@@ -106,7 +106,7 @@ TEMPLATE = (
 def test_template_and_system_prompt_are_named(
     model: Path, tmp_path: Path, row: dict[str, str], template: str | None, expected: str
 ) -> None:
-    """Of the data or of the template, at the start and in the report, with the example in full."""
+    """They are named at the start and in the report, with the full example."""
     data, shown = tmp_path / "d.jsonl", Told()
     data.write_text(json.dumps({"prompt": "a" * 900, "completion": "b" * 1100, **row}) + "\n")
     more: dict[str, Any] = {}

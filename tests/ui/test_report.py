@@ -145,11 +145,7 @@ def test_report_without_a_trace_explains_how_to_record_one(report, run):
 
 
 def test_advice_comes_from_the_planner(report, run):
-    """Advice comes from the planner.
-
-    On a machine with slow drives another drive helps and compute does not; on one with slow
-    compute it is the opposite.
-    """
+    """The report contains the planner's changes and gains."""
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     collected = {}
     for slow in ("ssd", "compute"):
@@ -197,7 +193,7 @@ def test_report_loads_nothing_from_outside(page):
 
 
 def test_everything_is_escaped(report, run, tmp_path):
-    """Prompts, answers, paths, names of owners, versions: whatever a log may hold."""
+    """Prompts, answers, paths, names of owners and versions may contain markup."""
     (run / "samples.jsonl").write_text(
         json.dumps({"step": 1, "samples": [{"prompt": EVIL, "text": EVIL}]}) + "\n"
     )

@@ -202,7 +202,7 @@ def test_reads_only_what_was_appended(root: Path) -> None:
 
 
 def test_checks_each_row_once(root: Path) -> None:
-    """A page asks every two seconds, also for runs of a hundred thousand steps."""
+    """A page polls every two seconds, also for runs of a hundred thousand steps."""
     run, checks = write_run(root / "run", 1, 2), list[int]()
     log = LogFile(run.metrics_file, lambda row: checks.append(row["step"]))
     log.rows()
