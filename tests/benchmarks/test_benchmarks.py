@@ -111,6 +111,7 @@ def test_launch_counts_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert all(result[part] > 0 for part in launch.PARTS), result
 
 
+@pytest.mark.slow
 def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
     run = bench(
         "adam.py",
@@ -133,6 +134,7 @@ def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
         assert row["lohan ns"] > 0 and row["speed / torch"] > 0 and 0 < row["of roof"] <= 1
 
 
+@pytest.mark.slow
 def test_checksum_prints_core_time(tmp_path: Path) -> None:
     run = bench(
         "checksum.py", tmp_path, "--chunk", "32Ki", "--rounds", "2", "--threads", "1", "--json"

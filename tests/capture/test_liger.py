@@ -27,9 +27,8 @@ MISSING = [name for name in ("liger_kernel", "triton") if find_spec(name) is Non
 def test_liger_trains_and_is_planned_by_the_forwards_that_it_replaces(tmp_path):
     """Triton reads the setting when it is imported, so this needs a new process."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.capture.test_liger", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, __file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )

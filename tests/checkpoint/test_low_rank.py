@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -34,17 +32,15 @@ def test_factors_of_a_larger_rank_than_the_matrix_reproduce_it():
     assert held == pytest.approx(float(matrix.square().sum()), rel=1e-5)
 
 
-def test_exported_adapter_holds_the_stated_share_and_loads_in_peft(inputs, tmp_path):
+def test_exported_adapter_holds_the_stated_share_and_loads_in_peft(lohan, inputs, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import AutoModelForCausalLM
 
     run(inputs, tmp_path / "run")
     words = ["export", tmp_path / "run", "--out", tmp_path / "adapter", "--as-lora", "2", "--json"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "lohan", *map(str, words)], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    facts = json.loads(ran.stdout)
+    ran = lohan(*words)
+    assert ran.code == 0, ran.err
+    facts = json.loads(ran.out)
     base = load_file(inputs / "model" / "model.safetensors")
     trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
     plain = AutoModelForCausalLM.from_pretrained(inputs / "model")

@@ -320,9 +320,7 @@ def test_hanging_rank_is_killed(forge, inputs, tmp_path):
         time.sleep(0.02)
     os.kill(processes[1].pid, signal.SIGSTOP)
     try:
-        start_s = time.monotonic()
-        ended = processes[0].wait()
-        assert time.monotonic() - start_s < 40
+        ended = processes[0].wait(HANG_S)
         assert ended.code == 2 and "rank 1 gave no sign of life" in ended.err
     finally:
         os.kill(processes[1].pid, signal.SIGKILL)
