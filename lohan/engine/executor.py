@@ -397,8 +397,8 @@ class Executor:
             what = "fp16" if self.plan.dtype == "fp16" else f"{self.process_group.world} ranks"
             raise LohanError(
                 f"backward outside training, with {what}: gradients would be scaled or summed for "
-                "an update that does not come; train with train(), or load what save_pretrained "
-                "has written for gradients of your own"
+                "an update that does not follow; train with train(), or compute gradients of a "
+                "model that is loaded from a save_pretrained folder"
             )
         self.collector.accumulated = KeptGradients(self.watched, self.blocks.groups)
 
@@ -606,8 +606,8 @@ class Executor:
         self.commit_clock.committed()
         if lost:
             warnings.warn(
-                f"a step failed before {counted(lost, 'step')} before it could be committed: "
-                f"training goes on after step {self.train_state.step}",
+                f"a step failed, which also undoes {counted(lost, 'step')} that had not been "
+                f"committed; training continues after step {self.train_state.step}",
                 stacklevel=2,
             )
 

@@ -441,7 +441,7 @@ class LohanMixin(OutputStore):
         if session.step != before + 1:
             raise ModelError(
                 f"{type(self.model).__name__}: backward has reached no parameter that learns, so "
-                f"step {before + 1} would change nothing; check what the loss is made of, and "
+                f"step {before + 1} would change nothing; check how the loss is computed, and "
                 "which parameters have requires_grad"
             )
         self._take_place(session)

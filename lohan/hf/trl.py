@@ -376,8 +376,9 @@ class WithReference(OverTokens):
         if rows is None:
             if not self._without_adapter and self._reference_model is None:
                 raise DataError(
-                    "this dataset has no rows to make the reference's log-probabilities for; give "
-                    "a Dataset, not an IterableDataset, or train an adapter (peft_config)"
+                    "this dataset has no rows by which the reference's log-probabilities are "
+                    "stored; give a Dataset, not an IterableDataset, or train an adapter "
+                    "(peft_config)"
                 )
             values = self._reference_logps(inputs)
         else:
@@ -418,9 +419,9 @@ def _copied(model: Any) -> nn.Module | None:
         return None
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     logger.warning(
-        f"An IterableDataset has no rows to make the reference's log-probabilities for before the "
-        f"first step: a copy of the model is kept in memory for them, {format_bytes(size)} beside "
-        "LoHan's budget; give a Dataset, or train an adapter (peft_config), to do without"
+        f"The reference's log-probabilities of an IterableDataset cannot be computed before the "
+        f"first step, so a copy of the model is kept in memory: {format_bytes(size)} in addition "
+        "to LoHan's budget. To avoid it, give a Dataset, or train an adapter (peft_config)"
     )
     return deepcopy(model)
 

@@ -49,7 +49,7 @@ class Places:
                 return path
         parent = path if path.is_dir() else path.parent
         raise ConfigError(
-            f"{what}: {text} lies outside of {self.root}, which the pages are about; move it "
+            f"{what}: {text} is outside {self.root}, the folder of these pages; move it "
             f"there, or start `lohan ui {shlex.quote(str(self.root))} --also "
             f"{shlex.quote(str(parent))}`"
         )

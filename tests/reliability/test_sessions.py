@@ -156,7 +156,7 @@ def test_warns_of_a_finished_step_that_is_not_committed(
     session.executor.scheduler._lanes.delay = fails
     go_on(session, until=3)
     with (
-        pytest.warns(UserWarning, match="training goes on after step 2"),
+        pytest.warns(UserWarning, match="training continues after step 2"),
         pytest.raises(StorageIOError),
     ):
         session.flush()
