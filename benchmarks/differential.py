@@ -239,7 +239,7 @@ class Outcome:
     seconds: float = 0.0
 
     @property
-    def found(self) -> bool:
+    def is_finding(self) -> bool:
         return self.status not in ("same", "refused")
 
     @property
@@ -650,7 +650,7 @@ class Tally:
     total: Counter[str] = field(default_factory=Counter)
 
     def add(self, case: Case, outcome: Outcome) -> None:
-        status = outcome.status if not outcome.found else "found"
+        status = outcome.status if not outcome.is_finding else "found"
         self.total["drawn"] += 1
         self.total[status] += 1
         for axis, value in case.items():
@@ -739,7 +739,7 @@ def campaign(
             say(f"{done + 1} cases in {time.monotonic() - start:.0f} s: {dict(tally.total)}")
         if outcome.status == "refused":
             refusals[outcome.signature] += 1
-        if outcome.found:
+        if outcome.is_finding:
             report(number, case, outcome, findings, work, shrinks=shrinks, say=say)
     for signature, count in refusals.most_common(12):
         say(f"{count:5} x {signature}")
@@ -791,7 +791,7 @@ def main() -> None:
         if options.case is not None:
             outcome = run_case({**SIMPLEST, **options.case}, work)
             print(f"{outcome.status} in {outcome.seconds:.1f} s\n{outcome.detail}")
-            sys.exit(int(outcome.found))
+            sys.exit(int(outcome.is_finding))
         start = time.monotonic()
         numbers = range(options.seed, options.seed + options.cases)
         tally, findings = campaign(

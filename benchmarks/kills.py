@@ -261,7 +261,7 @@ class Series:
 
     def whole_process(self, words: list[object]) -> None:
         ends = [run.wait() for run in self.start(words, self.kind.ranks, {}, trace=True)]
-        assert [e.code for e in ends] == [0] * len(ends), forked_ranks.said(ends)
+        assert [e.code for e in ends] == [0] * len(ends), forked_ranks.errors_of(ends)
 
     def names(self) -> list[str]:
         actual: list[str] = json.loads((self.folder / "trace-0").read_text())

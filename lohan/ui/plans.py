@@ -53,7 +53,7 @@ class Question:
     """The input of the page Plan: the texts of its fields, without those that are empty."""
 
     places: Places
-    given: Mapping[str, str]
+    values: Mapping[str, str]
 
     @classmethod
     def of(cls, places: Places, query: Mapping[str, str]) -> Question:
@@ -66,7 +66,7 @@ class Question:
     @property
     def model(self) -> str:
         """The name of a preset, or the path of a model in the places."""
-        name = self.given.get("model", "")
+        name = self.values.get("model", "")
         if not name:
             raise ConfigError("model: not given; choose one, or give a folder or a config.json")
         if name in presets.model_names():
@@ -76,7 +76,7 @@ class Question:
         return str(path) if path.exists() else name
 
     def _number(self, key: str) -> int | None:
-        text = self.given.get(key)
+        text = self.values.get(key)
         if text is None:
             return None
         if not text.isdecimal() or int(text) < 1 or len(text) > 6:
@@ -85,7 +85,7 @@ class Question:
 
     def machine(self) -> Profile:
         """Return the machine with the typed numbers, which are checked like those of a file."""
-        name = self.given.get("machine", "")
+        name = self.values.get("machine", "")
         if name and name not in presets.machine_names():
             path = self.places.path(name, "machine")
             name = str(path) if path.is_file() else name
@@ -93,10 +93,10 @@ class Question:
             name,
             ssds=None,
             gpus=self._number("gpus"),
-            device_memory=self.given.get("device_memory"),
+            device_memory=self.values.get("device_memory"),
         )
         values = asdict(profile)
-        typed = {key: self._typed(key) for key in TYPED if key in self.given}
+        typed = {key: self._typed(key) for key in TYPED if key in self.values}
         if (flops := typed.get("tflops")) is not None:
             factor = flops / profile.compute[-1][1]
             for curve in ("compute", "backward"):
@@ -111,9 +111,9 @@ class Question:
             drive["write"] = typed.get("drive_write", drive["write"])
             if "drive_read" in typed or "drive_write" in typed:
                 drive["mixed"] = 0.0
-            if "drive_bytes" in self.given:
-                drive["bytes"] = parse_bytes(self.given["drive_bytes"], name="drive_bytes")
-        if typed or "drive_bytes" in self.given:
+            if "drive_bytes" in self.values:
+                drive["bytes"] = parse_bytes(self.values["drive_bytes"], name="drive_bytes")
+        if typed or "drive_bytes" in self.values:
             values["name"] = f"{profile.name} with typed numbers"
             profile = Profile.from_mapping(values, source="machine")
         ssds = self._number("ssds")
@@ -122,19 +122,19 @@ class Question:
     def _typed(self, key: str) -> float:
         unit, meaning = TYPED[key]
         try:
-            number = float(self.given[key])
+            number = float(self.values[key])
         except ValueError:
             number = 0.0
         if not 0 < number < 1e9:
-            raise ConfigError(f"{key}: got {self.given[key]!r}, wants a number above 0: {meaning}")
+            raise ConfigError(f"{key}: got {self.values[key]!r}, wants a number above 0: {meaning}")
         return number * unit
 
     def request(self) -> PlanRequest:
         """Return the request, made from the settings as `lohan plan` makes it."""
         overrides: dict[str, Any] = {"model": ".", "data": ".", "out": "."}
         for key, dotted in OPTIONS.items():
-            if key in self.given:
-                text = self.given[key]
+            if key in self.values:
+                text = self.values[key]
                 overrides[dotted] = int(text) if text.isdecimal() and key != "host" else text
         settings = load_config(None, overrides=overrides)
         shape = presets.model(self.model)
@@ -144,25 +144,25 @@ class Question:
                 "out"
             )
         shape = replace(shape, lora=settings.train.lora, base=settings.train.base or "")
-        return request_of(shape, self.machine(), settings, self.given.get("minimise", "time"))
+        return request_of(shape, self.machine(), settings, self.values.get("minimise", "time"))
 
     def words(self, file: Path) -> list[str]:
         """Return the arguments of the command that plans this for the machine in a file."""
         words = ["plan", "--json", "--model", self.model, "--machine", str(file)]
         for key in (*OPTIONS, "minimise"):
-            if key in self.given:
-                words += [f"--{key}", self.given[key]]
+            if key in self.values:
+                words += [f"--{key}", self.values[key]]
         return words
 
     def command(self) -> str:
         """Return the command to repeat this in a terminal, or "" if numbers are typed."""
-        if any(key in self.given for key in (*TYPED, "drive_bytes")):
+        if any(key in self.values for key in (*TYPED, "drive_bytes")):
             return ""
         keys = ("model", "machine", "ssds", "gpus", "device_memory", *OPTIONS, "minimise")
         words = [
-            f"--{key.replace('_', '-')} {shlex.quote(self.given[key])}"
+            f"--{key.replace('_', '-')} {shlex.quote(self.values[key])}"
             for key in keys
-            if key in self.given
+            if key in self.values
         ]
         return " ".join(["lohan plan", *words])
 

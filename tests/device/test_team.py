@@ -55,7 +55,7 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
         if (world, *more) not in created:
             out = tmp_path_factory.mktemp("together") / "run"
             ended = forked_ranks.run(forge, world, *arguments(inputs, out, *more))
-            assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
+            assert [e.code for e in ended] == [0] * world, forked_ranks.errors_of(ended)
             assert all(e.out == "" for e in ended[1:]), "one rank speaks"
             created[world, *more] = out
         return created[world, *more]
@@ -99,7 +99,7 @@ def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
     more = ("--eval-data", inputs / "held.jsonl", "--eval-every", 4, "--export-best", *FREE)
     out = tmp_path / "run"
     ended = forked_ranks.run(forge, 3, *arguments(inputs, out, *more, steps=8))
-    assert [e.code for e in ended] == [0] * 3, forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0] * 3, forked_ranks.errors_of(ended)
     single = tmp_path / "single"
     assert forge.run(*arguments(inputs, single, *more, steps=8)).code == 0
     actual, wanted = (
@@ -145,7 +145,7 @@ def test_ranks_equal_one_rank_in_diffusion(forge, tmp_path):
             "--clip",
             0.5,
         )
-        assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
+        assert [e.code for e in ended] == [0] * world, forked_ranks.errors_of(ended)
     actual, wanted = (forked_ranks.rows(tmp_path / str(world)) for world in (2, 1))
     for key in ("loss", "grad_norm", "eval_loss"):
         values = [row[key] for row in wanted if key in row]
@@ -185,7 +185,7 @@ def test_each_machine_has_a_run_folder(forge, inputs, tmp_path):
             for rank, box in enumerate(boxes)
         ]
         ended = [process.wait() for process in processes]
-        assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+        assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
 
     given = arguments(inputs, tmp_path / "BOX", *FREE)
     run(*("BOX" if arg == tmp_path / "BOX" else 6 if arg == STEPS else arg for arg in given))
@@ -211,7 +211,7 @@ def test_ranks_with_other_settings(forge, inputs, tmp_path):
         for rank in range(2)
     ]
     ended = [process.wait() for process in processes]
-    assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [2, 2], forked_ranks.errors_of(ended)
     assert "clip is 0.0 for rank 0 and 1.0 for rank 1" in ended[0].err
 
 
@@ -223,7 +223,7 @@ def test_ranks_with_other_settings(forge, inputs, tmp_path):
 )
 def test_rejects_settings_that_ranks_cannot_share(more, message, forge, inputs, tmp_path):
     ended = forked_ranks.run(forge, 2, *arguments(inputs, tmp_path / "run", *more))
-    assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [2, 2], forked_ranks.errors_of(ended)
     assert message in ended[0].err and "Traceback" not in ended[0].err + ended[1].err
     assert not (tmp_path / "run").exists()
 
@@ -241,7 +241,7 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("whole")
     traces = {rank: folder / f"trace-{rank}" for rank in range(2)}
     ended = forked_ranks.run(forge, 2, *dying(inputs, folder / "run"), trace=traces)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     return folder / "run", [json.loads(path.read_text()) for path in traces.values()]
 
 
@@ -258,7 +258,7 @@ def kill_and_go_on(forge, inputs, whole, out: Path, *, rank: int, boundary: int)
     ended = forked_ranks.run(forge, 2, *dying(inputs, out))
     if f"lohan resume {out}" in ended[0].err:
         ended = forked_ranks.run(forge, 2, "resume", out)
-    assert [e.code for e in ended] == [0, 0], f"{where}\n{forked_ranks.said(ended)}"
+    assert [e.code for e in ended] == [0, 0], f"{where}\n{forked_ranks.errors_of(ended)}"
     same_bits(out, expected, where)
 
 
@@ -303,7 +303,7 @@ def test_ctrl_c_stops_all_ranks_at_one_step(forge, inputs, whole, tmp_path):
         time.sleep(0.02)
     os.kill(processes[1].pid, signal.SIGINT)
     ended = [process.wait() for process in processes]
-    assert [e.code for e in ended] == [130, 130], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [130, 130], forked_ranks.errors_of(ended)
     assert f"lohan resume {out}" in ended[0].out
     assert [e.code for e in forked_ranks.run(forge, 2, "resume", out)] == [0, 0]
     assert [row["loss"] for row in forked_ranks.rows(out)] == [
@@ -341,7 +341,7 @@ def never_replanned(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPat
     """Run two ranks without overlap and without a new plan."""
     out = tmp_path_factory.mktemp("never-replanned") / "run"
     ended = forked_ranks.run(forge, 2, *replanning(inputs, out, "--no-overlap"))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     return out
 
 
@@ -356,7 +356,7 @@ def replanned(forge, inputs, never_replanned, tmp_path_factory) -> int:
     ended = forked_ranks.run(
         forge, 2, *replanning(inputs, folder / "run"), trace=traces, before=AT_ONCE
     )
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     assert "after step 3: measured the first steps; a new plan should make" in ended[0].out
     assert ended[1].out == ""
     same_bits(folder / "run", never_replanned)
@@ -376,9 +376,9 @@ def test_kill_of_a_rank_around_a_new_plan(forge, inputs, never_replanned, replan
     ended = forked_ranks.run(
         forge, 2, *replanning(inputs, out), kill_at={1: boundary}, before=AT_ONCE
     )
-    assert [e.code for e in ended] == [2, -signal.SIGKILL], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [2, -signal.SIGKILL], forked_ranks.errors_of(ended)
     ended = forked_ranks.run(forge, 2, "resume", out, before=AT_ONCE)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     same_bits(out, never_replanned)
 
 
@@ -387,12 +387,12 @@ def test_a_rank_that_cannot_follow_a_new_plan(forge, inputs, never_replanned, tm
     out = tmp_path / "run"
     before = {0: "replan_at_once:always", 1: "replan_at_once:fails"}
     ended = forked_ranks.run(forge, 2, *replanning(inputs, out), before=before)
-    assert [e.code for e in ended] == [2, 2], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [2, 2], forked_ranks.errors_of(ended)
     assert "no space left for kept activations" in ended[1].err
     assert "rank 1 (process" in ended[0].err and "resume the run with all" in ended[0].err
     assert "Traceback" not in ended[0].err + ended[1].err
     ended = forked_ranks.run(forge, 2, "resume", out)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     assert [row["step"] for row in forked_ranks.rows(out)] == list(range(1, 7))
     same_bits(out, never_replanned)
 
@@ -401,7 +401,7 @@ def test_a_trainer_that_cannot_follow_a_new_plan(forge, tmp_path):
     """Its process ends with what went wrong, and the other at once with it."""
     forge.load("transformers.trainer", "lohan.hf.mixin")
     ended = forked_ranks.case(forge, 2, "trainers_that_cannot_follow", tmp_path)
-    assert all(e.code for e in ended), forked_ranks.said(ended)
+    assert all(e.code for e in ended), forked_ranks.errors_of(ended)
     assert "no space left for kept activations" in ended[1].err
     assert "collective mismatch" not in ended[0].err + ended[1].err
     # Rank 0 names rank 1 only if that process has ended within a moment.
@@ -412,8 +412,8 @@ def test_a_trainer_that_evaluates_first(forge, tmp_path):
     """Its store of the evaluation goes, and the processes stay."""
     forge.load("transformers.trainer", "lohan.hf.mixin")
     ended = forked_ranks.case(forge, 2, "trainers_that_evaluate_first", tmp_path)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    actual = forked_ranks.found(tmp_path, 2)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    actual = forked_ranks.results_of(tmp_path, 2)
     assert not any(rank["aborted"] for rank in actual)
     assert actual[0]["first"] == actual[1]["first"] and actual[0]["loss"] == actual[1]["loss"]
     assert [rank["again"] for rank in actual] == [rank["loss"] for rank in actual]

@@ -41,7 +41,7 @@ def logged(
 
 def trained(forge: Forge, words: list[object], **options: object) -> None:
     ended = forked_ranks.run(forge, 2, *words, **options)  # type: ignore[arg-type]
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
 
 
 def check_same_bits(out: Path, expected: Path) -> None:
@@ -75,7 +75,7 @@ def kill_and_resume(
     ended = forked_ranks.run(forge, 2, *words)
     if f"lohan resume {out}" in ended[0].err:
         ended = forked_ranks.run(forge, 2, "resume", out)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     check_same_bits(out, plain)
 
 

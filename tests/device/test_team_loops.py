@@ -25,8 +25,8 @@ def test_the_run_of_one_rank(name, forge, tmp_path):
     worlds = {}
     for world in (1, 2):
         ended = forked_ranks.case(forge, world, name, tmp_path / str(world))
-        assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
-        worlds[world] = forked_ranks.found(tmp_path / str(world), world)
+        assert [e.code for e in ended] == [0] * world, forked_ranks.errors_of(ended)
+        worlds[world] = forked_ranks.results_of(tmp_path / str(world), world)
     (alone,), both = worlds[1], worlds[2]
     if name == "emulated":  # the loss of a language model is that of all ranks
         assert both[0]["losses"] == both[1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -43,8 +43,8 @@ def test_the_run_of_one_rank(name, forge, tmp_path):
 def test_a_gradient_on_one_rank_only(forge, tmp_path):
     """Counts as zero where there is none; a parameter without any on all ranks stays as it is."""
     ended = forked_ranks.case(forge, 2, "partly_used", tmp_path)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    actual = forked_ranks.assembled(forked_ranks.found(tmp_path, 2))
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    actual = forked_ranks.assembled(forked_ranks.results_of(tmp_path, 2))
     torch.manual_seed(0)
     model = team_cases.Partial()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -64,7 +64,7 @@ def test_a_gradient_on_one_rank_only(forge, tmp_path):
 
 def test_another_order_of_blocks_is_refused(forge, tmp_path):
     ended = forked_ranks.case(forge, 2, "another_order", tmp_path)
-    assert [e.code for e in ended] == [3, 3], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [3, 3], forked_ranks.errors_of(ended)
     assert "called the blocks of the model in another order than rank 0" in ended[0].err
 
 
@@ -72,7 +72,7 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     start_s = time.monotonic()
     ended = forked_ranks.case(forge, 2, "an_error_in_the_loop", tmp_path)
     assert time.monotonic() - start_s < HANG_S
-    assert ended[0].code != 0 and "rank 1 (process" in ended[0].err, forked_ranks.said(ended)
+    assert ended[0].code != 0 and "rank 1 (process" in ended[0].err, forked_ranks.errors_of(ended)
     assert ended[1].code != 0 and "Error" in ended[1].err
 
 
@@ -85,8 +85,8 @@ def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     from tests.support.trainer_scripts import weights
 
     ended = forked_ranks.case(forge, 2, case, tmp_path)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    first, second = forked_ranks.found(tmp_path, 2)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    first, second = forked_ranks.results_of(tmp_path, 2)
     assert first["lohan"] == second["lohan"]
     for name, expected in first["transformers"].items():
         assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
@@ -101,8 +101,8 @@ def test_a_chat_script_under_torchrun(forge, tmp_path):
     load_trainers(forge)
     pytest.importorskip("trl", reason="SFTTrainer needs the extra: pip install 'lohan[trl]'")
     ended = forked_ranks.case(forge, 2, "chat_trainers", tmp_path)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    first, second = forked_ranks.found(tmp_path, 2)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    first, second = forked_ranks.results_of(tmp_path, 2)
     assert first["lohan"] == second["lohan"]
     for name, expected in first["trl"].items():
         assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
@@ -112,8 +112,8 @@ def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
     """All ranks use one store name, which the output folder records."""
     load_trainers(forge)
     ended = forked_ranks.case(forge, 2, "trainers_with_a_drive", tmp_path)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
-    for item in forked_ranks.found(tmp_path, 2):
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    for item in forked_ranks.results_of(tmp_path, 2):
         assert len(item["whole 0"]) == 3
         assert item["parts 0"] + item["parts 1"] == item["whole 0"]
     names = {path.name.partition("-rank")[0] for path in (tmp_path / "drive").iterdir()}
@@ -126,8 +126,8 @@ def test_trainers_of_preferences_under_torchrun(forge, tmp_path):
     collected = {}
     for world in (1, 2):
         ended = forked_ranks.case(forge, world, "preference_trainers", tmp_path / str(world))
-        assert [e.code for e in ended] == [0] * world, forked_ranks.said(ended)
-        collected[world] = forked_ranks.found(tmp_path / str(world), world)
+        assert [e.code for e in ended] == [0] * world, forked_ranks.errors_of(ended)
+        collected[world] = forked_ranks.results_of(tmp_path / str(world), world)
     for name, expected in collected[1][0].items():
         for actual, reference in zip(collected[2][0][name], expected, strict=True):
             assert actual == pytest.approx(reference, rel=1e-4), name

@@ -137,13 +137,13 @@ def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
     """The result equals a run of one rank, and stores of other numbers of ranks are removed."""
     out, alone = tmp_path / "run", tmp_path / "alone"
     ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, steps=3))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     once = forge.run("resume", out, "--steps", 4, "--gpus", 1)
     assert once.code == 0, once.err
     assert "the state of 2 ranks is resharded for 1" in once.out
     assert sorted(p.name for p in out.glob("store*")) == ["store"]
     ended = forked_ranks.run(forge, 3, "resume", out, "--steps", 6)
-    assert [e.code for e in ended] == [0] * 3, forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0] * 3, forked_ranks.errors_of(ended)
     assert sorted(p.name for p in out.glob("store*")) == [f"store-rank{r}of3" for r in range(3)]
     assert forge.run(*arguments(inputs, alone, *EVEN, steps=6)).code == 0
     alike(out, alone)
@@ -185,7 +185,7 @@ def test_verify_with_several_ranks(forge, inputs, tmp_path):
         0.7,
     ]
     ended = forked_ranks.run(forge, 2, *words)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended) + ended[0].out
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended) + ended[0].out
     assert "pass: " in ended[0].out and not ended[1].out
     assert not list(tmp_path.iterdir())
 
@@ -193,7 +193,7 @@ def test_verify_with_several_ranks(forge, inputs, tmp_path):
 def test_names_the_missing_store(forge, inputs, tmp_path):
     out = tmp_path / "run"
     ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, "--no-export", steps=2))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     (out / "store-rank1of2").rename(tmp_path / "elsewhere")
     for words in (("export", out, "--out", tmp_path / "model"), ("resume", out)):
         refused = forge.run(*words)

@@ -243,7 +243,7 @@ def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
         out = tmp_path / every
         more = ("--host", "3MiB", "--commit-every", every, "--steps", 7)
         ended = forked_ranks.run(forge, 2, "train", *arguments(inputs, out, *more))
-        assert [one.code for one in ended] == [0, 0], forked_ranks.said(ended)
+        assert [one.code for one in ended] == [0, 0], forked_ranks.errors_of(ended)
         created.append(result(out))
     assert created[0] == created[1]
 

@@ -164,7 +164,7 @@ def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
         out = tmp_path / way
         given = ("--steps", 10, "--schedule", "constant", "--lr", "1e-2", *more, way)
         ended = forked_ranks.run(forge, world, "train", *arguments(inputs, out, *given))
-        assert [one.code for one in ended] == [0] * world, forked_ranks.said(ended)
+        assert [one.code for one in ended] == [0] * world, forked_ranks.errors_of(ended)
         created[way] = forked_ranks.rows(out), exported(out)
     rows, weights = created["--overlap"]
     assert (

@@ -269,7 +269,7 @@ class Bench:
         else:
             ended = forked_ranks.run(self._forge, case.ranks, *words)
             if any(rank.code for rank in ended):
-                raise RuntimeError(forked_ranks.said(ended))
+                raise RuntimeError(forked_ranks.errors_of(ended))
         return [row["loss"] for row in forked_ranks.rows(place) if "loss" in row]
 
     def plan(self, words: str) -> dict[str, Any]:

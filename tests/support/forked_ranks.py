@@ -51,7 +51,7 @@ def run(forge: Forge, world: int, *args: object, **options: dict[int, Any]) -> l
     return [process.wait() for process in start(forge, world, *args, **options)]
 
 
-def said(ended: list[Ended]) -> str:
+def errors_of(ended: list[Ended]) -> str:
     """Return all error output, for an assertion."""
     return "\n".join(f"rank {n} ended with {e.code}: {e.err}" for n, e in enumerate(ended))
 
@@ -75,7 +75,7 @@ def case(forge: Forge, world: int, name: str, folder: Path) -> list[Ended]:
     return [process.wait() for process in processes]
 
 
-def found(folder: Path, world: int) -> list[dict[str, Any]]:
+def results_of(folder: Path, world: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -295,7 +295,7 @@ def test_two_ranks_learn_what_one_does(
         "train.beta2=0.999",
     ]
     ended = forked_ranks.run(forge, 2, *words)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.said(ended)
+    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
     both = rows_of(tmp_path / "two")
     names = [name for name in alone[0] if name == "loss" or name.startswith("reward")]
     assert {"reward_chosen", "reward_rejected"} & set(names)

@@ -132,7 +132,7 @@ def test_the_first_ctrl_c_is_answered_at_once(capsys) -> None:
         stop.step_began(12)
         stop.step_s = 40.4
         signal.raise_signal(signal.SIGINT)
-        assert stop.asked and messages == ["finishing step 12, about 40 s; again to give it up"]
+        assert stop.requested and messages == ["finishing step 12, about 40 s; again to give it up"]
         signal.raise_signal(signal.SIGINT)
 
 
