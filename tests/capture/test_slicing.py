@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.capture.recompute import Cut
 from lohan.capture.saved_call import SavedCall
-from lohan.capture.slicing import find_cut
+from lohan.capture.slicing import Cut, find_cut
 
 BATCH = 4
 
