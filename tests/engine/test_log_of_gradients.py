@@ -15,7 +15,10 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.engine.logged import fold_log
 from lohan.errors import ConfigError
 from lohan.model.layout import RESIDENT, Blocks
+from lohan.model.machine import Drive, Profile
+from lohan.model.options import LOG_CHOICES
 from lohan.model.plan import Plan
+from lohan.planner.planner import make_plan
 from lohan.store.store import Store
 from lohan.util.units import MiB
 from tests.support.delayed_runs import (
@@ -28,6 +31,7 @@ from tests.support.delayed_runs import (
     train,
     tuned,
 )
+from tests.support.replan_at_once import MEASURED
 from tests.support.setting_grids import each_value, thinned
 from tests.support.small_models import attached, stored_bytes
 
@@ -382,3 +386,50 @@ def test_refuses_what_does_not_go_with_a_log(
     given |= {k: options.pop(k) for k in ("commit_every", "log_gradients") if k in options}
     with pytest.raises(ConfigError, match=words):
         attached(net("plain"), tmp_path, budget=lohan.Budget(**given), **options)
+
+
+SLOW_WRITES = Profile(
+    name="slow writes",
+    device="cpu",
+    compute=((1.0, 1e12),),
+    backward=((1.0, 1e12),),
+    head_flops=1e12,
+    host_bytes=2**34,
+    adam=1e10,
+    drives=(Drive(name="slow writes", read=1e8, write=1e7, bytes=10**12),),
+)
+
+
+def test_the_planner_keeps_its_choice_when_a_run_replans_and_chooses_again_when_it_resumes(
+    tmp_path: Path,
+) -> None:
+    made, place = data(7, kind="llama"), tmp_path / "logged"
+    shared = {"clip": 0.5, "batch": made[0], "engine": memory_engine(), "micro_batch": 1}
+
+    def trained(session: lohan.Session, batches: list[dict[str, torch.Tensor]]) -> None:
+        for batch in batches:
+            session.model(**batch).loss.backward()
+
+    def chosen(setting: str) -> dict[str, Any]:
+        small = lohan.Budget(host="500KiB", ssd=[place], log_gradients=setting)
+        return {**shared, "budget": small, "profile": SLOW_WRITES}
+
+    with attached(net("llama"), place, **chosen("auto")) as session:
+        steps = session.plan.log_gradients
+        assert steps in LOG_CHOICES
+        trained(session, made[:3])
+        problem = session.context.problem(
+            session.context.options.fixed_by(session.plan), profile=MEASURED
+        )
+        session.follow(replace(make_plan(problem).plan, window=0))
+        assert session.plan.log_gradients == steps
+        trained(session, made[3:5])
+    with attached(net("llama"), place, resume=True, **chosen("auto")) as session:
+        assert session.plan.log_gradients in LOG_CHOICES
+        head_tokens = session.plan.head_tokens
+        trained(session, made[5:])
+        logged = stored_bytes(session)
+    with attached(net("llama"), tmp_path / "plain", overlap=False, **shared) as session:
+        assert session.plan.head_tokens == head_tokens
+        trained(session, made)
+        assert stored_bytes(session) == logged
