@@ -37,7 +37,7 @@ STEPS = 2  # number of simulated steps; the forecast describes the second
 # The simulated steps that commit, if not every step does.
 COMMITTING_STEPS = (False, False, True, False)
 FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
-ROUGH_FACTOR = 2  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
+ROUGH_FACTOR = 5  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
 MANY_CHUNKS = 1024  # number of chunks to which any forecast is reduced if there are twice as many
 CACHED_FORECASTS = 8  # number of rough forecasts, and of schedules, that are cached
 SLOWDOWN_ROUNDS = 3  # number of repeated simulations if lanes slow each other down
