@@ -6,7 +6,7 @@ STAMP := .venv/.lohan-setup
 CUDA_TORCH ?= 2.14.1
 CUDA_VENV := build/cuda-venv-$(CUDA_TORCH)
 
-.PHONY: setup demo wheel test test-fast test-slow test-cuda test-browser lint format docs docs-site bench sanitize clean
+.PHONY: setup demo wheel test test-times test-fast test-slow test-cuda test-browser lint format docs docs-site bench sanitize clean
 
 setup: $(STAMP)
 
@@ -21,8 +21,13 @@ demo: setup
 
 # One worker more than cores, since tests wait for drives and processes; a worker takes whole files,
 # the longest first (tests/conftest.py).
+TEST := -m pytest -q -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
 test: setup
-	$(PY) -m pytest -q -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
+	$(PY) $(TEST)
+
+# The same, with a table of the CPU time of each file.
+test-times: setup
+	$(PY) $(TEST) -p tests.cpu_times
 
 # The layers that compute without running a model, without the files that take longest, and one
 # training by the command line. Both lists together must end within 60 seconds on 2 cores.
