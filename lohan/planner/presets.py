@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _preset_machine(name: str) -> Profile:
 
 @cache
 def _table(file: str) -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ export function bytes(value) {
 
 export function number(value) {
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e13)) return value.toExponential(2);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
 }
 
