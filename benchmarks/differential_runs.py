@@ -35,6 +35,7 @@ from benchmarks.differential_models import (
     inner_module,
     loss_of,
 )
+from lohan.capture.casting import cast_inputs
 from lohan.checkpoint.adapters import unify_dtype
 from lohan.checkpoint.store_io import gathering_reader
 from lohan.device.emulated import EmulatedDevice
@@ -133,6 +134,7 @@ def plain_run(case: Case, result: Mapping[str, Any], *, wide: bool = False) -> d
         model = model.double()
     else:
         unify_dtype(model, dtype)
+        cast_inputs(model)  # plain torch refuses BatchNorm whose statistics are wider
     trained = {n: p for n, p in named(model) if p.requires_grad}
     optimizer = torch_optimizer(case, [masters[n] for n in trained])
     ema = {n: p.detach().clone() for n, p in masters.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,19 @@ from lohan.capture.fake import (
 from lohan.capture.kernels import plain_forwards, runs_liger
 from lohan.capture.recompute import discard_saved_tensors
 from lohan.capture.saved_call import SavedCall, collecting, is_prefix, refuse_cache, swapped
+from lohan.capture.selective_checkpoint import storage_key
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
+from lohan.capture.workspaces import (
+    RECURRENT,
+    RECURRENT_BACKWARD,
+    attention_workspace,
+    recurrent_workspace,
+)
 from lohan.errors import ModelError
 from lohan.model.layout import Blocks, Site
-from lohan.model.state import FLOAT
-from lohan.model.workload import Footprint, SiteFootprint
+from lohan.model.workload import OFFLOAD_ALIGN, Footprint, SiteFootprint
 from lohan.util.units import align_up
 
 
@@ -58,9 +64,14 @@ class _LiveBytes(DispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.counts:
             return out
+        if func is RECURRENT_BACKWARD and storage_key(out[4]) != storage_key(out[3]):
+            # The kernel returns one gradient for both biases, torch's cache of fake results two.
+            self._live_tensors.add(out[4].untyped_storage()._cdata)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
+        if func in RECURRENT:
+            self._count(out[3], recurrent_workspace(func, args, out))
         self.peak = max(self.peak, self.live + attention_workspace(func, args))
         return out
 
@@ -68,13 +79,12 @@ class _LiveBytes(DispatchMode):
         """Return the bytes that are alive, without those of the given storages."""
         return self.live - sum(s.nbytes() for s in storages if s._cdata in self._counted)
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor, workspace: int = 0) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        # a view of a weight is not a new tensor
-        if key in self._counted or key in self._live_tensors:
-            return
-        size = storage.nbytes()
+        if key in self._live_tensors or (key in self._counted and not workspace):
+            return  # a view of a weight is not a new tensor
+        size = storage.nbytes() + workspace
         self.live += size
         self.peak = max(self.peak, self.live)
 
@@ -83,30 +93,6 @@ class _LiveBytes(DispatchMode):
             self._counted.pop(key, None)
 
         self._counted[key] = weakref.finalize(storage, dead)
-
-
-FLASH, EFFICIENT, CUDNN = (
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward").default
-    for name in ("flash", "efficient", "cudnn")
-)
-
-
-def attention_workspace(func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes of workspace that an attention kernel takes on an accelerator.
-
-    No tensor shows them. They hold sums of gradients in fp32 and, if query heads share keys and
-    values, the gradients of keys and values for every query head. cuDNN's kernel, which torch
-    prefers on cards for servers, is taken to need what flash attention needs.
-    """
-    if func not in (FLASH, EFFICIENT, CUDNN) or args[1].device.type == "cpu":
-        return 0
-    query, key, value = args[1:4]
-    if func is EFFICIENT:
-        return FLOAT * (key.numel() + value.numel())
-    batch, heads, length, width = query.shape
-    rows = batch * heads * align_up(length, 128)
-    every = 0 if key.shape[1] == heads else heads // key.shape[1] * (key.numel() + value.numel())
-    return FLOAT * rows * (align_up(width, 32) + 1) + every * key.itemsize
 
 
 def measure(
@@ -294,14 +280,16 @@ class _Probe:
             forward_peak = self._forward_peak(original, call, autograd=not without_backward)
             self._peaks[kind] = self._backward_peak(original, call), forward_peak
         backward_peak, forward_peak = self._peaks[kind]
-        inputs = 0 if without_backward else self._new_input_bytes(call)
-        offload_bytes = sum(tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
+        inputs, shared = (0, 0) if without_backward else self._new_input_bytes(call)
+        sizes = (tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
+        offload_bytes = sum(align_up(size, OFFLOAD_ALIGN) for size in sizes)
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
             before.input_bytes + inputs,
             max(before.peak_bytes, backward_peak),
             max(before.forward_bytes, forward_peak),
             max(before.offload_bytes, offload_bytes),
+            before.shared_bytes + shared,
         )
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
@@ -333,15 +321,19 @@ class _Probe:
             original(*args, **kwargs)
         return counter.peak
 
-    def _new_input_bytes(self, call: SavedCall) -> int:
-        """Return the bytes of the inputs that no earlier site has kept; masks are shared."""
-        fresh: list[torch.UntypedStorage] = []
-        for tensor in call.tensors:
+    def _new_input_bytes(self, call: SavedCall) -> tuple[int, int]:
+        """Return the bytes of the inputs that no earlier site has kept; masks are shared.
+
+        The second number is the part of them that takes no gradient.
+        """
+        every = shared = 0
+        for tensor, wants_grad in zip(call.tensors, call.wants_grad, strict=True):
             storage = tensor.untyped_storage()
-            if all(storage._cdata != kept._cdata for kept in (*self._kept, *fresh)):
-                fresh.append(storage)
-        self._kept.extend(fresh)
-        return sum(storage.nbytes() for storage in fresh)
+            if all(storage._cdata != kept._cdata for kept in self._kept):
+                self._kept.append(storage)
+                every += storage.nbytes()
+                shared += 0 if wants_grad else storage.nbytes()
+        return every, shared
 
 
 class _ForwardProbe(_Probe):

@@ -446,3 +446,14 @@ class Output:
             leaf if joined.value is None else joined.value
             for joined, leaf in zip(self._joined, self._last, strict=True)
         ]
+
+
+def forget_last_weights(model: nn.Module) -> None:
+    """Make recurrent layers let go of the weights of their last call, which they keep in a list.
+
+    These weights are views of slots, which would stay in memory with them. The next call fills the
+    list again.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -34,8 +34,11 @@ from lohan.capture.selective_checkpoint import (
     tensors_in,
     written,
 )
+from lohan.capture.workspaces import recurrent_workspace
 from lohan.errors import ModelError
 from lohan.model.shapes import Activation, BlockShape
+from lohan.model.workload import OFFLOAD_ALIGN
+from lohan.util.units import align_up
 
 # All attention kernels get one name, since device, mask and dtype determine which one runs.
 _ATTENTION = re.compile(r"_?scaled_dot_product_\w*attention\w*")
@@ -205,7 +208,8 @@ class _Tracer(DispatchMode):
                 key=self._counter.key(func),
                 module=self._modules[-1] if self._modules else "",
                 reads=tuple({maker for maker in makers if maker is not None} if needs else ()),
-                bytes=sum(tensor.untyped_storage().nbytes() for tensor in values.values()),
+                bytes=sum(tensor.untyped_storage().nbytes() for tensor in values.values())
+                + recurrent_workspace(func, args, out),
                 moved_bytes=_bytes([*(arguments if needs else ()), *results]),
                 flops=flops,
                 context_flops=context,
@@ -329,6 +333,12 @@ class Inventory:
             nodes = self.graph.nodes
             self._bytes[chosen] = sum(nodes[index].bytes for index in self._needed(chosen)[0])
         return self._bytes[chosen]
+
+    def offloaded_bytes(self, names: Iterable[str], share: float) -> int:
+        """Return the bytes that offloading takes of a slice with this share of the traced one."""
+        nodes = self.graph.nodes
+        sizes = (math.ceil(share * nodes[index].bytes) for index in self._needed(names)[0])
+        return sum(align_up(size, OFFLOAD_ALIGN) for size in sizes)
 
     def _needed(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
         """Return the nodes whose results are kept, and the nodes that run again."""

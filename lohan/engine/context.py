@@ -216,6 +216,9 @@ def _workload(
         shapes=block_shapes,
         # Blocks of other kinds may have other classes.
         stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
+        offloaded=lambda name, classes, share: kinds[name].offloaded_bytes(
+            classes & kinds[name].keys.keys(), share
+        ),
         tiles=tiles,
     )
 

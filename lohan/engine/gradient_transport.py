@@ -126,11 +126,18 @@ class GradientOffload:
         summed = self._squares[number : number + 1]
         return [*pairs, (summed, squares)], summed
 
-    def set_aside(self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor]) -> None:
-        """Copy gradients to host memory in fp32, for a later block that adds to them."""
+    def set_aside(
+        self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor], *, wait: bool
+    ) -> None:
+        """Copy gradients to host memory in fp32, for a later block that adds to them.
+
+        With `wait`, they have left the device when the call returns.
+        """
         if grads:
             wide = {index: grad.float() for index, grad in grads.items()}
             self.aside[number] = self.offload_async(number, group, wide)
+            if wait:
+                self.aside[number].wait()
 
     def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
         """Return the gradients that were set aside, copied back to the device.

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -206,10 +207,13 @@ class Accumulated:
     def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
         sums = self._sums.setdefault(number, {})
         for index, grad in grads.items():
+            on_host = grad.to("cpu")
             if index in sums:
-                sums[index].add_(grad.to("cpu", torch.float32))
+                sums[index].add_(on_host)
             else:
-                sums[index] = grad.to("cpu", torch.float32).contiguous()
+                # Memory of the host, even if the tensors of the compute device are on the CPU.
+                flat = torch.from_numpy(np.empty(grad.numel(), dtype=np.float32))
+                sums[index] = flat.view(grad.shape).copy_(on_host)
 
     def numbers(self) -> list[int]:
         return sorted(self._sums)
@@ -373,6 +377,8 @@ class GradientCollector:
     ) -> None:
         self.steps = steps
         self._needs_norm = gate_of(plan) is Gate.NORM
+        # True if the device has no room for the gradients of a block behind those of the next one.
+        self._waits_aside = plan.head_alone or plan.device_grads == 1
         # Sums of several 16-bit gradients are accumulated in fp32.
         self._wide = plan.dtype != "fp32"
         self.sink = GradientSink()
@@ -431,7 +437,9 @@ class GradientCollector:
             for key in keys:
                 if key not in over:
                     group = self._blocks.by_key[key]
-                    self._offload.set_aside(self._numbers[key], group, self.sink.take(key))
+                    self._offload.set_aside(
+                        self._numbers[key], group, self.sink.take(key), wait=self._waits_aside
+                    )
         finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
         if self.accumulated is not None:
             for number in finished:

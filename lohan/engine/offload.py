@@ -26,15 +26,13 @@ from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
 from lohan.errors import LohanError, StoreError
+from lohan.model.workload import OFFLOAD_ALIGN
 from lohan.store.extents import Region
 from lohan.store.store import Counters, Status, Store, Ticket
 from lohan.util.units import PAGE, MiB, align_up
 
 # size in bytes of one transfer; transfers are spread over the directories
 TRANSFER_BYTES = 16 * MiB
-# The alignment of each tensor in bytes, that of CUDA's allocator. cuBLAS selects kernels by the
-# alignment of their inputs, so kept results must have that of newly computed ones.
-ALIGNMENT = 512
 SLICE_BUFFERS = 2  # slices of a site that have a buffer on the device
 
 
@@ -51,7 +49,7 @@ class Pack:
         at, parts = 0, []
         for tensor in tensors:
             parts.append((at, Layout.of(tensor if is_dense(tensor) else tensor.contiguous())))
-            at += align_up(tensor.numel() * tensor.itemsize, ALIGNMENT)
+            at += align_up(tensor.numel() * tensor.itemsize, OFFLOAD_ALIGN)
         return cls(start, at, tuple(parts))
 
     def fits(self, tensors: Sequence[torch.Tensor], start: int) -> bool:
@@ -480,7 +478,7 @@ class DeviceActivationOffload(ActivationHooks):
             for key in [key for key, view in list(self._views.items()) if view[0] is buffer]:
                 self._views.pop(key, None)
             buffer = buffers[number] = None
-            buffer = buffers[number] = self._device.allocate(align_up(size, ALIGNMENT))
+            buffer = buffers[number] = self._device.allocate(align_up(size, OFFLOAD_ALIGN))
         return buffer
 
     def _fits(self, site: int, offloaded: OffloadedCall, pack: Pack) -> bool:
@@ -499,6 +497,6 @@ class DeviceActivationOffload(ActivationHooks):
         memory = self._host.get(key)
         if memory is None or len(memory) < pack.size:
             self._host.pop(key, None)
-            allocated = self._device.host_memory(align_up(pack.size, ALIGNMENT))
+            allocated = self._device.host_memory(align_up(pack.size, OFFLOAD_ALIGN))
             memory = self._host[key] = torch.from_numpy(allocated)
         return memory[: pack.size]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.capture.saved_call import forget_last_weights
 from lohan.checkpoint.adapters import (
     base_of,
 )
@@ -49,7 +50,8 @@ def _plan_beside_sums(problem: PlanProblem, sums_bytes: int) -> Any:
         host_bytes = problem.host_bytes + sums_bytes
         raise BudgetError(
             f"accumulate: sums of gradients take {format_bytes(sums_bytes)} of the "
-            f"{format_bytes(host_bytes)} of host memory, and no plan fits in the rest ({error}); "
+            f"{format_bytes(host_bytes)} of host memory, and no plan fits in the rest"
+            f"{f' ({error})' if problem.host_bytes > 0 else ''}; "
             "raise the host budget, or run the batches as one, which needs no memory for gradients"
         ) from None
 
@@ -476,6 +478,7 @@ class Session:
             self._mean_over = self._executor.mean_over
             self._norm = self._executor.clipping.norm
             self._executor.close()
+        forget_last_weights(self.model)
 
     def close(self, *, flush: bool = True) -> None:
         """Release model and store.

@@ -8,6 +8,10 @@ from typing import Any
 
 from lohan.model.shapes import BlockShape
 
+# Bytes to which each offloaded tensor is aligned, as by CUDA's allocator. cuBLAS chooses its kernel
+# by the alignment too, and must choose the same one for a kept result as for a new one.
+OFFLOAD_ALIGN = 512
+
 
 @dataclass
 class SiteFootprint:
@@ -17,14 +21,17 @@ class SiteFootprint:
     * `peak_bytes` is the additional peak in backward: recomputation, and gradients of inputs and
       weights.
     * `forward_bytes` is the peak in forward.
-    * `offload_bytes` are the inputs that take a gradient. If the device has a memory of its own,
-      they are moved to the host between forward and backward.
+    * `offload_bytes` are the inputs that take a gradient, each aligned to `OFFLOAD_ALIGN`. If the
+      device has a memory of its own, they are moved to the host between forward and backward.
+    * `shared_bytes` are the part of `input_bytes` that takes no gradient, such as masks. It stays
+      where it is.
     """
 
     input_bytes: int
     peak_bytes: int
     forward_bytes: int = 0
     offload_bytes: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass
@@ -66,6 +73,9 @@ class BatchWorkload:
     # Returns the bytes that a site keeps for a set of classes, if that is less than the sum over
     # the classes.
     stored: Callable[[str, frozenset[str]], int] | None = None
+    # Returns the bytes that a site offloads for a set of classes and a share of the batch, with
+    # every tensor aligned.
+    offloaded: Callable[[str, frozenset[str], float], int] | None = None
     # Cache of planning results, reused by later plans of the same batch.
     plan_cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -103,7 +103,9 @@ def load_of_shape(
     blocks = [block.in_tiles() if tiles else block for block in model.blocks]
 
     def footprint(micro_batch: int) -> Footprint:
-        sites = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
+        ids = 8 * batch * seq
+        embedding = SiteFootprint(ids, 0, shared_bytes=ids)
+        sites = {EMBEDDING: embedding} if model.embedding_parameters else {}
         for number, block in enumerate(blocks):
             each = micro_batch * seq * width
             # The activations of one tile; the sums of weight gradients and the terms that a tile

@@ -254,6 +254,7 @@ class KeptSizes:
         self._number = {name: i for i, name in enumerate(self.names)}
         self._classes: dict[Kept, list[frozenset[str]]] = {}
         self._bytes: dict[Kept, list[int]] = {}
+        self._slices: dict[tuple[Kept, float], int] = {}
 
     def classes(self, kept: Kept) -> list[frozenset[str]]:
         """Return the classes that each site keeps.
@@ -305,6 +306,17 @@ class KeptSizes:
             if pair not in by_pair:
                 by_pair[pair] = self.bytes_with(name, pair[1]) - self.footprint(name).input_bytes
         return [by_pair[pair] for pair in pairs]
+
+    def of_slice(self, kept: Kept, share: float) -> int:
+        """Return the most that a site offloads of a slice with this share of the batch."""
+        if (kept, share) not in self._slices:
+            workload, sizes = self._workload, self.by_site(kept)
+            found = [int(share * size) for size in sizes]
+            if workload is not None and workload.offloaded is not None:
+                pairs = zip(self.names, self.classes(kept), strict=True)
+                found = [workload.offloaded(name, classes, share) for name, classes in pairs]
+            self._slices[kept, share] = max(found, default=0)
+        return self._slices[kept, share]
 
     def bytes_of(self, kept: Kept, name: str) -> int:
         number = self._number.get(name)
@@ -382,16 +394,12 @@ class DeviceMemoryModel:
     def _shared_inputs(self) -> int:
         """The bytes of inputs that stay on the device, such as masks."""
         footprint = self._host.footprint
-        return (
-            sum(s.input_bytes - s.offload_bytes for s in footprint.sites.values())
-            if footprint
-            else 0
-        )
+        return sum(s.shared_bytes for s in footprint.sites.values()) if footprint else 0
 
     def _in_flight(self, plan: Plan) -> int:
         """Return the bytes in flight of one site: its inputs, and kept results of some slices."""
-        kept = max(self._host.sizes.by_site(plan.kept), default=0)
-        return self._largest_input + int(min(1.0, IN_FLIGHT * self._host.slice) * kept)
+        slices = min(IN_FLIGHT, self._host.slices)
+        return self._largest_input + slices * self._host.sizes.of_slice(plan.kept, self._host.slice)
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
         """Return what compute holds on the device at its peak."""
@@ -449,14 +457,48 @@ class DeviceMemoryModel:
         assert self._host.footprint is not None
         groups = {site.name: site.groups for site in self._host.blocks.sites}
         return {
-            name: (site.forward_bytes, site.peak_bytes, self._gradients_of(groups[name]))
+            name: (
+                site.forward_bytes,
+                max(site.peak_bytes + self._fetched[name], self._widened[name]),
+                self._gradients_of(groups[name]),
+            )
             for name, site in self._host.footprint.sites.items()
         }
 
+    @cached_property
+    def _fetched(self) -> Counter[str]:
+        """The bytes of gradients that a site adds to, and that waited in host memory until then.
+
+        They belong to tied groups that a later site uses. Several ranks keep them on the device.
+        """
+        if self._host.world > 1:
+            return Counter()
+        return self._of_tied(reversed(self._host.blocks.sites), FLOAT)
+
+    @cached_property
+    def _widened(self) -> Counter[str]:
+        """The bytes of gradients that leave for host memory in fp32, with the narrower originals.
+
+        They belong to tied groups that an earlier site uses.
+        """
+        return self._of_tied(self._host.blocks.sites, FLOAT + self._host.gradient_width)
+
+    def _of_tied(self, sites: Iterable[Site], width: int) -> Counter[str]:
+        """Return the bytes, by site, of the tied groups that a site before it in `sites` uses."""
+        tied = {group.key: group.numel * width for group in self._host.tied}
+        found, seen = Counter[str](), set[str]()
+        for site in sites:
+            found[site.name] = sum(tied.get(key, 0) for key in seen.intersection(site.groups))
+            seen.update(site.groups)
+        return found
+
     def _gradients_of(self, groups: Iterable[str]) -> int:
+        """Return the bytes of the gradients of groups. Those of tied groups are sums in fp32."""
         members = [self._host.blocks.by_key[key] for key in groups]
-        trained = numel(g for g in members if not g.frozen and not g.resident)
-        return trained * self._host.gradient_width
+        trained = [g for g in members if not g.frozen and not g.resident]
+        tied = [group for group in trained if group in self._host.tied]
+        width = self._host.gradient_width
+        return numel(trained) * width + numel(tied) * (FLOAT - width)
 
 
 # -- The ledger of a plan: bytes by tier and owner -------------------------------------------------
@@ -573,7 +615,7 @@ class MemoryModel:
     ) -> None:
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
         self.state_format = state_format_of(dtype, kind)
-        self._world = world
+        self.world = world
         self.has_own_memory = has_own_memory
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
@@ -601,7 +643,7 @@ class MemoryModel:
         """
         workload, micro_batch = self.workload, self.micro_batch
         key: tuple[object, ...] = (id(self.blocks), dtype, micro_batch, self.has_own_memory)
-        key = (*key, self._world)
+        key = (*key, self.world)
         if workload is not None and key in workload.plan_cache:
             shared: _SharedMeasurements = workload.plan_cache[key]
             return shared
@@ -704,7 +746,7 @@ class MemoryModel:
     @property
     def gradient_width(self) -> int:
         """The bytes of a gradient element. Sums over slices or over ranks are in fp32."""
-        sums = self.slices > 1 or self._world > 1
+        sums = self.slices > 1 or self.world > 1
         return FLOAT if sums or self.state_format.name == "fp32" else HALF
 
     @cached_property

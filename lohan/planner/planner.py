@@ -242,10 +242,14 @@ def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> B
     # The overhead of a card grows with its memory, at most in proportion.
     overhead = sum(e.bytes for e in rows if e.owner in CARD_OWNERS)
     enough = needed if not overhead else math.ceil((needed - overhead) / (1 - overhead / limit))
+    allowed, ranks = f"{option} allows", ""
+    if tier == "host" and plan.world > 1:  # the ranks of a machine share its memory
+        what, allowed = f"{what} of each rank", "its share of --host is"
+        enough, ranks = plan.world * enough, f" for {plan.world} ranks on a machine"
     return BudgetError(
-        f"{tier} budget too small: {what} needs {format_bytes_up(needed)}, {option} allows "
+        f"{tier} budget too small: {what} needs {format_bytes_up(needed)}, {allowed} "
         f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes_up(enough)}"
-        f"{hint}"
+        f"{ranks}{hint}"
     )
 
 

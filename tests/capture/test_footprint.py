@@ -8,7 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.capture.blocks import cut
-from lohan.capture.footprint import CUDNN, EFFICIENT, FLASH, attention_workspace, measure
+from lohan.capture.footprint import measure
+from lohan.capture.workspaces import CUDNN, EFFICIENT, FLASH, attention_workspace
 
 BATCH, SEQ = 4, 128
 CONFIGS = {
