@@ -150,6 +150,10 @@ def draw(number: int) -> Case:
         case["lora"] = 0
     if rng.random() > 0.03:  # A few cases keep their conflicts and must be refused.
         mend(case, rng)
+    if FAMILIES[case["model"]].stateful:  # a forward done twice counts twice, in PyTorch too
+        twice = ERRORS | {"forward"}
+        case["events"] = [event for event in case["events"] if event[1] not in twice]
+        case["run_again"] = False
     return case
 
 
@@ -197,10 +201,6 @@ def mend(case: Case, rng: random.Random) -> None:
     for event in case["events"]:  # The guard watches the first steps of a plan only.
         if event[1] == "oom_guard":
             event[0] = 0
-    if family.stateful:  # A forward that runs twice is counted twice, in PyTorch too.
-        twice = ERRORS | {"forward"}
-        case["events"] = [event for event in case["events"] if event[1] not in twice]
-        case["run_again"] = False
     mend_kind(case, rng)
 
 

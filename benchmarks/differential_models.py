@@ -66,11 +66,14 @@ class Convolution(nn.Module):
 
 
 class BatchNormalised(nn.Module):
-    """A residual convolution with batch normalisation: rows mix, and buffers change."""
+    """A residual convolution with batch normalisation: rows mix, and buffers change.
+
+    The convolution has no bias, whose gradient would be nothing but rounding.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
