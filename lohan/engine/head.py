@@ -361,8 +361,9 @@ class SlicedHead:
         self._output_type = type(out)
         loss: Any = self._loss(out.last_hidden_state, shifted, logp_loss)
         if not named.get("output_router_logits", self._routes):
-            cache = getattr(out, "past_key_values", None)
-            output: Any = _lazy(CausalLMOutputWithPast)(loss=loss, past_key_values=cache)
+            others = ("past_key_values", "hidden_states", "attentions")
+            taken = {name: getattr(out, name, None) for name in others}
+            output: Any = _lazy(CausalLMOutputWithPast)(loss=loss, **taken)
             hidden = out.last_hidden_state
             object.__setattr__(output, "make_logits", lambda: self._logits(hidden))
             return output

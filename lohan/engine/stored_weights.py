@@ -31,7 +31,7 @@ from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import overwrite, source_of, store_reader
 from lohan.engine.export import export_merged, export_store
 from lohan.engine.session import Session
-from lohan.engine.user_code import WeightRead, read_weight, watch_optimizers
+from lohan.engine.user_code import WeightRead, read_weight, watch_torch
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
@@ -231,7 +231,7 @@ def taking_over(
         stored = redirect_to_store(session, dtype)
         for parameter in originals:  # A torch optimizer may still refer to the original parameters.
             parameter.moved_to = stored  # type: ignore[attr-defined]
-        watch_optimizers()
+        watch_torch()
         return session
 
     return attached

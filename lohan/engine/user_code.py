@@ -9,8 +9,9 @@ parameters have no optimizer state, and a torch optimizer would update nothing.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,8 +94,9 @@ class WatchedParameters:
                 "model first, then attach it"
             )
         raise ModelError(
-            f"the modules of {type(self._model).__name__} were reordered after it was attached, so "
-            "weights would be saved under other names; reorder them first, then attach the model"
+            f"the modules of {type(self._model).__name__} were reordered, or parameters renamed "
+            "(as by torch.nn.utils.prune), after it was attached, so weights would be saved under "
+            "other names; change the model first, then attach it"
         )
 
     def hooked(self) -> dict[TensorKey, OffloadedParameter]:
@@ -251,10 +253,33 @@ class UnwantedGradients:
 _checking: list[Any] = []  # Holds the hook after it was registered.
 
 
-def watch_optimizers() -> None:
-    """Refuse the steps of torch optimizers over attached parameters, which would change nothing."""
+def watch_torch() -> None:
+    """Refuse calls of torch that would do nothing for attached parameters.
+
+    These are the steps of torch optimizers, and a backward for some parameters alone, which finds
+    no path to them. PyTorch has no hook for the second, so its function is replaced.
+    """
     if not _checking:
         _checking.append(register_optimizer_step_pre_hook(_check_optimizer))
+        torch.autograd.backward = _checked_backward(torch.autograd.backward)
+
+
+def _checked_backward(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        inputs = kwargs.get("inputs", args[5] if len(args) > 5 else None)
+        named = inputs.values() if isinstance(inputs, dict) else inputs
+        for one in (named,) if isinstance(named, torch.Tensor) else tuple(named or ()):
+            name = _attached_name(one)
+            if name is not None:
+                raise ConfigError(
+                    f"backward(inputs=...) for {name}: its values are in LoHan's store, so "
+                    "autograd finds no path to it and would compute nothing; freeze the other "
+                    "parameters instead (requires_grad_(False)) and call backward without inputs"
+                )
+        plain(*args, **kwargs)
+
+    return backward
 
 
 def _check_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:

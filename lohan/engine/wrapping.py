@@ -144,6 +144,13 @@ class WrappedSite:
         that of PEFT for experts, restores what it finds. With `with_graph`, each tensor
         states whether it takes a gradient, which determines what autograd saves.
         """
+        for parameters, attribute, *_ in self._parameters:
+            if attribute not in parameters:
+                raise ModelError(
+                    f"{attribute} of a module in block {self.site.name} was removed or renamed "
+                    "after the model was attached, as torch.nn.utils.prune and parametrize do; "
+                    "change the model first, then attach it"
+                )
         others = [
             (parameters, attribute, _as_parameter(tensors[group][index]))
             for parameters, attribute, group, index in self._parameters

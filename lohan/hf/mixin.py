@@ -141,6 +141,7 @@ class LohanMixin(OutputStore):
         self.lohan = lohan or LohanArguments()
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the current step
+        self._accumulated = 0  # gradient_accumulation_steps when training began
         self._resumes = False
         self._beginning: Path | None = None  # checkpoint of step 0, if none was saved
         self._rewind: Path | None = None  # state to restore when the store is opened
@@ -409,6 +410,13 @@ class LohanMixin(OutputStore):
         If a subclass overrides training_step, the model is attached here, because that
         method does not attach it.
         """
+        asked = self.args.gradient_accumulation_steps
+        if asked != self._accumulated:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {asked}, and was {self._accumulated} when the "
+                "training began: Trainer would begin steps in the middle of others; set it before "
+                "train(), or vary the batches themselves"
+            )
         batches, count = super().get_batch_samples(*args, **named)  # type: ignore[misc]
         self._user_steps.prepare(batches)
         return batches, count
@@ -596,7 +604,7 @@ class LohanMixin(OutputStore):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         stored = stored_weights_of(self.model)
-        if stored is None:
+        if stored is None or state_dict is not None:  # a subclass has given what is to be written
             return super()._save(output_dir, state_dict)  # type: ignore[misc]
         target = Path(output_dir or self.args.output_dir)
         logger.info(f"{target}: weights are written as {stored.dtype}, the type of the model")
@@ -696,6 +704,7 @@ class LohanMixin(OutputStore):
         trial: Any,
     ) -> tuple[int, int]:
         """Resume after the last committed step, which may be later than the checkpoint."""
+        self._accumulated = self.args.gradient_accumulation_steps
         checkpoint = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
         position: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lohan
 from lohan.engine import user_code
@@ -361,6 +362,40 @@ def test_a_torch_optimizer_over_the_model_is_refused(when, tmp_path):
             optimizer.step()
     plain = nn.Linear(2, 2)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()  # others are left alone
+
+
+def test_backward_for_some_parameters_alone_is_refused(tmp_path):
+    model = made()
+    with attached(model, tmp_path) as session:
+        message = r"backward\(inputs=\.\.\.\) for .*requires_grad_\(False\)"
+        for inputs in ([model.gain], model.blocks[0].linear.weight):
+            with pytest.raises(ConfigError, match=message):
+                loss_of(model, DATA[0]).backward(inputs=inputs)
+        assert session.step == 0
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(2)).sum().backward(inputs=[plain.bias])  # others are left alone
+    assert plain.weight.grad is None and plain.bias.grad is not None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_parameter_that_prune_has_renamed_is_refused(bias, tmp_path):
+    model = made() if bias else small_model("llama")
+    batch = DATA[0] if bias else batches(1, batch=2, seq=8)[0]
+    layer = model.blocks[0].linear if bias else model.model.layers[0].mlp.up_proj
+    with attached(model, tmp_path):
+        prune.l1_unstructured(layer, "weight", 0.5)
+        with pytest.raises(ModelError, match=r"renamed .*prune.* change the model first"):
+            loss_of(model, batch)
+
+
+def test_hidden_states_beside_a_loss_are_those_of_the_model(tmp_path):
+    model, batch = small_model("llama"), batches(1, batch=2, seq=8)[0]
+    expected = model(**batch, output_hidden_states=True).hidden_states
+    with attached(model, tmp_path):
+        found = model(**batch, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected) > 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_backward_without_updates_leaves_ordinary_gradients(tmp_path):

@@ -151,6 +151,10 @@ def set_gradient(model: Any) -> None:
         (set_gradient, r"the gradient of lm_head\.weight is set.*register_hook"),
         (lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0), "max_grad_norm"),
         (lambda m: setattr(m.changed_args, "max_grad_norm", 2.0), "max_grad_norm is 2.0, and was"),
+        (
+            lambda m: setattr(m.changed_args, "gradient_accumulation_steps", 2),
+            "gradient_accumulation_steps is 2, and was 1",
+        ),
         (lambda m: m.lm_head.weight.data.mul_(2), r"lm_head\.weight is changed in memory"),
         (lambda m: m.resize_token_embeddings(140), "resize_token_embeddings: the embeddings of"),
     ],
@@ -158,6 +162,22 @@ def set_gradient(model: Any) -> None:
 def test_changes_that_come_too_late_are_refused(change, message, tmp_path):
     with pytest.raises((ModelError, ConfigError), match=message):
         script(lohan.hf.Trainer, tmp_path, callbacks=[Changes(change)], max_steps=2)
+
+
+class DoublesWhenSaving:
+    """Saves a state_dict of its own, as subclasses do that leave weights out or rename them."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        doubled = {name: 2 * value for name, value in self.model.state_dict().items()}
+        super()._save(output_dir, state_dict=doubled)  # type: ignore[misc]
+
+
+def test_state_dict_that_a_subclass_saves_is_written(tmp_path):
+    kind = type("DoublesWhenSaving", (DoublesWhenSaving, lohan.hf.Trainer), {})
+    trainer = script(kind, tmp_path, max_steps=1)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = weights(tmp_path / "saved")
+    assert torch.equal(saved[HEAD], 2 * trainer.model.get_parameter(HEAD).detach())
 
 
 def test_unfreezing_for_a_second_training_is_refused(tmp_path):
