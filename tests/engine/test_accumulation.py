@@ -91,7 +91,7 @@ def test_an_error_inside_drops_what_was_added(tmp_path):
                     raise KeyError
                 with session.accumulate():
                     pass  # no gradient, no step
-                twice = pytest.raises(lohan.LohanError, match="added up already")
+                twice = pytest.raises(lohan.LohanError, match="already being added up")
                 with twice, session.accumulate(), session.accumulate():
                     pass
             assert session.step == 0
