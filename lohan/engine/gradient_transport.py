@@ -127,7 +127,12 @@ class GradientOffload:
         return [*pairs, (summed, squares)], summed
 
     def set_aside(
-        self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor], *, wait: bool
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: Mapping[int, torch.Tensor],
+        *,
+        wait: bool = False,
     ) -> None:
         """Copy gradients to host memory in fp32, for a later block that adds to them.
 
