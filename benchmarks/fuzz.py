@@ -584,7 +584,7 @@ def settings_kinds(work: Path) -> list[Kind]:
 
     return [
         Kind("run settings", [RUN_TOML.encode()], reading("run.toml", load_config)),
-        Kind("recipe", [RECIPE.encode()], reading("recipe.yaml", told(refuse_yaml))),
+        Kind("recipe", [RECIPE.encode()], reading("recipe.yaml", refusing_reader(refuse_yaml))),
         Kind("profile", [profile.to_toml().encode()], reading("machine.toml", presets.machine)),
         Kind(
             "plan",
@@ -595,7 +595,7 @@ def settings_kinds(work: Path) -> list[Kind]:
     ]
 
 
-def told(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
+def refusing_reader(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
     """Return a reader that accepts the refusal of a file as settings of another trainer."""
 
     def read(file: Path) -> None:

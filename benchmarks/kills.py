@@ -224,9 +224,9 @@ class Series:
         """Wait for all ranks to end; kill the remaining ones if they do not end in time."""
         limit = time.monotonic() + HANG_S
         patience = float("inf")
-        while not all(gone(run.pid) for run in runs):
+        while not all(has_ended(run.pid) for run in runs):
             now = time.monotonic()
-            if len(runs) > 1 and any(gone(runs[rank].pid) for rank in victims):
+            if len(runs) > 1 and any(has_ended(runs[rank].pid) for rank in victims):
                 patience = min(patience, now + PATIENCE_S)
             if now > min(limit, patience):
                 self.tally.count(
@@ -360,7 +360,7 @@ def longest(names: list[str], phase: str) -> int:
     return max((names.index(f"{phase} done", at) - at + 1 for at in begins), default=1)
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Return whether a process has ended, even if its parent has not waited for it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -382,11 +382,11 @@ def work(
                 return
             kind = kinds[(turn + number) % len(kinds)]
             if kind.name not in wholes:
-                folder = made(place / f"whole-{number}-{turn}")
+                folder = new_folder(place / f"whole-{number}-{turn}")
                 series = Series(forge, inputs, folder, kind, tally, draw)
                 wholes[kind.name] = series.uninterrupted()
                 shutil.rmtree(folder)
-            folder = made(place / f"series-{number}-{turn}")
+            folder = new_folder(place / f"series-{number}-{turn}")
             Series(forge, inputs, folder, kind, tally, draw, wholes[kind.name]).go()
             shutil.rmtree(folder)
             for path in forge_place.glob("process-*"):
@@ -395,7 +395,7 @@ def work(
         forge.close()
 
 
-def made(folder: Path) -> Path:
+def new_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -413,7 +413,7 @@ def main() -> int:
     tally = Tally(given.kills, start_s + 60 * given.minutes)
     with work_folder(given.work, "kills") as place, ThreadPoolExecutor(given.jobs) as pool:
         report.head(place, "lohan", "torch")
-        inputs = write_inputs(made(place / "inputs"))
+        inputs = write_inputs(new_folder(place / "inputs"))
         jobs = [
             pool.submit(work, number, given.seed, place, inputs, tally, kinds)
             for number in range(given.jobs)

@@ -44,7 +44,7 @@ def late_at_random() -> Iterator[None]:
     trial.set_memory(1 << 30)
 
 
-def there(memory: int | None = None) -> AcceleratorDevice:
+def trial_device(memory: int | None = None) -> AcceleratorDevice:
     return AcceleratorDevice(memory)
 
 
@@ -85,7 +85,7 @@ def test_language_models(kind, mode, activations, tmp_path):
             seed=1,
             batch=train_batches[0],
             micro_batch=2,
-            device=there(),
+            device=trial_device(),
             update_mode=mode,
             activations=activations,
         )
@@ -96,7 +96,7 @@ def test_language_models(kind, mode, activations, tmp_path):
 
 @pytest.mark.parametrize("doubles", [True, False])
 def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
-    check_norm_of_device(there(), doubles, TINY, tmp_path, monkeypatch)
+    check_norm_of_device(trial_device(), doubles, TINY, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
@@ -104,13 +104,13 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
-    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=there()), plain(case))
+    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=trial_device()), plain(case))
 
 
 def test_dropout_draws_from_the_device(tmp_path):
     """Whose generator begins with the seed that the host's has; recomputation draws the same."""
     case = Case(kind="several", micro_batch=1, dropout=0.2)
-    result = case.run(tmp_path, TINY, update_mode="balanced", seed=3, device=there())
+    result = case.run(tmp_path, TINY, update_mode="balanced", seed=3, device=trial_device())
     same(result, plain(case))
 
 
@@ -126,7 +126,11 @@ def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         result = train(
-            small_model("llama"), train_batches, tmp_path / "there", device=there(), **options
+            small_model("llama"),
+            train_batches,
+            tmp_path / "there",
+            device=trial_device(),
+            **options,
         )
     same(result, wanted)
 
@@ -134,7 +138,7 @@ def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
     train_batches = batches(1, batch=4, seq=24)
-    options = {"batch": train_batches[0], "activations": "all", "device": there()}
+    options = {"batch": train_batches[0], "activations": "all", "device": trial_device()}
     with attached(small_model(kind), tmp_path, **options) as session:
         session.model(**train_batches[0]).loss.backward()
         save_plans = session.executor.block_runner.compute.save_plans
@@ -174,7 +178,7 @@ class Positions(torch.nn.Module):
 
 def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
     batch = {"x": torch.ones(2, 3, 8)}
-    with attached(Positions(), tmp_path, batch=batch, device=there()) as session:
+    with attached(Positions(), tmp_path, batch=batch, device=trial_device()) as session:
         session.model(**batch).backward()
         session.commit()
         assert session.step == 1 and "buffers" not in session.store.meta
@@ -202,7 +206,7 @@ def test_a_quarter_of_what_the_model_needs(tmp_path):
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     place = tmp_path / "there"
-    device = there(quarter)
+    device = trial_device(quarter)
     result = train(
         deep_model(), train_batches, place, seed=4, device=device, batch=train_batches[0], **options
     )
@@ -212,22 +216,24 @@ def test_a_quarter_of_what_the_model_needs(tmp_path):
 
 
 def test_the_limit_ends_with_the_device():
-    device = there(1 * MiB)
+    device = trial_device(1 * MiB)
     with pytest.raises(torch.OutOfMemoryError):
         device.allocate(2 * MiB)
     device.close()
-    assert len(there().allocate(2 * MiB)) == 2 * MiB
+    assert len(trial_device().allocate(2 * MiB)) == 2 * MiB
 
 
 def test_a_device_that_is_too_small_is_refused(tmp_path):
     train_batches = batches(1, batch=1, seq=8)
     with pytest.raises(BudgetError, match=r"device budget too small.*--device-memory"):
-        attached(small_model("llama"), tmp_path, batch=train_batches[0], device=there(64 * KiB))
+        attached(
+            small_model("llama"), tmp_path, batch=train_batches[0], device=trial_device(64 * KiB)
+        )
 
 
 def test_out_of_memory_raises_the_error_of_torch_and_aborts_the_step(tmp_path):
     train_batches = batches(2, batch=2, seq=8)
-    with attached(small_model("llama"), tmp_path, device=there()) as session:
+    with attached(small_model("llama"), tmp_path, device=trial_device()) as session:
         torch.accelerator.synchronize()
         trial.set_memory(torch.accelerator.memory_allocated() + 1024)
         with pytest.raises(torch.OutOfMemoryError, match="trial device out of memory"):
@@ -267,7 +273,7 @@ def test_a_smaller_plan_is_made_when_the_model_is_on_the_device(tmp_path):
 
 def test_slot_is_reused_only_after_its_last_owner_is_done():
     """Memory that was released while compute had work on it goes to a slot that a lane fills."""
-    device, here = there(), torch.full((4096,), 3, dtype=torch.uint8)
+    device, here = trial_device(), torch.full((4096,), 3, dtype=torch.uint8)
     stream = torch.accelerator.current_stream().stream_id
     torch.accelerator.synchronize()
     trial.hold(stream, True)
@@ -284,7 +290,7 @@ def test_slot_is_reused_only_after_its_last_owner_is_done():
 def test_host_memory(pinnable, tmp_path):
     """Memory is pinned page by page; a failure is reported once and changes no result."""
     if pinnable:
-        memory = there().host_memory(5 * 4096)
+        memory = trial_device().host_memory(5 * 4096)
         assert memory.nbytes == 5 * 4096 and memory.ctypes.data % 4096 == 0
         assert torch.from_numpy(memory).is_pinned()
         return
@@ -292,7 +298,7 @@ def test_host_memory(pinnable, tmp_path):
     trial.set_pinnable(4096)
     try:
         with pytest.warns(RuntimeWarning, match=r"cannot pin .*are pinned.*half") as caught:
-            result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
+            result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=trial_device())
     finally:
         trial.set_pinnable(1 << 40)
     assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1

@@ -24,7 +24,7 @@ class Block(nn.Module):
         return self.function(self.linear(args[0]), *args[1:])
 
 
-def found(function, *more: torch.Tensor) -> Cut:
+def cut_of(function, *more: torch.Tensor) -> Cut:
     torch.manual_seed(0)
     block = Block(function)
     call = SavedCall("block", (torch.randn(BATCH, BATCH, 6), *more), {})
@@ -46,7 +46,7 @@ def found(function, *more: torch.Tensor) -> Cut:
     ],
 )
 def test_finds_the_dimension_of_samples(function, more, cut):
-    assert found(function, *more) == cut
+    assert cut_of(function, *more) == cut
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,5 @@ def test_finds_the_dimension_of_samples(function, more, cut):
     ],
 )
 def test_refuses_to_slice_functions_that_mix_samples(function, reason):
-    cut = found(function)
+    cut = cut_of(function)
     assert any(part in cut.whole for part in reason.split("|")), cut

@@ -35,7 +35,9 @@ class Block(nn.Module):
         return x + (out[0] * out[1] if isinstance(out, tuple) else out)
 
 
-def made(block: nn.Module, run, *inputs: torch.Tensor, **more) -> list[torch.Tensor]:
+def results_and_gradients(
+    block: nn.Module, run, *inputs: torch.Tensor, **more
+) -> list[torch.Tensor]:
     """Return the result, and the gradients of inputs and weights."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     block.zero_grad()
@@ -93,7 +95,10 @@ def test_a_block_in_tiles_has_the_gradients_of_the_whole(dtype):
     x = torch.randn(2, TOKENS, 64, dtype=dtype)
     more = {"position_embeddings": model.model.rotary_emb(x, torch.arange(TOKENS)[None])}
     forward = Tiling(20).forward(block, block.forward)
-    whole, tiled = made(block, block, x, **more), made(block, forward, x, **more)
+    whole, tiled = (
+        results_and_gradients(block, block, x, **more),
+        results_and_gradients(block, forward, x, **more),
+    )
     assert parts_of(forward) == {"LlamaRMSNorm", "LlamaMLP"}  # and not attention
     for one, other in zip(whole, tiled, strict=True):
         close = 1e-13 if dtype == torch.float64 else 1e-2
@@ -115,7 +120,7 @@ def test_tiles_functions_that_treat_tokens_alike(function, more):
     block = Block(function, *more)
     x = torch.randn(2, TOKENS, WIDTH)
     forward = Tiling(20).forward(block, block.forward)
-    whole, tiled = made(block, block, x), made(block, forward, x)
+    whole, tiled = results_and_gradients(block, block, x), results_and_gradients(block, forward, x)
     assert parts_of(forward) == {"Part"}
     for one, other in zip(whole, tiled, strict=True):
         torch.testing.assert_close(one, other)
@@ -162,7 +167,7 @@ def test_does_not_tile_functions_that_mix_tokens(function):
     block = Block(function)
     x = torch.randn(2, TOKENS, WIDTH)
     forward = Tiling(20).forward(block, block.forward)
-    whole, tiled = made(block, block, x), made(block, forward, x)
+    whole, tiled = results_and_gradients(block, block, x), results_and_gradients(block, forward, x)
     assert "Part" not in parts_of(forward)
     assert all(map(torch.equal, whole, tiled))
 
@@ -172,9 +177,9 @@ def test_detects_mixing_of_distant_tokens_with_the_real_tile_size():
     block = Block(lambda x: x + nn.functional.pad(x, (0, 0, 16, 0))[:, : x.shape[1]])
     x = torch.randn(2, TOKENS, WIDTH)
     forward = Tiling(40).forward(block, block.forward)
-    whole = made(block, block, x)
+    whole = results_and_gradients(block, block, x)
     with pytest.warns(RuntimeWarning, match="tiles are off for Part: it gives other results"):
-        tiled = made(block, forward, x)
+        tiled = results_and_gradients(block, forward, x)
     assert all(map(torch.equal, whole, tiled))
 
 
@@ -211,7 +216,10 @@ def test_autocast_of_forward_is_that_of_backward():
 
         return inside
 
-    whole, tiled = made(block, cast(block), x), made(block, cast(forward), x)
+    whole, tiled = (
+        results_and_gradients(block, cast(block), x),
+        results_and_gradients(block, cast(forward), x),
+    )
     for one, other in zip(whole, tiled, strict=True):
         assert (one - other).norm() <= 1e-2 * one.norm()
 
@@ -220,8 +228,8 @@ def test_sums_of_many_tiles_round_once():
     """A sum of so many terms in bf16 itself would lose most of them."""
     block = Block(lambda x: x).bfloat16()
     x = torch.rand(1, 512, WIDTH, dtype=torch.bfloat16)
-    whole = made(block, block, x)
-    tiled = made(block, Tiling(1).forward(block, block.forward), x)
+    whole = results_and_gradients(block, block, x)
+    tiled = results_and_gradients(block, Tiling(1).forward(block, block.forward), x)
     for one, other in zip(whole, tiled, strict=True):
         assert (one.float() - other.float()).norm() <= 1e-2 * one.float().norm()
 
@@ -231,17 +239,17 @@ def test_parts_that_save_nothing_of_their_own_run_as_a_whole(part):
     """Tiles would save what is saved anyway."""
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, WIDTH))
     forward = Tiling(16).forward(block, block.forward)
-    made(block, forward, torch.randn(1, TOKENS, WIDTH))
+    results_and_gradients(block, forward, torch.randn(1, TOKENS, WIDTH))
     assert parts_of(forward) == set()
 
 
 def test_layers_that_cast_their_inputs_run_in_tiles():
     block = Block(lambda x: x)
     plain = Tiling(16).forward(block, block.forward)
-    made(block, plain, torch.randn(1, TOKENS, WIDTH))
+    results_and_gradients(block, plain, torch.randn(1, TOKENS, WIDTH))
     cast_inputs(block)
     forward = Tiling(16).forward(block, block.forward)
-    made(block, forward, torch.randn(1, TOKENS, WIDTH))
+    results_and_gradients(block, forward, torch.randn(1, TOKENS, WIDTH))
     assert parts_of(forward) == parts_of(plain) != set()
 
 
@@ -250,5 +258,7 @@ def test_a_hook_inside_a_part_sees_all_tokens():
     block = Block(lambda x: x)
     seen = []
     block.part.up.register_forward_hook(lambda *given: seen.append(given[2].shape[1]))
-    made(block, Tiling(16).forward(block, block.forward), torch.randn(1, TOKENS, WIDTH))
+    results_and_gradients(
+        block, Tiling(16).forward(block, block.forward), torch.randn(1, TOKENS, WIDTH)
+    )
     assert set(seen) == {TOKENS}

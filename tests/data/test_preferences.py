@@ -21,7 +21,7 @@ CHATML = (
 USER = {"role": "user", "content": "q"}
 
 
-def said(text: str) -> dict[str, str]:
+def assistant_turn(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -32,14 +32,22 @@ ASKED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     "row",
     [
         {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]},
-        {"chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {"prompt": [USER], "chosen": [assistant_turn("a")], "rejected": [assistant_turn("b")]},
+        {"chosen": [USER, assistant_turn("a")], "rejected": [USER, assistant_turn("b")]},
         # The prompt as text and once more in both answers; by other names; one turn for a list.
-        {"prompt": "q", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
-        {"prompt": [USER], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {
+            "prompt": "q",
+            "chosen": [USER, assistant_turn("a")],
+            "rejected": [USER, assistant_turn("b")],
+        },
+        {
+            "prompt": [USER],
+            "chosen": [USER, assistant_turn("a")],
+            "rejected": [USER, assistant_turn("b")],
+        },
         {"question": "q", "chosen": "a", "rejected": "b"},
         {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
-        {"messages": [USER], "chosen": said("a"), "rejected": said("b")},
+        {"messages": [USER], "chosen": assistant_turn("a"), "rejected": assistant_turn("b")},
         {
             "conversations": [{"from": "human", "value": "q"}],
             "chosen": {"from": "gpt", "value": "a"},
@@ -73,7 +81,11 @@ def test_ratings_of_a_table(label: Any, rating: bool, model_dir: Callable[..., P
 
 def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path]) -> None:
     encoder = Encoder(model_dir(template=CHATML))
-    row = {"prompt": [USER, said("z"), USER], "completion": [said("a")], "label": False}
+    row = {
+        "prompt": [USER, assistant_turn("z"), USER],
+        "completion": [assistant_turn("a")],
+        "label": False,
+    }
     (example,), rating = encode_preference(row, encoder=encoder, place="x")
     assert rating is False
     assert spelled(encoder, *example)[1].strip("~") == "a<|im_end|>"
@@ -95,8 +107,11 @@ def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:
         ({"prompt": "q", "chosen": "a"}, r"no known keys \(found: prompt, chosen\)"),
         ({"prompt": "q", "completion": "a", "label": "good"}, "label must be true or false"),
         ({"prompt": "q", "chosen": "", "rejected": "b"}, "chosen must be text or messages"),
-        ({"chosen": "a", "rejected": [said("b")]}, "must both be texts, or both messages"),
-        ({"chosen": [said("a")], "rejected": [said("b")]}, "share no question"),
+        (
+            {"chosen": "a", "rejected": [assistant_turn("b")]},
+            "must both be texts, or both messages",
+        ),
+        ({"chosen": [assistant_turn("a")], "rejected": [assistant_turn("b")]}, "share no question"),
     ],
 )
 def test_bad_rows_are_named(

@@ -20,8 +20,8 @@ from tests.support.diffusion_folders import save_latents, save_pipeline
 from tests.support.forked_commands import Forge
 from tests.support.forked_ranks import (
     STEPS,
-    alike,
     arguments,
+    assert_equal_runs,
     inputs_fixture,  # noqa: F401 - fixtures
     weights,
 )
@@ -77,7 +77,7 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
 )
 def test_the_run_of_one_rank(world, options, more, together, alone):
     """Five rows over two or three ranks: never the same number for each."""
-    alike(together(world, *options, *more), alone(*options))
+    assert_equal_runs(together(world, *options, *more), alone(*options))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])

@@ -44,7 +44,7 @@ def same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def there() -> AcceleratorDevice:
+def gpu_device() -> AcceleratorDevice:
     return AcceleratorDevice(1 * GiB)
 
 
@@ -55,7 +55,7 @@ def test_equal_to_in_memory_adamw(kind, micro_batch, tmp_path):
     model, train_batches = small_model(kind), batches(6, batch=3, seq=16)
     expected_losses, expected = plain_run(model, train_batches)
     losses, weights = lohan_run(
-        model, train_batches, tmp_path, micro_batch=micro_batch, device=there()
+        model, train_batches, tmp_path, micro_batch=micro_batch, device=gpu_device()
     )
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     assert_close(weights, expected, limit=1e-4)
@@ -64,14 +64,14 @@ def test_equal_to_in_memory_adamw(kind, micro_batch, tmp_path):
 def test_bf16_and_fp16_learn(tmp_path):
     for dtype in (torch.bfloat16, torch.float16):
         model, result = small_model("llama", dtype=dtype), batches(1, batch=3, seq=16) * 8
-        losses, _ = lohan_run(model, result, tmp_path / str(dtype), device=there())
+        losses, _ = lohan_run(model, result, tmp_path / str(dtype), device=gpu_device())
         assert losses[-1] < losses[0]
 
 
 def run(place: Path, kind: str, tuning: Tuning, **options: object) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         tuned(patch, tuning)
-        return train(net(kind), data(4, kind=kind), place, device=there(), **options)
+        return train(net(kind), data(4, kind=kind), place, device=gpu_device(), **options)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
@@ -98,7 +98,7 @@ def test_activations_change_no_bit(micro_batch, tmp_path):
             seed=1,
             micro_batch=micro_batch,
             activations=activations,
-            device=there(),
+            device=gpu_device(),
         )
         for activations in ("recompute", "all")
     ]
@@ -116,6 +116,6 @@ def test_memory_stays_within_its_budget(tmp_path):
 
 
 def test_host_memory_is_pinned_page_by_page():
-    memory = there().host_memory(5 * 4096)
+    memory = gpu_device().host_memory(5 * 4096)
     assert memory.nbytes == 5 * 4096 and memory.ctypes.data % 4096 == 0
     assert torch.from_numpy(memory).is_pinned()

@@ -23,8 +23,8 @@ from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
 from tests.support import HANG_S, forked_ranks
 from tests.support.forked_ranks import (
-    alike,
     arguments,
+    assert_equal_runs,
     inputs_fixture,  # noqa: F401 - fixtures
 )
 
@@ -146,7 +146,7 @@ def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
     assert [e.code for e in ended] == [0] * 3, forked_ranks.errors_of(ended)
     assert sorted(p.name for p in out.glob("store*")) == [f"store-rank{r}of3" for r in range(3)]
     assert forge.run(*arguments(inputs, alone, *EVEN, steps=6)).code == 0
-    alike(out, alone)
+    assert_equal_runs(out, alone)
 
 
 def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):

@@ -36,7 +36,7 @@ from tests.support.unusual_modules import (
 )
 
 
-def made(kind, *args, **options) -> nn.Module:
+def module_of(kind, *args, **options) -> nn.Module:
     torch.manual_seed(3)
     return kind(*args, **options)
 
@@ -51,7 +51,7 @@ def test_streams_conditions_and_nested_lists(options, tmp_path):
 
     The table is not sliced although it has as many rows as there are samples.
     """
-    model, data = made(Streams), Streams.data(6)
+    model, data = module_of(Streams), Streams.data(6)
     expected_losses, expected = plain_run(model, data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # micro-batches stay on
@@ -61,7 +61,7 @@ def test_streams_conditions_and_nested_lists(options, tmp_path):
 
 
 def test_the_cut_of_nested_lists(tmp_path):
-    with attached(made(Streams), tmp_path) as session:
+    with attached(module_of(Streams), tmp_path) as session:
         assert site_names(session) == {
             "entry",
             "condition.0",
@@ -77,7 +77,7 @@ def test_the_cut_of_nested_lists(tmp_path):
 
 def test_blocks_by_name(tmp_path):
     """Only what is named is a block; the rest falls into its layers."""
-    with attached(made(Streams), tmp_path, blocks=["nested", "blocks.1"]) as session:
+    with attached(module_of(Streams), tmp_path, blocks=["nested", "blocks.1"]) as session:
         assert site_names(session) == {
             "entry",
             "condition.0",
@@ -97,7 +97,7 @@ def test_blocks_by_name(tmp_path):
 
 def test_blocks_by_a_wrong_name(tmp_path):
     with pytest.raises(ConfigError, match=r"blocks names 'block'.*lists are blocks, nested"):
-        attached(made(Streams), tmp_path, blocks=["block"])
+        attached(module_of(Streams), tmp_path, blocks=["block"])
     assert not any(tmp_path.iterdir())
 
 
@@ -107,7 +107,7 @@ def test_blocks_by_a_wrong_name(tmp_path):
 @pytest.mark.parametrize("outside", ["module", "parameter"])
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_uses_outside_a_block_are_found_with_a_batch(outside, micro_batch, tmp_path):
-    model, data = made(Plain, outside=outside), Plain.data(5)
+    model, data = module_of(Plain, outside=outside), Plain.data(5)
     expected_losses, expected = plain_run(model, data)
     losses, weights = lohan_run(model, data, tmp_path, batch=data[0], micro_batch=micro_batch)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -116,7 +116,7 @@ def test_uses_outside_a_block_are_found_with_a_batch(outside, micro_batch, tmp_p
 
 @pytest.mark.parametrize("outside", ["module", "parameter"])
 def test_uses_outside_a_block_are_streamed_without(outside, tmp_path):
-    model, data = made(Plain, outside=outside), Plain.data(3)
+    model, data = module_of(Plain, outside=outside), Plain.data(3)
     expected_losses, expected = plain_run(model, data)
     losses, weights = lohan_run(model, data, tmp_path)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -124,7 +124,7 @@ def test_uses_outside_a_block_are_streamed_without(outside, tmp_path):
 
 
 def test_a_module_that_is_kept_in_memory_may_be_read_anywhere(tmp_path):
-    model, data = made(Plain, outside="parameter"), Plain.data(3)
+    model, data = module_of(Plain, outside="parameter"), Plain.data(3)
     expected_losses, expected = plain_run(model, data)
     losses, weights = lohan_run(model, data, tmp_path, resident=["entry"])
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -143,7 +143,7 @@ def test_a_module_that_is_kept_in_memory_may_be_read_anywhere(tmp_path):
     ],
 )
 def test_a_block_that_mixes_samples_runs_as_a_whole(block, reason, tmp_path):
-    model, data = made(Plain, block), Plain.data(4)
+    model, data = module_of(Plain, block), Plain.data(4)
     expected_losses, expected = plain_run(model, data)
     with pytest.warns(RuntimeWarning, match=f"micro-batches are off for block blocks.0.*{reason}"):
         losses, weights = lohan_run(model, data, tmp_path, micro_batch=1)
@@ -157,7 +157,7 @@ def test_micro_batches_that_are_off_are_planned_for(tmp_path):
     for block in (Step, Normed):
         (batch,) = Plain.data(1, samples=512)
         with attached(
-            made(Plain, block), tmp_path / block.__name__, batch=batch, micro_batch=1
+            module_of(Plain, block), tmp_path / block.__name__, batch=batch, micro_batch=1
         ) as s:
             footprint = s.context.workload.measure(1)
             peaks[block] = footprint.sites["blocks.0"].peak_bytes
@@ -165,7 +165,7 @@ def test_micro_batches_that_are_off_are_planned_for(tmp_path):
 
 
 def test_a_block_that_turns_out_to_mix_samples_stays_within_the_budget(tmp_path):
-    model, (batch,) = made(Plain, Centred), Plain.data(1, samples=4096)
+    model, (batch,) = module_of(Plain, Centred), Plain.data(1, samples=4096)
     budget = lohan.Budget(host="7MiB", ssd=[tmp_path])
     with attached(model, tmp_path, batch=batch, budget=budget, micro_batch=64) as session:
         wrong = r"blocks\.0 cannot run in micro-batches: .* 4096 samples need .* MiB, the plan has"
@@ -179,7 +179,7 @@ def test_a_block_that_turns_out_to_mix_samples_stays_within_the_budget(tmp_path)
 
 @pytest.mark.parametrize("block", [Normed, Spectral])
 def test_buffers_change_once_per_step_and_come_back_with_resume(block, tmp_path):
-    model, data = made(Plain, block), Plain.data(6)
+    model, data = module_of(Plain, block), Plain.data(6)
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(
         [
@@ -214,7 +214,7 @@ def test_counters_advance_once_per_step(options, tmp_path):
 
     Neither planning nor recomputation counts, and a block that counts is not run in slices.
     """
-    model, data = made(Plain, Counting), Plain.data(3)
+    model, data = module_of(Plain, Counting), Plain.data(3)
     reference = copy.deepcopy(model)
     expected_losses, expected = plain_run(model, data)
     if options.pop("planned", False):
@@ -238,7 +238,7 @@ def test_mappings_that_blocks_write_into(kind, options, tmp_path):
 
     The plan needs the values of integers here, so buffers really change while it is made.
     """
-    model, data = made(Sharing, kind), Sharing.data(3)
+    model, data = module_of(Sharing, kind), Sharing.data(3)
     expected_losses, expected = plain_run(model, data)
     if options.pop("planned", False):
         options = {"batch": data[0], "activations": "all"}
@@ -258,7 +258,7 @@ def test_buffers_that_are_too_large_to_commit_are_refused(tmp_path):
             self.seen += 1
             return super().forward(x)
 
-    model = made(Plain, Remembering)
+    model = module_of(Plain, Remembering)
     with attached(model, tmp_path) as session:
         with pytest.raises(
             ModelError, match=r"changes 3 buffers of 12\.\d+ MiB .*4\.00 MiB can be"
@@ -306,15 +306,15 @@ class Unboxing(Plain):
 def test_tensors_inside_objects_are_refused(tmp_path):
     (batch,) = Plain.data(1)
     given = pytest.raises(ModelError, match=r"blocks\.0 is given tensors .* inside a Box")
-    with attached(model := made(Boxed, Taking), tmp_path / "in"), given:
+    with attached(model := module_of(Boxed, Taking), tmp_path / "in"), given:
         model(**batch)
     returned = pytest.raises(ModelError, match=r"blocks\.0 returns tensors inside a Box")
-    with attached(model := made(Unboxing, Returning), tmp_path / "out"), returned:
+    with attached(model := module_of(Unboxing, Returning), tmp_path / "out"), returned:
         model(**batch)
 
 
 def test_autocast_is_the_same_in_recomputation(tmp_path):
-    model, data = made(Plain), Plain.data(4)
+    model, data = module_of(Plain), Plain.data(4)
 
     class Cast(nn.Module):
         def __init__(self, inner):
@@ -378,7 +378,7 @@ def test_hidden_states_of_a_model_inside_a_block(check, tmp_path):
 def test_a_block_that_rebinds_its_weight_sees_every_update(options, tmp_path):
     """Data assigned to a parameter in one call must not be used in the next."""
     data = Plain.data(4)
-    expected_losses, expected = plain_run(made(Plain), data)
-    losses, weights = lohan_run(made(Plain, Rebinding), data, tmp_path, **options)
+    expected_losses, expected = plain_run(module_of(Plain), data)
+    losses, weights = lohan_run(module_of(Plain, Rebinding), data, tmp_path, **options)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)

@@ -44,14 +44,14 @@ class Unsteady(Step):
         return WrongBackward.apply(super().forward(x))
 
 
-def made(block: type[nn.Module]) -> nn.Module:
+def stack_of(block: type[nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return Plain(block)
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"planned": True}])
 def test_refuses_block_with_state_between_calls(options, tmp_path):
-    model, data = made(Remembers), Plain.data(1)
+    model, data = stack_of(Remembers), Plain.data(1)
     options = {"batch": data[0]} if options.pop("planned", False) else options
     with (
         attached(model, tmp_path, **options) as session,
@@ -62,7 +62,7 @@ def test_refuses_block_with_state_between_calls(options, tmp_path):
 
 
 def test_refuses_block_whose_gradient_differs(tmp_path):
-    model, data = made(Unsteady), Plain.data(1)
+    model, data = stack_of(Unsteady), Plain.data(1)
     with attached(model, tmp_path) as session:
         loss = loss_of(model, data[0])
         with pytest.raises(
@@ -100,6 +100,6 @@ class Dropping(Step):
 def test_models_of_the_table_are_not_checked_again(tmp_path):
     model = small_model("llama")
     assert is_tested(model)
-    assert not is_tested(made(Step))
+    assert not is_tested(stack_of(Step))
     with attached(model, tmp_path) as session:
         assert session.context.check is False

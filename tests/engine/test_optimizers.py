@@ -44,7 +44,7 @@ LONG = [pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:] if kin
 kinds = pytest.mark.parametrize(("name", "moments"), QUICK + LONG)
 
 
-def made(name: str, moments: str = "fp32", **changes: Any) -> Optimizer:
+def optimizer_with(name: str, moments: str = "fp32", **changes: Any) -> Optimizer:
     return OPTIMIZERS[name](**{**SHARED, **OWN[name], "moments": moments, **changes})
 
 
@@ -72,7 +72,7 @@ def plain_run(model, rows, optimizer: Optimizer, *, clip: float = 0.0):
 @pytest.mark.parametrize(("nesterov", "clip"), [(False, 0.0), (True, 0.1)])
 def test_sgd_equals_torch(nesterov, clip, tmp_path):
     model, rows = small_model("llama"), batches(10, batch=3, seq=16)
-    optimizer = made("sgd", lr=lambda step: 0.02 * lr(step) / lr(0), nesterov=nesterov)
+    optimizer = optimizer_with("sgd", lr=lambda step: 0.02 * lr(step) / lr(0), nesterov=nesterov)
     expected_losses, expected = plain_run(model, rows, optimizer, clip=clip)
     losses, weights = lohan_run(model, rows, tmp_path, optimizer=optimizer, clip=clip)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -90,7 +90,7 @@ def test_lion_equals_the_plain_form(tmp_path):
     A step goes one way or the other; where a momentum is nearly zero, rounding decides which.
     """
     model, rows = small_model("gpt2"), batches(10, batch=3, seq=16)
-    optimizer = made("lion")
+    optimizer = optimizer_with("lion")
     expected_losses, expected = plain_run(model, rows, optimizer)
     losses, weights = lohan_run(model, rows, tmp_path, optimizer=optimizer)
     assert losses == pytest.approx(expected_losses, rel=1e-4)
@@ -109,7 +109,7 @@ def test_rounded_moments_learn_as_well(name, tmp_path):
     rate = {"adamw": 2e-3, "sgd": 0.1, "lion": 5e-4}[name]
     ends, way = {}, 0.0
     for moments in MOMENTS:
-        optimizer = made(name, moments, lr=rate)
+        optimizer = optimizer_with(name, moments, lr=rate)
         losses, _ = lohan_run(
             small_model("llama"),
             rows,
@@ -150,7 +150,7 @@ def run(
         place,
         seed=seed,
         clip=clip,
-        optimizer=made(name, moments),
+        optimizer=optimizer_with(name, moments),
         update_mode=mode,
         **options,
     )
@@ -204,7 +204,7 @@ def test_threads_instructions_and_chunks_change_nothing(name, moments, tmp_path,
             if number == 2:
                 tuned(monkeypatch, Tuning())
             model, place = small_model("llama"), tmp_path / str(number)
-            with attached(model, place, optimizer=made(name, moments)) as session:
+            with attached(model, place, optimizer=optimizer_with(name, moments)) as session:
                 sizes.add(session.plan.chunk_params)
                 for row in rows:
                     loss_of(model, row).backward()
@@ -219,7 +219,7 @@ def test_threads_instructions_and_chunks_change_nothing(name, moments, tmp_path,
 
 @kinds
 def test_resume_goes_on_with_the_same_bits(name, moments, tmp_path):
-    rows, optimizer = batches(4, batch=2, seq=12), made(name, moments)
+    rows, optimizer = batches(4, batch=2, seq=12), optimizer_with(name, moments)
     _, expected = lohan_run(small_model("llama"), rows, tmp_path / "whole", optimizer=optimizer)
     for resume, part in ((False, rows[:2]), (True, rows[2:])):
         model = small_model("llama")
@@ -236,7 +236,11 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
     rows = data(4, kind="plain", still={1: 2})
     results = [
         train(
-            net("plain"), rows, tmp_path / mode, optimizer=made("adamw", "int8"), update_mode=mode
+            net("plain"),
+            rows,
+            tmp_path / mode,
+            optimizer=optimizer_with("adamw", "int8"),
+            update_mode=mode,
         )
         for mode in ("serial", "balanced")
     ]
@@ -250,7 +254,7 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "moments"), KINDS)
 def test_arrays_of_a_chunk(name, moments, mode):
     """Arrays are aligned for the kernels, fill whole pages, and have the stated size."""
-    kept = state_format_of(mode, made(name, moments).kind)
+    kept = state_format_of(mode, optimizer_with(name, moments).kind)
     each = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 32}[moments]
     other_bytes = {"fp32": 0, "bf16": 2, "fp16": 4}[mode]
     assert kept.state_bytes == each * len(OPTIMIZERS[name].moment_specs) + other_bytes
@@ -278,15 +282,19 @@ def test_default_optimizer_has_the_documented_arrays():
 
 def test_another_optimizer_is_refused(tmp_path):
     rows = batches(1, batch=2, seq=12)
-    lohan_run(small_model("llama"), rows, tmp_path, optimizer=made("lion", "int8"))
-    for other in (made("lion"), made("adamw", "int8"), made("sgd", "int8")):
+    lohan_run(small_model("llama"), rows, tmp_path, optimizer=optimizer_with("lion", "int8"))
+    for other in (
+        optimizer_with("lion"),
+        optimizer_with("adamw", "int8"),
+        optimizer_with("sgd", "int8"),
+    ):
         message = re.escape(
             f"was made for lion with int8 moments, this run is for {other.kind}; resume it with "
             "optimizer=lohan.Lion(moments='int8')"
         )
         with pytest.raises(StoreError, match=message):
             attached(small_model("llama"), tmp_path, optimizer=other, resume=True)
-    changed = replace(made("lion", "int8"), betas=(0.8, 0.9))  # numbers may change
+    changed = replace(optimizer_with("lion", "int8"), betas=(0.8, 0.9))  # numbers may change
     attached(small_model("llama"), tmp_path, optimizer=changed, resume=True).close()
 
 
@@ -297,7 +305,7 @@ def test_plan_counts_every_byte_of_state(tmp_path):
         with attached(
             model,
             tmp_path / f"{name}-{moments}",
-            optimizer=made(name, moments),
+            optimizer=optimizer_with(name, moments),
             engine=memory_engine(),
         ) as session:
             stored = sum(sum(r.chunks) for r in session.store.regions if not r.scratch)

@@ -43,7 +43,7 @@ class Gained(Plain):
         return super().forward(x * self.gain)
 
 
-def made() -> Gained:
+def new_model() -> Gained:
     torch.manual_seed(5)
     return Gained()
 
@@ -106,8 +106,8 @@ class Reads(Around):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_values_read_after_every_step_are_current(overlap, tmp_path):
     reference, actual = Reads(), Reads()
-    expected = in_memory(made(), reference)
-    assert_close(out_of_core(made(), actual, tmp_path, overlap=overlap), expected)
+    expected = in_memory(new_model(), reference)
+    assert_close(out_of_core(new_model(), actual, tmp_path, overlap=overlap), expected)
     assert actual.log == pytest.approx(reference.log, rel=1e-5)
 
 
@@ -123,12 +123,12 @@ def test_a_loss_may_depend_on_a_weight(options, tmp_path):
     if "device" in options:
         budget = lohan.Budget(host="256MiB", device="64MiB", ssd=[tmp_path])
         options = {**options, "budget": budget, "batch": DATA[0]}
-    expected = in_memory(made(), Penalty())
-    assert_close(out_of_core(made(), Penalty(), tmp_path, **options), expected)
+    expected = in_memory(new_model(), Penalty())
+    assert_close(out_of_core(new_model(), Penalty(), tmp_path, **options), expected)
 
 
 def test_a_loss_that_depends_on_a_weight_read_too_early_is_refused(tmp_path):
-    model = made()
+    model = new_model()
     with attached(model, tmp_path) as session:
         penalty = model.exit.weight.square().sum()
         with pytest.raises(ModelError, match=r"depends on exit\.weight, which was read before"):
@@ -139,7 +139,7 @@ def test_a_loss_that_depends_on_a_weight_read_too_early_is_refused(tmp_path):
 
 def test_reading_large_weights_warns_and_names_them(monkeypatch, tmp_path):
     monkeypatch.setattr(user_code, "READ_WARNING_BYTES", 16)
-    model = made()
+    model = new_model()
     before = model.entry.weight.detach().clone()
     streamed = pytest.warns(UserWarning, match=r"entry\.weight is read outside .* are streamed")
     with attached(model, tmp_path) as session, streamed:
@@ -147,7 +147,7 @@ def test_reading_large_weights_warns_and_names_them(monkeypatch, tmp_path):
 
 
 def test_reading_after_the_session_is_closed(tmp_path):
-    model = made()
+    model = new_model()
     before = model.entry.weight.detach().clone()
     attached(model, tmp_path).close()
     assert torch.equal(model.entry.weight, before)
@@ -159,7 +159,7 @@ def test_reading_after_the_session_is_closed(tmp_path):
 @pytest.mark.parametrize("closed", [False, True])
 def test_load_state_dict_writes_to_the_store(dtype, closed, tmp_path):
     """All values are loaded, then one by name; the steps around it belong to one session."""
-    model, other = made().to(dtype), made().to(dtype)
+    model, other = new_model().to(dtype), new_model().to(dtype)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
@@ -186,7 +186,7 @@ def test_load_state_dict_writes_to_the_store(dtype, closed, tmp_path):
 
 
 def test_frozen_weights_are_loaded_only_if_they_are_the_same(tmp_path):
-    model = made()
+    model = new_model()
     model.entry.requires_grad_(False)
     with attached(model, tmp_path):
         values = model.state_dict()
@@ -214,8 +214,8 @@ class Freezes(Around):
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"clip": 0.05}])
 def test_freezing_between_steps_is_honoured(options, tmp_path):
     clip = options.get("clip", 0.0)
-    expected = in_memory(made(), Freezes(), clip=clip)
-    assert_close(out_of_core(made(), Freezes(), tmp_path, **options), expected)
+    expected = in_memory(new_model(), Freezes(), clip=clip)
+    assert_close(out_of_core(new_model(), Freezes(), tmp_path, **options), expected)
 
 
 def test_freezing_the_head_of_a_language_model_is_honoured(tmp_path):
@@ -246,7 +246,7 @@ def test_freezing_the_head_of_a_language_model_is_honoured(tmp_path):
     ],
 )
 def test_changes_without_optimizer_state_are_refused(change, message, tmp_path):
-    model = made()
+    model = new_model()
     model.entry.requires_grad_(False)
     with attached(model, tmp_path) as session:
         loss_of(model, DATA[0]).backward()
@@ -257,7 +257,7 @@ def test_changes_without_optimizer_state_are_refused(change, message, tmp_path):
 
 
 def test_moving_an_attached_model_changes_nothing(tmp_path):
-    model = made()
+    model = new_model()
     with attached(model, tmp_path):
         model.to("cpu").cpu().float()
         loss_of(model, DATA[0]).backward()
@@ -299,14 +299,14 @@ class Hooks(Around):
 @pytest.mark.parametrize("options", [{}, {"clip": 0.05, "micro_batch": 3, "overlap": False}])
 def test_gradient_hooks_run_over_complete_gradients(options, tmp_path):
     reference, actual = Hooks(), Hooks()
-    expected = in_memory(made(), reference, clip=options.get("clip", 0.0))
-    assert_close(out_of_core(made(), actual, tmp_path, **options), expected)
+    expected = in_memory(new_model(), reference, clip=options.get("clip", 0.0))
+    assert_close(out_of_core(new_model(), actual, tmp_path, **options), expected)
     assert len(actual.norms) == len(DATA)
     assert actual.norms == pytest.approx(reference.norms, rel=1e-4)
 
 
 def test_hooks_survive_a_new_plan_and_see_each_added_batch(tmp_path):
-    model, seen = made(), []
+    model, seen = new_model(), []
     with attached(model, tmp_path) as session:
         model.entry.weight.register_hook(lambda grad: seen.append(1))
         session.follow(session.plan)
@@ -321,7 +321,7 @@ def test_hooks_survive_a_new_plan_and_see_each_added_batch(tmp_path):
 
 
 def test_a_hook_that_returns_another_shape_is_refused(tmp_path):
-    model = made()
+    model = new_model()
     with attached(model, tmp_path):
         model.entry.weight.register_hook(lambda grad: grad[0])
         with pytest.raises(ModelError, match=r"hook of entry\.weight returned .* \[12\]"):
@@ -329,7 +329,7 @@ def test_a_hook_that_returns_another_shape_is_refused(tmp_path):
 
 
 def test_gradients_that_are_gone_cannot_be_clipped_read_or_set(tmp_path):
-    model = made()
+    model = new_model()
     with attached(model, tmp_path, clip=1.0) as session:
         assert model.entry.weight.grad is None  # as in PyTorch, before any backward
         loss_of(model, DATA[0]).backward()
@@ -350,7 +350,7 @@ def test_gradients_that_are_gone_cannot_be_clipped_read_or_set(tmp_path):
 
 @pytest.mark.parametrize("when", ["before", "after", "closed"])
 def test_a_torch_optimizer_over_the_model_is_refused(when, tmp_path):
-    model = made()
+    model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if when == "before" else None
     with attached(model, tmp_path) as session:
         if optimizer is None:
@@ -399,7 +399,7 @@ def test_hidden_states_beside_a_loss_are_those_of_the_model(tmp_path):
 
 
 def test_backward_without_updates_leaves_ordinary_gradients(tmp_path):
-    model = made()
+    model = new_model()
     plain = copy.deepcopy(model)
     for batch in DATA[:2]:
         loss_of(plain, batch).backward()
@@ -416,7 +416,7 @@ def test_backward_without_updates_leaves_ordinary_gradients(tmp_path):
 
 
 def test_gradients_of_inputs_alone_make_no_step(tmp_path):
-    model = made()
+    model = new_model()
     plain, x = copy.deepcopy(model), DATA[0]["x"].clone().requires_grad_()
     (expected,) = torch.autograd.grad(plain(x), x)
     with attached(model, tmp_path) as session:
@@ -433,7 +433,7 @@ def test_gradients_of_inputs_alone_make_no_step(tmp_path):
 
 
 def test_hooks_of_blocks_see_what_they_see_in_memory(tmp_path):
-    model, seen = made(), {"ours": [], "plain": []}
+    model, seen = new_model(), {"ours": [], "plain": []}
     plain = copy.deepcopy(model)
     for name, one in (("ours", model), ("plain", plain)):
         log = seen[name].append
@@ -454,7 +454,7 @@ def test_hooks_of_blocks_see_what_they_see_in_memory(tmp_path):
 
 @pytest.mark.parametrize("batch", [DATA[0]["x"], (DATA[0]["x"],), DATA[0]])
 def test_the_example_batch_is_what_the_model_is_called_with(batch, tmp_path):
-    with attached(made(), tmp_path, batch=batch) as session:
+    with attached(new_model(), tmp_path, batch=batch) as session:
         assert session.context.workload.batch == 4
 
 
@@ -467,4 +467,4 @@ def test_the_example_batch_is_what_the_model_is_called_with(batch, tmp_path):
 )
 def test_an_example_batch_of_another_kind_is_refused(batch, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        attached(made(), tmp_path, batch=batch)
+        attached(new_model(), tmp_path, batch=batch)

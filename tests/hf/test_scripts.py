@@ -26,7 +26,15 @@ import lohan
 import lohan.hf
 from tests.support import HANG_S
 from tests.support.small_models import CONFIGS, small_model
-from tests.support.trainer_scripts import SETTINGS, collate, examples, logged, made, script, weights
+from tests.support.trainer_scripts import (
+    SETTINGS,
+    collate,
+    examples,
+    logged,
+    new_trainer,
+    script,
+    weights,
+)
 
 BOTH = (transformers.Trainer, lohan.hf.Trainer)
 
@@ -81,7 +89,7 @@ def test_evaluation_has_the_loss_of_training(change, changes, metrics, tmp_path)
         changes["compute_metrics"] = lambda found: {"mean": float(found.predictions.mean())}
     runs = []
     for kind in BOTH:
-        runs.append(made(change(kind), tmp_path / kind.__module__, **changes))
+        runs.append(new_trainer(change(kind), tmp_path / kind.__module__, **changes))
         runs[-1].train()
     for name in ("loss", "eval_loss", *(["eval_mean"] if metrics else [])):
         assert len(logged(runs[1], name)) == 2
@@ -106,7 +114,7 @@ def test_losses_of_ones_own_see_fp32_logits_with_bf16(label_smoothing_factor, tm
 
     for kind in BOTH:
         changes = {"bf16": True, "label_smoothing_factor": label_smoothing_factor, "max_steps": 2}
-        runs.append(made(noted(kind), tmp_path / kind.__module__, **changes))
+        runs.append(new_trainer(noted(kind), tmp_path / kind.__module__, **changes))
         runs[-1].train()
     assert set(seen) <= {torch.float32} and runs[1].session.plan.dtype == "bf16"
     for name, limit in (("loss", 1e-3), ("grad_norm", 2e-2)):
@@ -127,7 +135,7 @@ def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
     collected = []
     for kind in BOTH:
         data = Stream(examples(10, seed=2))
-        trainer = made(
+        trainer = new_trainer(
             kind,
             tmp_path / kind.__module__,
             eval_dataset=data,
@@ -143,7 +151,7 @@ def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
 
 
 def test_the_type_of_the_model_is_what_is_saved(tmp_path):
-    trainer = made(lohan.hf.Trainer, tmp_path, bf16=True, max_steps=2)
+    trainer = new_trainer(lohan.hf.Trainer, tmp_path, bf16=True, max_steps=2)
     trainer.train()
     assert trainer.session.plan.dtype == "bf16"
     trainer.save_model()
@@ -156,7 +164,7 @@ def test_the_type_of_the_model_is_what_is_saved(tmp_path):
 
 
 def test_the_model_saves_and_copies_itself_after_training(tmp_path):
-    trainer = made(lohan.hf.Trainer, tmp_path / "out")
+    trainer = new_trainer(lohan.hf.Trainer, tmp_path / "out")
     trainer.train()
     trainer.model.save_pretrained(tmp_path / "model")
     trainer.save_model(str(tmp_path / "trainer"))
@@ -168,7 +176,7 @@ def test_the_model_saves_and_copies_itself_after_training(tmp_path):
 
 def test_saved_weights_are_replaced_by_later_ones(tmp_path):
     """The number of files changes, as with transformers; other files in the folder are kept."""
-    trainer = made(lohan.hf.Trainer, tmp_path / "out", max_steps=1)
+    trainer = new_trainer(lohan.hf.Trainer, tmp_path / "out", max_steps=1)
     trainer.train()
     place = tmp_path / "model"
     place.mkdir()
@@ -188,7 +196,9 @@ def test_saved_weights_are_replaced_by_later_ones(tmp_path):
 
 
 def test_evaluation_in_a_smaller_type_is_that_of_training(tmp_path):
-    runs = [made(lohan.hf.Trainer, tmp_path / str(x), bf16_full_eval=x) for x in (True, False)]
+    runs = [
+        new_trainer(lohan.hf.Trainer, tmp_path / str(x), bf16_full_eval=x) for x in (True, False)
+    ]
     first, second = (run.evaluate()["eval_loss"] for run in runs)
     assert first == second
 
@@ -200,9 +210,11 @@ def test_a_second_trainer_goes_on_with_what_the_first_has_learnt(tmp_path):
     runs = []
     for kind in BOTH:
         model = small_model("llama")
-        first = made(kind, tmp_path / f"{kind.__module__}-1", model=model)
+        first = new_trainer(kind, tmp_path / f"{kind.__module__}-1", model=model)
         first.train()
-        second = made(kind, tmp_path / f"{kind.__module__}-2", model=model, learning_rate=1e-3)
+        second = new_trainer(
+            kind, tmp_path / f"{kind.__module__}-2", model=model, learning_rate=1e-3
+        )
         second.train()
         second.save_model()
         runs.append(second)
@@ -247,14 +259,14 @@ def test_two_trainers_of_a_model_end_cleanly_at_exit(tmp_path):
 def test_the_training_state_is_never_uploaded(tmp_path, monkeypatch):
     """Trainer uploads its output folder, which contains the store by default."""
     with pytest.raises(lohan.LohanError, match=r"push_to_hub would upload the training state, whi"):
-        made(lohan.hf.Trainer, tmp_path / "a", push_to_hub=True)
-    trainer = made(lohan.hf.Trainer, tmp_path / "a")
+        new_trainer(lohan.hf.Trainer, tmp_path / "a", push_to_hub=True)
+    trainer = new_trainer(lohan.hf.Trainer, tmp_path / "a")
     with pytest.raises(lohan.LohanError, match="put it elsewhere with LOHAN_SSD"):
         trainer.push_to_hub()
     (tmp_path / "ssd").mkdir()
     apart = lohan.hf.LohanArguments(ssd=(str(tmp_path / "ssd"),))
     with pytest.raises(lohan.LohanError, match=r"'checkpoint' would upload .* in every checkpoint"):
-        made(
+        new_trainer(
             lohan.hf.Trainer,
             tmp_path / "b",
             push_to_hub=True,
@@ -263,7 +275,7 @@ def test_the_training_state_is_never_uploaded(tmp_path, monkeypatch):
         )
     pushed: list[Any] = []
     monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda *a, **k: pushed.append(a))
-    made(lohan.hf.Trainer, tmp_path / "b", lohan=apart).push_to_hub()
+    new_trainer(lohan.hf.Trainer, tmp_path / "b", lohan=apart).push_to_hub()
     assert len(pushed) == 1
 
 
@@ -275,12 +287,12 @@ def test_missing_trainer_is_named_with_the_reason():
 
 def test_a_second_trainer_in_the_same_folder(tmp_path):
     model = small_model("llama")
-    made(lohan.hf.Trainer, tmp_path, model=model).train()
-    again = made(lohan.hf.Trainer, tmp_path, model=model)
+    new_trainer(lohan.hf.Trainer, tmp_path, model=model).train()
+    again = new_trainer(lohan.hf.Trainer, tmp_path, model=model)
     again.train()
     plain = small_model("llama")
     for name in ("a", "b"):
-        expected = made(transformers.Trainer, tmp_path / name, model=plain)
+        expected = new_trainer(transformers.Trainer, tmp_path / name, model=plain)
         expected.train()
     assert logged(again, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
     stores = [path for path in tmp_path.iterdir() if path.name.startswith("lohan-")]
@@ -288,7 +300,7 @@ def test_a_second_trainer_in_the_same_folder(tmp_path):
 
 
 def test_train_twice(tmp_path):
-    runs = [made(kind, tmp_path / kind.__module__) for kind in BOTH]
+    runs = [new_trainer(kind, tmp_path / kind.__module__) for kind in BOTH]
     for trainer in runs:
         trainer.train()
         trainer.train()
@@ -302,7 +314,7 @@ def test_a_model_made_by_model_init(tmp_path):
     def init() -> nn.Module:
         return AutoModelForCausalLM.from_config(CONFIGS["llama"]())
 
-    runs = [made(kind, tmp_path / kind.__module__, model_init=init) for kind in BOTH]
+    runs = [new_trainer(kind, tmp_path / kind.__module__, model_init=init) for kind in BOTH]
     for trainer in runs:
         trainer.train()
         first = logged(trainer, "loss")
@@ -335,7 +347,7 @@ def test_the_best_model_is_loaded_at_the_end(only_model, tmp_path):
         model = small_model("llama")
         for parameter in model.parameters():  # a start that a large rate makes worse
             nn.init.normal_(parameter, std=0.02)
-        runs.append(made(kind, tmp_path / kind.__module__, model=model, **changes))
+        runs.append(new_trainer(kind, tmp_path / kind.__module__, model=model, **changes))
         runs[-1].train()
         runs[-1].save_model(str(tmp_path / f"{kind.__module__}-best"))
     expected, actual = runs
@@ -471,12 +483,12 @@ def test_refuses_model_without_trained_parameters(tmp_path):
 def test_a_batch_size_that_fits_is_found(tmp_path):
     small = lohan.hf.LohanArguments(host="1100KiB")  # 20 rows would need 1.29 MiB
     changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 64, "max_steps": 2}
-    trainer = made(lohan.hf.Trainer, tmp_path / "a", lohan=small, **changes)
+    trainer = new_trainer(lohan.hf.Trainer, tmp_path / "a", lohan=small, **changes)
     trainer.train()
     assert trainer.state.global_step == 2 and trainer.state.train_batch_size < 20
     none = lohan.hf.LohanArguments(host="100KiB")
     with pytest.raises(lohan.LohanError, match="host budget too small"):
-        made(lohan.hf.Trainer, tmp_path / "b", lohan=none, **changes).train()
+        new_trainer(lohan.hf.Trainer, tmp_path / "b", lohan=none, **changes).train()
 
 
 class _Address(torch.autograd.Function):
@@ -538,11 +550,11 @@ def test_liger_kernels_replace_modules_and_leave_the_head(tmp_path, monkeypatch)
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    actual = made(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    actual = new_trainer(lohan.hf.Trainer, tmp_path / "ours", **changes)
     actual.train()
     assert {*calls} == {"norm", "rotary"}
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", plain_rotary)
-    plain = made(lohan.hf.Trainer, tmp_path / "plain", eval_strategy="steps", eval_steps=2)
+    plain = new_trainer(lohan.hf.Trainer, tmp_path / "plain", eval_strategy="steps", eval_steps=2)
     plain.train()
     assert logged(actual, "loss") == logged(plain, "loss")
     assert logged(actual, "eval_loss") == logged(plain, "eval_loss")

@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(
+def new_trainer(
     base: Path,
     out: Path,
     *,
@@ -67,27 +67,27 @@ def test_second_training_in_a_folder_replaces_the_first_when_it_has_committed(
 ):
     drive = tmp_path / "out" if inside else tmp_path / "drive"
     options = {} if inside else {"ssd": (drive,)}
-    made(base, tmp_path / "out", **options).train()
+    new_trainer(base, tmp_path / "out", **options).train()
     gc.collect()
     before = steps(drive)
     assert list(before.values()) == [2]
-    again = made(base, tmp_path / "out", **options)
+    again = new_trainer(base, tmp_path / "out", **options)
     assert again.evaluate()["eval_loss"] > 0 and again.predict(examples(2, vocab=VOCAB)).metrics
     assert again.session is None and steps(drive) == before
     with pytest.raises(BudgetError):  # a start that is refused replaces nothing
-        made(base, tmp_path / "out", **options, host="10KiB").train()
+        new_trainer(base, tmp_path / "out", **options, host="10KiB").train()
     assert steps(drive) == before
     with pytest.raises(KeyboardInterrupt):
-        made(base, tmp_path / "out", kind=Dies, **options).train()
+        new_trainer(base, tmp_path / "out", kind=Dies, **options).train()
     gc.collect()
     assert before.items() <= steps(drive).items()
-    more = made(base, tmp_path / "out", arguments={"max_steps": 3}, **options)
+    more = new_trainer(base, tmp_path / "out", arguments={"max_steps": 3}, **options)
     more.train(resume_from_checkpoint=True)  # the first training: its state was not lost
     assert more.state.global_step == more.session.step == 3
     del more
     gc.collect()
     caplog.clear()
-    made(base, tmp_path / "out", **options).train()
+    new_trainer(base, tmp_path / "out", **options).train()
     assert "holds the state of an earlier training" in caplog.text and "at step 3" in caplog.text
     gc.collect()
     after = steps(drive)
@@ -95,10 +95,10 @@ def test_second_training_in_a_folder_replaces_the_first_when_it_has_committed(
 
 
 def test_second_training_leaves_the_model_of_the_first_its_weights(base, tmp_path):
-    first = made(base, tmp_path / "out")
+    first = new_trainer(base, tmp_path / "out")
     first.train()
     learnt = {name: value.clone() for name, value in first.model.state_dict().items()}
-    second = made(base, tmp_path / "out")
+    second = new_trainer(base, tmp_path / "out")
     second.train()
     assert len(steps(tmp_path / "out")) == 2
     for name, value in first.model.state_dict().items():
@@ -127,15 +127,15 @@ def assert_same_end(resumed: Any, whole: Any) -> None:
 
 def test_resumes_a_checkpoint_of_another_output_folder(base, tmp_path):
     saves = {**SAVES, "bf16": True}
-    whole = made(base, tmp_path / "one", arguments=saves, model=half_frozen(base))
+    whole = new_trainer(base, tmp_path / "one", arguments=saves, model=half_frozen(base))
     whole.train()
     store = steps(tmp_path / "one")
-    other = made(base, tmp_path / "two", arguments=saves, model=half_frozen(base))
+    other = new_trainer(base, tmp_path / "two", arguments=saves, model=half_frozen(base))
     other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-1"))
     assert [row["step"] for row in other.state.log_history if "loss" in row] == [1, 2, 3]
     assert_same_end(other, whole)
     assert steps(tmp_path / "one") == store and not whole.session.closed
-    again = made(
+    again = new_trainer(
         base, tmp_path / "two", model=half_frozen(base), arguments={**saves, "max_steps": 4}
     )
     again.train(resume_from_checkpoint=True)
@@ -144,26 +144,26 @@ def test_resumes_a_checkpoint_of_another_output_folder(base, tmp_path):
 
 def test_resumes_the_training_that_the_checkpoint_is_of(base, tmp_path):
     """The checkpoints of a first training outlast its store, which a second one has replaced."""
-    whole = made(base, tmp_path / "whole", arguments=SAVES)
+    whole = new_trainer(base, tmp_path / "whole", arguments=SAVES)
     whole.train()
-    made(base, tmp_path / "out", arguments={**SAVES, "max_steps": 2}).train()
+    new_trainer(base, tmp_path / "out", arguments={**SAVES, "max_steps": 2}).train()
     gc.collect()
-    made(base, tmp_path / "out", arguments={"max_steps": 4, "learning_rate": 1e-2}).train()
+    new_trainer(base, tmp_path / "out", arguments={"max_steps": 4, "learning_rate": 1e-2}).train()
     gc.collect()
-    more = made(base, tmp_path / "out", arguments=SAVES)
+    more = new_trainer(base, tmp_path / "out", arguments=SAVES)
     more.train(resume_from_checkpoint=True)
     assert more.state.global_step == 3
     assert_same_end(more, whole)
 
 
 def test_torn_state_of_the_newest_checkpoint_blocks_no_resume(base, tmp_path):
-    whole = made(base, tmp_path / "whole", arguments=SAVES)
+    whole = new_trainer(base, tmp_path / "whole", arguments=SAVES)
     whole.train()
-    made(base, tmp_path / "out", arguments={**SAVES, "max_steps": 2}).train()
+    new_trainer(base, tmp_path / "out", arguments={**SAVES, "max_steps": 2}).train()
     gc.collect()
     torn = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     torn.write_text(torn.read_text()[:99])
-    more = made(base, tmp_path / "out", arguments=SAVES)
+    more = new_trainer(base, tmp_path / "out", arguments=SAVES)
     with pytest.raises(lohan.LohanError, match=r"checkpoint-2.*cannot be read.*earlier checkpoint"):
         more.train(resume_from_checkpoint=str(torn.parent))
     more.train(resume_from_checkpoint=True)
@@ -173,13 +173,13 @@ def test_torn_state_of_the_newest_checkpoint_blocks_no_resume(base, tmp_path):
 
 def test_a_copy_of_the_output_folder_leaves_the_originals_store(base, tmp_path):
     options = {"ssd": (tmp_path / "drive",)}
-    made(base, tmp_path / "out", **options).train()
+    new_trainer(base, tmp_path / "out", **options).train()
     gc.collect()
     before = tree(tmp_path / "drive")
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
     with pytest.raises(lohan.LohanError, match="is a copy of"):
-        made(base, tmp_path / "copy", **options)._stored()
-    made(base, tmp_path / "copy", **options).train()
+        new_trainer(base, tmp_path / "copy", **options)._stored()
+    new_trainer(base, tmp_path / "copy", **options).train()
     gc.collect()
     assert before.items() <= tree(tmp_path / "drive").items()
     assert list(steps(tmp_path / "drive").values()) == [2, 2]
@@ -187,7 +187,7 @@ def test_a_copy_of_the_output_folder_leaves_the_originals_store(base, tmp_path):
 
 def test_two_trainings_share_a_drive(base, tmp_path):
     for name in ("a", "b"):
-        made(base, tmp_path / name, ssd=(tmp_path / "drive",)).train()
+        new_trainer(base, tmp_path / name, ssd=(tmp_path / "drive",)).train()
         gc.collect()
     assert list(steps(tmp_path / "drive").values()) == [2, 2]
 
@@ -201,9 +201,9 @@ class Stops(TrainerCallback):
 def test_a_training_that_saved_no_checkpoint_goes_on(base, tmp_path):
     """The process died before or during its first checkpoint; its steps are in the store."""
     more = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4}
-    whole = made(base, tmp_path / "whole", arguments=more)
+    whole = new_trainer(base, tmp_path / "whole", arguments=more)
     whole.train()
-    stopped = made(base, tmp_path / "out", arguments=more)
+    stopped = new_trainer(base, tmp_path / "out", arguments=more)
     stopped.add_callback(Stops())
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
@@ -214,7 +214,7 @@ def test_a_training_that_saved_no_checkpoint_goes_on(base, tmp_path):
         (tmp_path / "out" / name).mkdir()
         if text is not None:
             (tmp_path / "out" / name / "trainer_state.json").write_text(text)
-    again = made(base, tmp_path / "out", arguments=more)
+    again = new_trainer(base, tmp_path / "out", arguments=more)
     again.train(resume_from_checkpoint=True)
     wanted, actual = (
         {r["step"]: (r["loss"], r["learning_rate"]) for r in t.state.log_history if "loss" in r}
@@ -222,12 +222,12 @@ def test_a_training_that_saved_no_checkpoint_goes_on(base, tmp_path):
     )
     assert list(actual) == [4, 5, 6] and actual.items() <= wanted.items()
     with pytest.raises(ValueError, match="No valid checkpoint"):
-        made(base, tmp_path / "new").train(resume_from_checkpoint=True)
+        new_trainer(base, tmp_path / "new").train(resume_from_checkpoint=True)
 
 
 def test_training_after_an_evaluation(base, tmp_path):
     """The numbers are those of a training alone."""
-    plain, other = made(base, tmp_path / "plain"), made(base, tmp_path / "other")
+    plain, other = new_trainer(base, tmp_path / "plain"), new_trainer(base, tmp_path / "other")
     plain.train()
     other.evaluate()
     other.train()

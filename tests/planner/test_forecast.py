@@ -28,7 +28,7 @@ BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, dtype
 OPTIONS = PlanOptions(dtype="fp32", activations="recompute", clip=0.0)
 
 
-def made(*, flops, rate, **shares):
+def forecast_on_cpu(*, flops, rate, **shares):
     """Forecast a fixed plan on a CPU with a drive of this rate."""
     drive = Drive(name="d", read=rate, write=rate)
     machine = Profile(
@@ -47,7 +47,7 @@ def made(*, flops, rate, **shares):
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():
-    alone, with_io = (made(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
+    alone, with_io = (forecast_on_cpu(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
     more_s = with_io.timeline.step_s - alone.timeline.step_s
     # What is lost in each second of I/O, all of which goes on during compute or an update.
     assert more_s == pytest.approx(0.4 * alone.busy_s["ssd"], rel=0.1)
@@ -59,18 +59,24 @@ def test_compute_is_slower_for_as_long_as_drives_work():
 
 
 def test_compute_loses_nothing_to_drives_that_are_done_at_once():
-    alone, with_io = (made(flops=1e10, rate=1e15, io_share=share) for share in (0.0, 0.4))
+    alone, with_io = (
+        forecast_on_cpu(flops=1e10, rate=1e15, io_share=share) for share in (0.0, 0.4)
+    )
     assert with_io.step_s == pytest.approx(alone.step_s, rel=1e-4)
 
 
 def test_drives_are_slower_beside_compute():
-    alone, with_io = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
+    alone, with_io = (
+        forecast_on_cpu(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5)
+    )
     assert with_io.busy_s["ssd"] == pytest.approx(2 * alone.busy_s["ssd"], rel=0.1)
     assert with_io.busy_s["compute"] == alone.busy_s["compute"]
 
 
 def test_drives_lose_nothing_where_there_is_little_to_compute():
-    alone, with_io = (made(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5))
+    alone, with_io = (
+        forecast_on_cpu(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5)
+    )
     assert with_io.busy_s["ssd"] == pytest.approx(alone.busy_s["ssd"], rel=0.05)
 
 
@@ -112,7 +118,8 @@ def test_four_fast_drives_tie_with_main_memory():
 
 
 def test_a_machine_without_a_link_has_no_bus_of_its_own():
-    assert made(flops=1e9, rate=2e9, host_rate=1e3).bus_s == 0.0  # compute is in main memory too
+    # compute is in main memory too
+    assert forecast_on_cpu(flops=1e9, rate=2e9, host_rate=1e3).bus_s == 0.0
 
 
 BF16 = BytesPerParameter(weight=2.0, state=10.0, gradient=4.0)

@@ -32,7 +32,7 @@ MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
 MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
 
 
-def asked(gpus: int, batch: int, **changes) -> PlanRequest:
+def plan_request(gpus: int, batch: int, **changes) -> PlanRequest:
     machine = replace(MACHINE, gpus=gpus, **changes)
     return PlanRequest(
         model=MODEL,
@@ -46,7 +46,7 @@ def asked(gpus: int, batch: int, **changes) -> PlanRequest:
 
 @functools.cache
 def planned(gpus: int, batch: int) -> MachinePlan:
-    return plan_for_machine(asked(gpus, batch))
+    return plan_for_machine(plan_request(gpus, batch))
 
 
 def test_the_ranks_of_a_machine_move_no_more_than_one_would():
@@ -74,7 +74,7 @@ def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
 
 
 def test_the_net_lane_carries_all_but_the_ranks_own_piece():
-    request = asked(4, 32, net=10e9)
+    request = plan_request(4, 32, net=10e9)
     forecast = plan_for_machine(request).forecast
     others = 3 * sum(g.numel for g in request.blocks.groups if not g.resident)
     tokens = [a for phase in forecast.steady_phases().values() for a in phase if a.kind in "AX"]
@@ -86,17 +86,19 @@ def test_the_net_lane_carries_all_but_the_ranks_own_piece():
 
 
 def test_weights_are_gathered_before_use_and_gradients_summed_before_they_leave():
-    phases = plan_for_machine(asked(2, 8)).forecast.steady_phases()
+    phases = plan_for_machine(plan_request(2, 8)).forecast.steady_phases()
     forward, backward = to_text(phases["forward"]), to_text(phases["backward"])
     assert "A1@" in forward and "X1(B1)" in backward and "D1(X1" in backward
-    assert "A1@" not in to_text(plan_for_machine(asked(1, 4)).forecast.steady_phases()["forward"])
+    assert "A1@" not in to_text(
+        plan_for_machine(plan_request(1, 4)).forecast.steady_phases()["forward"]
+    )
 
 
 def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
     slow = {"h2d": 2e9, "d2h": 2e9}
-    own = plan_for_machine(asked(4, 32, **slow)).forecast
-    shared = plan_for_machine(asked(4, 32, **slow, link_limit=2e9)).forecast
-    apart = plan_for_machine(asked(4, 32, **slow, net=200e9)).forecast
+    own = plan_for_machine(plan_request(4, 32, **slow)).forecast
+    shared = plan_for_machine(plan_request(4, 32, **slow, link_limit=2e9)).forecast
+    apart = plan_for_machine(plan_request(4, 32, **slow, net=200e9)).forecast
     assert shared.step_s > 1.5 * own.step_s
     assert apart.step_s < own.step_s
     assert apart.busy_s["net"] < own.busy_s["net"] / 50
@@ -104,10 +106,10 @@ def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
 
 def test_step_is_not_shorter_than_the_traffic_of_a_shared_link():
     """GPUs without a net of their own: no step is shorter than a link is busy with both."""
-    forecast = plan_for_machine(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
+    forecast = plan_for_machine(plan_request(8, 8, h2d=1e9, d2h=1e9)).forecast
     busy = forecast.busy_s
     assert forecast.step_s >= max(busy["h2d"], busy["d2h"]) + busy["net"]
-    free = without_lane(asked(8, 8, h2d=1e9, d2h=1e9).machine, "net")
+    free = without_lane(plan_request(8, 8, h2d=1e9, d2h=1e9).machine, "net")
     assert free.net_rate > 100e9 and not free.net_over_links
 
 
@@ -125,8 +127,8 @@ def test_a_share_of_a_machine():
 @pytest.mark.parametrize(
     ("impossible", "words"),
     [
-        (asked(4, 3), "--batch 3 is less than one row for each of 4 GPUs; raise it to 4"),
-        (asked(4, 8, device_bytes=0), "--gpus 4: ratel-4090 has no GPU"),
+        (plan_request(4, 3), "--batch 3 is less than one row for each of 4 GPUs; raise it to 4"),
+        (plan_request(4, 8, device_bytes=0), "--gpus 4: ratel-4090 has no GPU"),
     ],
 )
 def test_rejects_impossible_rank_settings(impossible, words):
@@ -135,11 +137,11 @@ def test_rejects_impossible_rank_settings(impossible, words):
 
 
 def test_memory_is_asked_of_every_rank():
-    poor = replace(asked(8, 8), host=3 * 10**8)
+    poor = replace(plan_request(8, 8), host=3 * 10**8)
     with pytest.raises(BudgetError, match=r"fits with --host") as refused:
         plan_for_machine(poor)
     assert "--batch" not in str(refused.value).partition("fits with")[2]  # a row each is the least
-    assert largest_batch(asked(4, 4)) >= 4
+    assert largest_batch(plan_request(4, 4)) >= 4
 
 
 def test_the_command_line_plans_several_gpus():

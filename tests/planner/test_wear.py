@@ -32,7 +32,9 @@ DRIVES = (
 )
 
 
-def asked(model: str = "llama-3-8b", *, batch: int = 16, host: int = 0, **options) -> PlanRequest:
+def plan_request(
+    model: str = "llama-3-8b", *, batch: int = 16, host: int = 0, **options
+) -> PlanRequest:
     machine = presets.machine("rtx4090")
     options = PlanOptions(**{"dtype": "bf16", "clip": 1.0, "can_rerun": True, **options})
     return PlanRequest(
@@ -111,7 +113,7 @@ def test_negligible_wear_is_not_reported():
 
 def test_alternatives_are_what_the_options_would_give():
     """Each is the plan that one gets with the option, to the byte."""
-    request = asked()
+    request = plan_request()
     machine_plan = with_alternatives(plan_for_machine(request))
     actual = {other.option: other for other in machine_plan.instead}
     assert {"--moments int8", "--commit-every 15min"} <= set(actual)
@@ -120,7 +122,7 @@ def test_alternatives_are_what_the_options_would_give():
         "--commit-every 15min": {"commit": Interval(0, 900.0)},
     }
     for option, changed in changes.items():
-        then = plan_for_machine(asked(**changed)).forecast
+        then = plan_for_machine(plan_request(**changed)).forecast
         other = actual[option]
         assert (other.written_bytes, other.step_s) == (then.written_bytes, then.step_s)
     written = [other.written_bytes for other in machine_plan.instead]
@@ -136,7 +138,7 @@ def test_alternatives_are_what_the_options_would_give():
 
 
 def test_activations_on_ssd_can_be_kept_off_it():
-    request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
+    request = plan_request("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     machine_plan = with_alternatives(plan_for_machine(request))
     assert machine_plan.plan.spilled_sites
     options = {other.option.split()[0] for other in machine_plan.instead}
@@ -145,7 +147,7 @@ def test_activations_on_ssd_can_be_kept_off_it():
 
 def test_the_cheapest_plan():
     """Its cost, including wear, is at most that of the fastest and of the sparing plan."""
-    request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
+    request = plan_request("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     machine = request.machine
 
     def usd(minimise):
@@ -166,7 +168,7 @@ def test_a_machine_without_prices_has_no_cheapest_plan():
 
 
 def test_written_bytes_of_a_step_equal_the_forecast():
-    machine_plan = plan_for_machine(asked())
+    machine_plan = plan_for_machine(plan_request())
     written = written_per_step(
         machine_plan.blocks, machine_plan.workload, machine_plan.plan, has_own_memory=True
     )
@@ -196,7 +198,7 @@ def test_presets_show_memory_drives_and_prices():
 
 @pytest.mark.slow
 def test_more_memory_where_it_writes_less():
-    request = asked("qwen3-14b", batch=64, commit=None)
+    request = plan_request("qwen3-14b", batch=64, commit=None)
     machine_plan = with_alternatives(plan_for_machine(request))
     (more,) = (other for other in machine_plan.instead if other.option.startswith("--host"))
     assert more.written_bytes < 0.5 * machine_plan.forecast.written_bytes

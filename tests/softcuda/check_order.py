@@ -16,7 +16,7 @@ from lohan.engine.gradients import StepCollectives
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.softcuda import extension, two_ranks, waits
-from tests.softcuda.check_training import there
+from tests.softcuda.check_training import cuda_device
 from tests.support.missing_waits import CopiesAtOnce, NeverWaits, kept_slices
 
 pytestmark = pytest.mark.gpu
@@ -129,7 +129,7 @@ def one_rank() -> ProcessGroup:
 
 def test_the_net_lane_sleeps_when_it_waits():
     """A reduce-scatter waits for its sum and for the flags, and never in a loop."""
-    device, count = there(), 12
+    device, count = cuda_device(), 12
     specs = tuple(TensorSpec(str(i), (8,), 8 * i, 8, True, True) for i in range(count))
     collectives = StepCollectives(one_rank(), [FlatGroup("g", specs, 8 * count)])
     grads = {i: torch.full((8,), float(i), device="cuda") for i in range(count) if i != 5}

@@ -57,7 +57,7 @@ def nothing_is_made_anew() -> Iterator[None]:
         yield
 
 
-def there(memory: int | None = None, number: int | None = None) -> AcceleratorDevice:
+def cuda_device(memory: int | None = None, number: int | None = None) -> AcceleratorDevice:
     return AcceleratorDevice(memory, number=number)
 
 
@@ -114,7 +114,7 @@ def test_language_models(kind, mode, activations, tmp_path):
         seed=1,
         batch=actual_rows[0],
         micro_batch=2,
-        device=there(),
+        device=cuda_device(),
         update_mode=mode,
         activations=activations,
     )
@@ -136,7 +136,7 @@ def test_padded_and_packed_rows(kind, how, activations, tmp_path):
         tmp_path,
         batch=actual_rows[0],
         micro_batch=2,
-        device=there(),
+        device=cuda_device(),
         activations=activations,
     )
     same(result, on_cpu(kind, how))
@@ -144,7 +144,7 @@ def test_padded_and_packed_rows(kind, how, activations, tmp_path):
 
 @pytest.mark.parametrize("doubles", [True, False])
 def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
-    check_norm_of_device(there(), doubles, TINY, tmp_path, monkeypatch)
+    check_norm_of_device(cuda_device(), doubles, TINY, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
@@ -152,12 +152,12 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
-    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=there()), plain(case))
+    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=cuda_device()), plain(case))
 
 
 def test_the_second_device(tmp_path):
     actual_rows, first = rows_of(""), torch.cuda.memory_reserved(0)
-    device = there(number=1)
+    device = cuda_device(number=1)
     result = train(
         small_model("llama"),
         actual_rows,
@@ -202,7 +202,7 @@ def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, t
                 batch=actual_rows[0],
                 micro_batch=2,
                 activations=activations,
-                device=there(),
+                device=cuda_device(),
             )
         )
     results[1].check(results[0])
@@ -220,7 +220,7 @@ def test_half_precision_with_flash_attention(dtype, tmp_path):
             small_model(kind, dtype=dtype),
             actual_rows,
             place,
-            device=there(),
+            device=cuda_device(),
             activations=activations,
             **options,
         )
@@ -232,7 +232,7 @@ def test_lora(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     actual_rows, results = rows_of("", steps=2), []
-    for device in ("cpu", there()):
+    for device in ("cpu", cuda_device()):
         torch.manual_seed(5)
         model = get_peft_model(small_model("llama"), LoraConfig(r=4, task_type="CAUSAL_LM"))
         place = tmp_path / str(len(results))
@@ -253,7 +253,7 @@ def test_a_deterministic_run_uses_kernels_with_a_fixed_order(deterministic, tmp_
 
     monkeypatch.setenv(determinism.WORKSPACE, determinism.FIXED[0])
     monkeypatch.setattr(AcceleratorDevice, "mark", mark)
-    options = {"device": there(), "deterministic": deterministic}
+    options = {"device": cuda_device(), "deterministic": deterministic}
     result = train(
         small_model("llama"), actual_rows, tmp_path, batch=actual_rows[0], micro_batch=2, **options
     )
@@ -282,9 +282,9 @@ class Large(nn.Module):
 def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
     created = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
     wanted = train(Large(), created, tmp_path / "cpu", batch=created[0])
-    result = train(Large(), created, tmp_path / "there", batch=created[0], device=there())
+    result = train(Large(), created, tmp_path / "there", batch=created[0], device=cuda_device())
     same(result, wanted)
-    with attached(Large(), tmp_path / "meta", batch=created[0], device=there()) as session:
+    with attached(Large(), tmp_path / "meta", batch=created[0], device=cuda_device()) as session:
         session.model(**created[0]).backward()
         session.commit()
         assert "buffers" not in session.store.meta
@@ -312,12 +312,12 @@ def test_a_missing_wait_of_the_host_shows(careless):
 def test_two_of_four_slices_are_on_the_device(late):
     """This holds for any delays."""
     cuda.set_delays(*late)
-    same(kept_slices(there()), kept_slices("cpu"))
+    same(kept_slices(cuda_device()), kept_slices("cpu"))
 
 
 def test_what_is_set_aside_comes_back_when_it_has_left():
     """The link from the device is held meanwhile, so that nothing leaves."""
-    device, tensor = there(), torch.randn(8, device="cuda")
+    device, tensor = cuda_device(), torch.randn(8, device="cuda")
     wanted, link = tensor.cpu(), device._streams["d2h"].cuda_stream
     gradient_offload = GradientOffload(device, 1 * MiB)
     group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
@@ -362,7 +362,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         "batch": train_batches[0],
         "micro_batch": 2,
         "activations": activations,
-        "device": there(),
+        "device": cuda_device(),
     }
     with attached(small_model(kind), tmp_path, clip=1.0, **options) as session:
         for batch in train_batches[:3]:
@@ -407,7 +407,7 @@ def launched_before_a_wait(phase: str, rows: int, place: Path) -> int:
             launched.append(now)
             cuda.hold(stream, False)
 
-    with attached(net("plain"), place, micro_batch=1, device=there()) as session:
+    with attached(net("plain"), place, micro_batch=1, device=cuda_device()) as session:
         *settling, last = plain_batches(3, rows=rows)
         for batch in settling:
             session.model(**batch).backward()
@@ -441,7 +441,7 @@ def test_weights_come_while_slices_wait_for_compute():
     A slice is copied back after the compute that frees its buffer.
     """
     cuda.set_delays(0, 0, 0)
-    device, compute = there(), torch.cuda.current_stream().cuda_stream
+    device, compute = cuda_device(), torch.cuda.current_stream().cuda_stream
     given = torch.zeros(16, dtype=torch.uint8, device="cuda")
     kept, weights = (torch.ones(16, dtype=torch.uint8).pin_memory() for _ in range(2))
     slot = device.allocate(16)
@@ -470,7 +470,7 @@ def test_nothing_on_the_stream_of_weights_waits_for_compute(monkeypatch):
 
     monkeypatch.setattr(AcceleratorDevice, "copy", copy)
     cuda.set_delays(0, 0, 0)
-    kept_slices(there())
+    kept_slices(cuda_device())
     assert "slices" in waiting and "h2d" not in waiting
 
 
@@ -478,7 +478,7 @@ def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
     train_batches = batches(4, batch=4, seq=24)
     cuda.set_delays(0, 0, 0)
     with attached(
-        small_model("llama"), tmp_path, batch=train_batches[0], device=there()
+        small_model("llama"), tmp_path, batch=train_batches[0], device=cuda_device()
     ) as session:
         for number, batch in enumerate(train_batches):
             session.executor.trace.take_step()
@@ -499,7 +499,7 @@ def test_pageable_memory_is_reported_once_and_changes_no_bit(tmp_path):
     case = Case(kind="plain")
     cuda.set_pinnable(4096)
     with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*WSL2") as caught:
-        result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=there())
+        result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=cuda_device())
     assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
     same(result, plain(case))
 
@@ -510,7 +510,7 @@ def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
     wanted = kept_slices("cpu")
     cuda.set_pinnable(4096)
     with waits() as seen_waits:
-        same(kept_slices(there()), wanted)
+        same(kept_slices(cuda_device()), wanted)
     blocked = [w for w in seen_waits if "pageable" in w.what and w.thread.startswith(LAUNCHING)]
     assert seen_waits and not [w for w in blocked if w.site[0].startswith("lohan/device")], list(
         map(str, blocked)
@@ -520,7 +520,7 @@ def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
 def test_copies_of_pinned_memory_do_not_overtake_those_of_pageable_memory():
     """An event stands for all earlier copies of its lane by the launching thread."""
     warnings.simplefilter("ignore")
-    device, size = there(), 4 * MiB
+    device, size = cuda_device(), 4 * MiB
     values = torch.ones(2, size, dtype=torch.uint8, device="cuda")
     pinned = torch.from_numpy(device.host_memory(size))
     cuda.set_pinnable(size)
@@ -590,12 +590,12 @@ def test_a_runtime_inside_the_build_is_asked_for_its_error_too(monkeypatch):
     monkeypatch.setattr("lohan.device.accelerator._RUNTIMES", {})
     cuda.set_pinnable(0)
     with pytest.raises(RuntimeError):
-        there()._pinned(MiB)
+        cuda_device()._pinned(MiB)
     torch.ones(8, device="cuda").add_(1)
 
 
 def test_host_memory_is_pinned_for_all_devices_and_not_for_forks():
-    memory = there().host_memory(5 * 4096)
+    memory = cuda_device().host_memory(5 * 4096)
     assert torch.from_numpy(memory).is_pinned() and memory.ctypes.data % 4096 == 0
     start = f"{memory.ctypes.data:x}-"
     lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -611,7 +611,7 @@ def test_host_memory_is_pinned_for_all_devices_and_not_for_forks():
 
 
 def test_a_lane_takes_memory_of_compute():
-    device = there()
+    device = cuda_device()
     torch.cuda.empty_cache()
 
     def ask() -> None:
@@ -684,7 +684,7 @@ def test_memory_that_ends_later_is_an_error_with_a_next_move(tmp_path):
     def step_of(batch: dict[str, torch.Tensor]) -> None:
         session.model(**batch).loss.backward()
 
-    with attached(wide_model(), tmp_path, batch=train_batches[0], device=there()) as session:
+    with attached(wide_model(), tmp_path, batch=train_batches[0], device=cuda_device()) as session:
         guard = OomGuard(session, lambda text: None)
         for batch in train_batches[:3]:
             guard.run(lambda batch=batch: step_of(batch))
@@ -708,7 +708,7 @@ def test_memory_that_ends_outside_the_allocator_is_out_of_memory(late, tmp_path)
         session.model(**batch).loss.backward()
 
     failing = 3 if late else 1
-    with attached(wide_model(), tmp_path, batch=train_batches[0], device=there()) as session:
+    with attached(wide_model(), tmp_path, batch=train_batches[0], device=cuda_device()) as session:
         guard = OomGuard(session, messages.append)
         for batch in train_batches[:failing]:
             guard.run(lambda batch=batch: step_of(batch))
@@ -736,7 +736,7 @@ def cuda_device_in_thread(handle: int) -> dict[str, int]:
 
     def work() -> None:
         collected["free before"] = torch.cuda.mem_get_info()[0]
-        device = there()
+        device = cuda_device()
         collected["free after"] = device.memory_bytes()
         matrix = torch.ones(8, 8, device="cuda", requires_grad=True)
         (matrix @ matrix).sum().backward()
@@ -758,11 +758,11 @@ def test_one_visible_device_for_each_rank(monkeypatch):
     for name, value in {"LOCAL_RANK": "5", "RANK": "5", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"rank 5 .* has no device"):
-        there()
+        cuda_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     current = torch.cuda.current_device()
     try:
-        assert there().torch_device == torch.device("cuda", 1)
+        assert cuda_device().torch_device == torch.device("cuda", 1)
     finally:
         torch.cuda.set_device(current)
 

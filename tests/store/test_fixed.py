@@ -31,7 +31,7 @@ def assert_fixed(store: Store) -> None:
         assert np.array_equal(read_chunk(store, "base", chunk, size), expected)
 
 
-def made(path: Path, *, durability: str = "step") -> Store:
+def create_store(path: Path, *, durability: str = "step") -> Store:
     store = Store.create(path, MIXED, durability=durability)
     write_fixed(store)
     write_all(store, 0)
@@ -41,7 +41,7 @@ def made(path: Path, *, durability: str = "step") -> Store:
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durability: str):
-    with made(tmp_path / "s", durability=durability) as store:
+    with create_store(tmp_path / "s", durability=durability) as store:
         before = (tmp_path / "s" / FIXED).stat()
         for _ in range(3):
             assert_fixed(store)
@@ -64,7 +64,10 @@ def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durabilit
 
 
 def test_fixed_region_is_not_written_after_the_first_commit(tmp_path: Path):
-    with made(tmp_path / "s") as store, pytest.raises(StoreError, match="'base' chunk 0 is fixed"):
+    with (
+        create_store(tmp_path / "s") as store,
+        pytest.raises(StoreError, match="'base' chunk 0 is fixed"),
+    ):
         write_fixed(store)
 
 
@@ -87,7 +90,7 @@ def assert_fixed_fresh(store: Store) -> None:
 
 
 def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
-    made(tmp_path / "s").close()
+    create_store(tmp_path / "s").close()
     with open(tmp_path / "s" / FIXED, "r+b") as file:
         file.seek(PAGE + 5)
         byte = file.read(1)
@@ -101,7 +104,7 @@ def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
 
 
 def test_discarded_step_keeps_the_fixed_region(tmp_path: Path):
-    with made(tmp_path / "s") as store:
+    with create_store(tmp_path / "s") as store:
         write_all(store, 1)
         store.discard()
         assert_fixed(store)
@@ -110,7 +113,7 @@ def test_discarded_step_keeps_the_fixed_region(tmp_path: Path):
 
 
 def test_snapshot_has_the_fixed_region(tmp_path: Path):
-    with made(tmp_path / "s", durability="checkpoint") as store:
+    with create_store(tmp_path / "s", durability="checkpoint") as store:
         step(store)
         store.commit(clean=True)
         snapshot(store, tmp_path / "copy")

@@ -47,7 +47,7 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def given(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
+def settings_for(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
     return {
         "model": inputs / "model",
         "data": inputs / "data.jsonl",
@@ -65,7 +65,7 @@ def given(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
 
 def run(inputs: Path, out: Path, **more: Any) -> Watch:
     shown = Watch()
-    trainer.train(load_config(None, overrides=given(inputs, out, **more)), shown)
+    trainer.train(load_config(None, overrides=settings_for(inputs, out, **more)), shown)
     return shown
 
 
@@ -75,7 +75,7 @@ def weights(folder: Path) -> bytes:
 
 def climbing(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
     """Return a run whose evaluation gets worse, since it learns other answers than expected."""
-    return given(
+    return settings_for(
         inputs,
         out,
         train__steps=12,

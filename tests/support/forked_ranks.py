@@ -152,7 +152,7 @@ def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
     return load_file(out / folder / "model.safetensors")
 
 
-def alike(out: Path, other: Path, *, within: float = 2e-6) -> None:
+def assert_equal_runs(out: Path, other: Path, *, within: float = 2e-6) -> None:
     """Losses and norms of every step, and the weights at the end."""
     actual, wanted = forked_ranks.rows(out), forked_ranks.rows(other)
     keys = ("loss", "grad_norm") if "grad_norm" in wanted[0] else ("loss",)

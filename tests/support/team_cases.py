@@ -247,7 +247,7 @@ def place() -> Path:
     return Path(os.environ["LOHAN_CASE"])
 
 
-def found(process_group: ProcessGroup, what: dict[str, Any]) -> None:
+def write_result(process_group: ProcessGroup, what: dict[str, Any]) -> None:
     rank = process_group.rank
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
@@ -295,7 +295,7 @@ def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any)
             loss.backward()
             losses.append(loss.item())
         norm = session.executor.grad_norm
-        found(process_group, {"losses": losses, "norm": norm, "shards": shards(session)})
+        write_result(process_group, {"losses": losses, "norm": norm, "shards": shards(session)})
     process_group.close()
 
 

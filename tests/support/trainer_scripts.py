@@ -89,7 +89,7 @@ def assert_alike(actual: Any, expected: Any, *, limit: float = 1e-4) -> None:
     ]
 
 
-def made(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
+def new_trainer(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
     """Return a Trainer that has not trained."""
     names = ("eval_dataset", "compute_metrics", "compute_loss_func", "model_init", "lohan")
     options = {name: changes.pop(name) for name in names if name in changes}

@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def given(place: Path, kind: str, out: Path, **more: Any) -> Any:
+def config_for(place: Path, kind: str, out: Path, **more: Any) -> Any:
     overrides = {
         "model": place / kind,
         "data": place / f"{kind}-data",
@@ -73,7 +73,7 @@ def given(place: Path, kind: str, out: Path, **more: Any) -> Any:
 
 def train(place: Path, kind: str, out: Path, **more: Any) -> Watch:
     shown = Watch()
-    trainer.train(given(place, kind, out, **more), shown)
+    trainer.train(config_for(place, kind, out, **more), shown)
     return shown
 
 
@@ -226,7 +226,7 @@ def test_the_folder_of_a_transformer_alone(place, tmp_path):
 
 
 def examples(place: Path, kind: str, tmp_path: Path, **more: Any) -> diffusion.Noised:
-    config = given(place, kind, tmp_path / "run", **more)
+    config = config_for(place, kind, tmp_path / "run", **more)
     return open_inputs(RunFolder(tmp_path / "run"), config, Watch()).train_examples
 
 
@@ -321,7 +321,7 @@ def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
     (tmp_path / "data" / "0").mkdir(parents=True)
     (tmp_path / "data" / "0" / "a.png").write_bytes(b"")
     save_pipeline(tmp_path / "pixels", "pixels")
-    config = given(tmp_path, "pixels", tmp_path / "run", data=tmp_path / "data")
+    config = config_for(tmp_path, "pixels", tmp_path / "run", data=tmp_path / "data")
     wanted = {
         "PIL": "needs Pillow, which is not installed; pip install pillow",
         "diffusers": "needs the diffusers package; pip install",
@@ -386,7 +386,7 @@ WRONG = {
 def test_wrong_data_gets_a_message(what, place, tmp_path):
     shutil.copytree(place / "dit-data", tmp_path / "data")
     broken(tmp_path, what)
-    config = given(place, "dit", tmp_path / "run", data=tmp_path / "data")
+    config = config_for(place, "dit", tmp_path / "run", data=tmp_path / "data")
     with pytest.raises(LohanError, match=WRONG[what]):
         trainer.train(config, Watch())
     assert not (tmp_path / "run").exists()
@@ -394,15 +394,15 @@ def test_wrong_data_gets_a_message(what, place, tmp_path):
 
 def sized(height: int, width: int) -> dict[str, np.ndarray]:
     """Return an example for SD3."""
-    given = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
-    return {name: np.zeros(shape, np.float32) for name, shape in given.items()}
+    config_for = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
+    return {name: np.zeros(shape, np.float32) for name, shape in config_for.items()}
 
 
 def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
     """Refused where diffusers would fail, and nowhere else."""
     shutil.copytree(place / "sd3-data", tmp_path / "data")
     np.save(tmp_path / "data" / "0.npy", np.zeros((4, 18, 16), np.float32))
-    config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
+    config = config_for(place, "sd3", tmp_path / "run", data=tmp_path / "data")
     message = r"0\.npy: the latent is 18 x 16, SD3\w+ takes 16 x 16 at most \(pos_embed_max_size 8,"
     with pytest.raises(LohanError, match=rf"{message} patches of 2\); crop it, or encode smaller"):
         trainer.train(config, Watch())
@@ -426,13 +426,13 @@ def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
 def test_a_plan_for_more_than_the_positions_of_sd3(place, tmp_path):
     raw = json.loads((place / "sd3" / "transformer" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "pos_embed_max_size": 3}))
-    config = given(place, "sd3", tmp_path / "run", model=tmp_path)
+    config = config_for(place, "sd3", tmp_path / "run", model=tmp_path)
     with pytest.raises(LohanError, match=r"the latent is 8 x 8, SD3\w+ takes 6 x 6 at most"):
         diffusion.Diffusion().shapes(config, [], dtype="fp32")
 
 
 def test_too_little_memory_names_the_options_to_change(place, tmp_path):
-    config = given(place, "dit", tmp_path / "run", budget__host="100KiB")
+    config = config_for(place, "dit", tmp_path / "run", budget__host="100KiB")
     moves = r"raise --host to .*, or lower --batch \(now 3\) or --micro-batch \(now 2\), or train "
     with pytest.raises(LohanError, match=moves + "on smaller images or latents$"):
         trainer.train(config, Watch())
@@ -442,7 +442,7 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
     """Also where the data that is held back has only some of them."""
     last = sorted((place / "dit-data").iterdir())[-1]
     shutil.copytree(last, tmp_path / "held" / last.name)
-    whole = given(place, "dit", tmp_path / "run", data=place / "dit-data")
+    whole = config_for(place, "dit", tmp_path / "run", data=place / "dit-data")
     folder = tmp_path / "cache"
     folder.mkdir()
     data = DataRequest(
@@ -462,7 +462,7 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
 
 def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):
     shutil.copytree(place / "sd3-data", tmp_path / "data")
-    config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
+    config = config_for(place, "sd3", tmp_path / "run", data=tmp_path / "data")
     np.save(tmp_path / "data" / f"0.{POOLED}.npy", np.zeros((1, 12), np.float32))
     message = r"pooled_projections has shape \[1, 12\], one example takes \[width\]; write it"
     with pytest.raises(LohanError, match=message):
@@ -471,7 +471,7 @@ def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):
 
 def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
     shutil.copytree(place / "sd3-data", tmp_path / "data")
-    config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
+    config = config_for(place, "sd3", tmp_path / "run", data=tmp_path / "data")
     np.save(tmp_path / "data" / f"0.{POOLED}.npy", np.zeros(3, np.float32))
     message = r"pooled_projections is 3 wide, pooled_projection_dim of the model is 12; make it"
     with pytest.raises(LohanError, match=message):

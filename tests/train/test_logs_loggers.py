@@ -12,8 +12,8 @@ from lohan.errors import ConfigError
 from lohan.train import logs, trainer
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.support.evaluated_run import (
-    given,
     inputs_fixture,  # noqa: F401 - fixtures
+    settings_for,
 )
 from tests.support.recording_display import Watch
 
@@ -21,7 +21,7 @@ from tests.support.recording_display import Watch
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_missing_package_is_named(name, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = load_config(None, overrides=given(inputs, tmp_path / "run", output__log=[name]))
+    config = load_config(None, overrides=settings_for(inputs, tmp_path / "run", output__log=[name]))
     with pytest.raises(
         ConfigError, match=rf"{name} is not installed; pip install 'lohan\[{name}\]"
     ):
@@ -41,7 +41,7 @@ def test_tensorboard(inputs, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    config = given(
+    config = settings_for(
         inputs,
         out,
         output__log=["tensorboard"],
@@ -68,7 +68,7 @@ def test_weights_and_biases(inputs, tmp_path, monkeypatch):
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
         monkeypatch.setenv(f"WANDB_{name}", value)
     out = tmp_path / "run"
-    config = given(inputs, out, output__log=["wandb"], train__steps=2, output__export=False)
+    config = settings_for(inputs, out, output__log=["wandb"], train__steps=2, output__export=False)
     trainer.train(load_config(None, overrides=config), Watch())
     written = list(Path(out).rglob("*.wandb"))
     assert len(written) == 1 and b"train/loss" in written[0].read_bytes()
@@ -76,7 +76,7 @@ def test_weights_and_biases(inputs, tmp_path, monkeypatch):
 
 def train_then_resume(inputs, out, name):
     """Train two steps, resume to four, and return the rows of steps and of evaluations."""
-    config = given(
+    config = settings_for(
         inputs,
         out,
         output__log=[name],

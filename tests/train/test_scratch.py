@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def given(place: Path, out: Path, **more):
+def config_for(place: Path, out: Path, **more):
     result = settings(place, place / "data.jsonl", out)  # for its numbers
     overrides = {
         "init": place / "config.json",
@@ -70,7 +70,7 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
     The export is complete, and a run that was moved and resumed has the same bits.
     """
     out, other = tmp_path / "run", tmp_path / "other"
-    trainer.train(given(place, out), Watch())
+    trainer.train(config_for(place, out), Watch())
     empty = build_from_config(LLAMA, dtype=torch.float32)
     first = InitialValues(empty, 5)
     net = type(empty)(LLAMA)
@@ -83,7 +83,7 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
     assert all(torch.allclose(tuned[name], weights[name], atol=2e-5) for name in weights)
     assert len(hf.AutoTokenizer.from_pretrained(out / "model")) == 260
     assert not [p.name for p in (out / "model").iterdir() if p.name == ".lohan-init"]
-    trainer.train(given(place, other, **{"train.steps": 1}), Watch())
+    trainer.train(config_for(place, other, **{"train.steps": 1}), Watch())
     other.rename(tmp_path / "moved")
     trainer.resume(RunFolder(tmp_path / "moved"), Watch(), steps=STEPS)
     files = [load_file(f / "model" / "model.safetensors") for f in (out, tmp_path / "moved")]
@@ -137,14 +137,14 @@ def test_rejects_configs_and_settings_that_do_not_match(more, message, place, tm
             paths[name] = tmp_path / more.pop(name)
     model = {"model": place} if "init" in more else {}
     with pytest.raises(LohanError, match=message):
-        trainer.train(given(place, tmp_path / "run", **{**paths, **more, **model}), Watch())
+        trainer.train(config_for(place, tmp_path / "run", **{**paths, **more, **model}), Watch())
     assert not (tmp_path / "run").exists()
 
 
 def test_a_start_that_fails_leaves_nothing(place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", [{"no": 1}])
     with pytest.raises(LohanError, match="no known keys"):
-        trainer.train(given(place, tmp_path / "run", data=data), Watch())
+        trainer.train(config_for(place, tmp_path / "run", data=data), Watch())
     assert not (tmp_path / "run").exists()
 
 
@@ -152,5 +152,5 @@ def test_missing_tokenizer_names_the_option(place, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("words\n" * 100)
     with pytest.raises(LohanError, match=r"--init has no tokenizer.*with --tokenizer DIR"):
-        trainer.train(given(place, tmp_path / "run", data=text, tokenizer=None), Watch())
+        trainer.train(config_for(place, tmp_path / "run", data=text, tokenizer=None), Watch())
     assert not (tmp_path / "run").exists()
