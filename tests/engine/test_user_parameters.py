@@ -365,7 +365,7 @@ def test_a_torch_optimizer_over_the_model_is_refused(when, tmp_path):
 
 
 def test_backward_for_some_parameters_alone_is_refused(tmp_path):
-    model = made()
+    model = new_model()
     with attached(model, tmp_path) as session:
         message = r"backward\(inputs=\.\.\.\) for .*requires_grad_\(False\)"
         for inputs in ([model.gain], model.blocks[0].linear.weight):
@@ -379,7 +379,7 @@ def test_backward_for_some_parameters_alone_is_refused(tmp_path):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_parameter_that_prune_has_renamed_is_refused(bias, tmp_path):
-    model = made() if bias else small_model("llama")
+    model = new_model() if bias else small_model("llama")
     batch = DATA[0] if bias else batches(1, batch=2, seq=8)[0]
     layer = model.blocks[0].linear if bias else model.model.layers[0].mlp.up_proj
     with attached(model, tmp_path):

@@ -394,8 +394,8 @@ def test_wrong_data_gets_a_message(what, place, tmp_path):
 
 def sized(height: int, width: int) -> dict[str, np.ndarray]:
     """Return an example for SD3."""
-    config_for = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
-    return {name: np.zeros(shape, np.float32) for name, shape in config_for.items()}
+    shapes = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 
 def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
