@@ -174,7 +174,7 @@ class Lanes:
         self._moving = (*LINK, "net") if net else LINK
         # A checksum of all collectives so far, in their order, which is the same on all ranks.
         self.collectives_checksum = 0
-        self._runner, self._overlap, self._trace, self._stall_s = runner, overlap, trace, stall_s
+        self._runner, self._overlap, self._trace, self.stall_s = runner, overlap, trace, stall_s
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._changed = threading.Condition()  # notified when an action has finished or failed
         self._latest: dict[str, Job] = {}
@@ -299,7 +299,7 @@ class Lanes:
             self._updates = deque(job for job in self._updates if job.number < first)
             self._await(list(self._updates), None)
         for lane in self._queues:
-            self._queues[lane].join(self._stall_s)
+            self._queues[lane].join(self.stall_s)
         self._raise_if_failed()
         self._latest.clear()
         self._cancelled_from = None
@@ -328,7 +328,7 @@ class Lanes:
         for queue in self._queues.values():
             queue.drop()
         for queue in self._queues.values():
-            queue.join(self._stall_s)
+            queue.join(self.stall_s)
         with suppress(LohanError, RuntimeError):  # An aborted block may have launched work.
             self._device.mark().synchronize()
         self._compute.clear()
@@ -346,7 +346,7 @@ class Lanes:
         for queue in self._queues.values():
             queue.close()
         for thread in self._threads:
-            thread.join(self._stall_s)
+            thread.join(self.stall_s)
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -366,11 +366,11 @@ class Lanes:
                             self._changed.wait(0.2)
                 if seen != self._finished:
                     seen, since = self._finished, time.monotonic()
-                elif time.monotonic() - since > self._stall_s:
+                elif time.monotonic() - since > self.stall_s:
                     self._fail(
                         job.action,
                         LohanError(
-                            f"nothing has finished for {self._stall_s:.0f} s while "
+                            f"nothing has finished for {self.stall_s:.0f} s while "
                             f"{action.name if action else 'the step'} waits for {job.action.name}; "
                             "the drive or a lane hangs: check the drive, then resume"
                         ),

@@ -355,7 +355,7 @@ def test_a_lane_that_hangs_is_named(make):
     runner.gate = "R1"
     lanes.enqueue(from_text("R0@0 R1@1 F1@1(R0,R1)"))
     lanes.wait_for("R0")
-    lanes._stall_s = 0.3
+    lanes.stall_s = 0.3
     with pytest.raises(LohanError) as raised:
         lanes.begin("F1")
     message = str(raised.value)
@@ -364,7 +364,7 @@ def test_a_lane_that_hangs_is_named(make):
     with pytest.raises(LohanError, match="F1 waits for R1"):
         lanes.wait_for("R1")
     runner.hold.set()
-    lanes._stall_s = 30.0
+    lanes.stall_s = 30.0
     lanes.reset()
     lanes.enqueue(from_text("R1@1 F1@1(R1)"))
     lanes.begin("F1")

@@ -31,7 +31,7 @@ MOVED = ("blocks.0", "blocks.1", "blocks.2")  # more than there are buffers for 
 
 def make_late(session: lohan.Session, late: str) -> None:
     """Delay a lane's thread and the stream that it enqueues work on."""
-    session.executor.lanes._stall_s = 10.0
+    session.executor.lanes.stall_s = 10.0
 
     def lane(action: Action) -> None:
         if action.lane == late:

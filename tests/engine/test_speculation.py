@@ -63,7 +63,7 @@ def check(
         )
     with session:
         executor = session.executor
-        executor.lanes._stall_s = 15.0
+        executor.lanes.stall_s = 15.0
         delay_lanes(session, seed)
         torch.manual_seed(11)
         for batch, scale in zip(case.data(), case.scales, strict=True):

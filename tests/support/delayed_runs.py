@@ -278,7 +278,7 @@ def train(
     options.setdefault("engine", memory_engine())
     losses, norms = [], []
     with attached(model, place, **options) as session:
-        session.executor.lanes._stall_s = 15.0  # a lock-up fails within the test's patience
+        session.executor.lanes.stall_s = 15.0  # a lock-up fails within the test's patience
         if seed is not None:
             delay_lanes(session, seed)
         torch.manual_seed(11)
