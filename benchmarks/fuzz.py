@@ -472,7 +472,8 @@ def store_kinds(work: Path) -> list[Kind]:
     from torch import nn
 
     from lohan.checkpoint.resharding import StoreSet
-    from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
+    from lohan.checkpoint.store_io import store_reader
+    from lohan.checkpoint.train_state import TrainState, restore_buffers
     from lohan.model.layout import FlatGroup, TensorSpec
     from lohan.model.state import regions, state_format_of, stored_model
     from lohan.optim import DEFAULT_KIND

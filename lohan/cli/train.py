@@ -249,7 +249,8 @@ def export_run(
 ) -> dict[str, Any]:
     """Export a run and return what was written. With `quiet`, messages go to stderr."""
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
+    from lohan.checkpoint.store_io import store_reader
+    from lohan.checkpoint.train_state import TrainState, restore_buffers
     from lohan.data.text import chosen_template
     from lohan.engine.export import export_merged, export_store
     from lohan.model.state import stored_state_format
@@ -299,7 +300,8 @@ def export_as_lora(
     from lohan.capture.blocks import dtype_of
     from lohan.checkpoint.low_rank import export_low_rank
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.store_io import TrainState, source_of, store_reader
+    from lohan.checkpoint.store_io import source_of, store_reader
+    from lohan.checkpoint.train_state import TrainState
     from lohan.model.state import STATE_FORMATS, stored_state_format
     from lohan.train.inputs import task_of
     from lohan.train.model_card import model_card

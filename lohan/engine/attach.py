@@ -36,14 +36,8 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.checkpoint.packed import pack_base
 from lohan.checkpoint.safetensors import ReadFlat
-from lohan.checkpoint.store_io import (
-    check_same,
-    create_store,
-    groups_that_lose_bits,
-    restore_buffers,
-    restore_rng,
-    to_meta,
-)
+from lohan.checkpoint.store_io import check_same, create_store, groups_that_lose_bits, to_meta
+from lohan.checkpoint.train_state import restore_buffers, restore_rng
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import backend_of, open_device
 from lohan.device.determinism import deterministic_algorithms, fix_cublas_workspace

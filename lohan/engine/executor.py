@@ -29,7 +29,7 @@ from lohan.capture.recompute import SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
 from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.store_io import ChangedBuffers, TrainState
+from lohan.checkpoint.train_state import ChangedBuffers, TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
 from lohan.engine.actions import ActionRunner

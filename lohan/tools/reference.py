@@ -17,7 +17,8 @@ from torch import nn
 from lohan.capture.blocks import cut, dtype_of
 from lohan.checkpoint.adapters import AdapterValues, add_lora, unify_dtype
 from lohan.checkpoint.packed import dequantise, pack_base, quantise
-from lohan.checkpoint.store_io import TrainState, source_of
+from lohan.checkpoint.store_io import source_of
+from lohan.checkpoint.train_state import TrainState
 from lohan.config import TrainConfig
 from lohan.engine.attach import load
 from lohan.errors import ModelError, first_line

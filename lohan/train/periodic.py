@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lohan.checkpoint.store_io import SMALLEST_SCALE, TrainState
+from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
 from lohan.config import Config
 from lohan.data.text import chosen_template
 from lohan.engine.session import Session

@@ -23,14 +23,9 @@ from lohan.capture.fake import CPU
 from lohan.capture.footprint import measure
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.resharding import StoreSet, open_set
-from lohan.checkpoint.store_io import (
-    check_same,
-    create_weights_store,
-    restore_buffers,
-    store_reader,
-    to_meta,
-)
+from lohan.checkpoint.store_io import check_same, create_weights_store, store_reader, to_meta
 from lohan.checkpoint.store_io import source_of as source_of_model
+from lohan.checkpoint.train_state import restore_buffers
 from lohan.device.choose import open_device
 from lohan.engine.attach import device_overhead, load, make_executor
 from lohan.engine.context import PlanContext, blocks_of

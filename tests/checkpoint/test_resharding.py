@@ -19,7 +19,7 @@ from lohan.checkpoint.resharding import (
     reshard_to_world,
     set_of,
 )
-from lohan.checkpoint.store_io import restore_rng
+from lohan.checkpoint.train_state import restore_rng
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
 from lohan.model.layout import (

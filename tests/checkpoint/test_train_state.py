@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lohan.checkpoint.store_io import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE, TrainState
+from lohan.checkpoint.train_state import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE, TrainState
 
 
 def test_the_loss_scale_grows_after_clean_updates():

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.checkpoint.store_io import KEY
+from lohan.checkpoint.train_state import KEY
 from lohan.engine.buffers import HostPool
 from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError

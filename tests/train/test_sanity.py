@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.checkpoint.store_io import SMALLEST_SCALE, TrainState
+from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
 from lohan.errors import TrainingError
 from lohan.train.periodic import check_loss, check_norm
 from tests.support.word_model import (
