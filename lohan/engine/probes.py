@@ -558,8 +558,8 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
 def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tuple[Point, Point]:
     """Return the bytes per second through main memory of copies and of updates.
 
-    The first point is each alone, measured before and after to compensate for drift; the second
-    is both at once.
+    The first pair has the rates of each alone, measured before and after to compensate for drift;
+    the second pair those of both at once.
     """
     fmt = STATE_FORMATS[device.default_dtype]
     layout = BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)

@@ -75,9 +75,10 @@ class ActionScheduler:
     # -- forward ----------------------------------------------------------------------------------
 
     def enter_inference(self) -> None:
-        """Schedule a whole forward without gradients, in the order of the last one or of training.
+        """Schedule a whole forward without gradients.
 
-        If it runs in another order, weights are loaded on demand.
+        Its expected order is that of the last such forward or, without one, of training. If the
+        forward runs in another order, weights are loaded on demand.
         """
         self._last_inference, self._inference_sites = (
             tuple(self._inference_sites) or self._last_inference,

@@ -131,7 +131,10 @@ class OverTokens(LohanMixin):
         return session
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return a single batch, or None for several, since the loss is a mean over each batch."""
+        """Return the batch if there is only one, or None for several.
+
+        Several batches cannot be joined, because the loss is a mean over each of them.
+        """
         return dict(parts[0]) if len(parts) == 1 else None
 
     @property

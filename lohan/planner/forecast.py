@@ -304,8 +304,8 @@ def _timed(
 def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     """Return the share of its speed that each action of the last step loses to concurrent ones.
 
-    Compute and updates are slowed down by I/O, and I/O by them. Actions that the last step leaves
-    to the next are represented by those that the step before left to the last one.
+    Compute and updates are slowed down by I/O, and I/O by them. Actions that run beyond the end of
+    the last step are represented by the corresponding actions of the step before it.
     """
     stop = timeline.step_ends[-1]
     start, cores, drives = stop - timeline.step_s, ("compute", "optimizer"), ("ssd",)
