@@ -19,10 +19,9 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE
 from lohan.engine.step import SETTLING_STEPS, CommitClock
-from lohan.errors import ConfigError
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
-from lohan.util.units import EVERY_STEP, Interval, MiB, parse_interval
+from lohan.util.units import Interval, MiB
 from tests.support import forked_ranks
 from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
 from tests.support.small_models import attached, stored_bytes
@@ -203,29 +202,6 @@ def test_commits_by_time(monkeypatch):
         now += 3.0
         commits = clock.after_step(commits=commits)
     assert seen == [True, True, False, False, True, False, False, True, False, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("text", "means"),
-    [
-        ("step", EVERY_STEP),
-        ("1", EVERY_STEP),
-        (7, Interval(7)),
-        ("20 steps", Interval(20)),
-        ("90s", Interval(0, 90.0)),
-        ("10min", Interval(0, 600.0)),
-        ("1.5 h", Interval(0, 5400.0)),
-        ("auto", None),
-    ],
-)
-def test_intervals_are_read(text, means):
-    assert parse_interval(text, name="x") == means
-
-
-@pytest.mark.parametrize("text", ["0", "-3", "1.5 steps", "never", "", "10 minutes", True])
-def test_rejects_text_that_is_no_interval(text):
-    with pytest.raises(ConfigError, match=r"commit_every: got .*wants step, a number of steps"):
-        parse_interval(text, name="commit_every")
 
 
 # -- whole runs -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
 from lohan.schedule.ops import Op
-from lohan.schedule.simulate import simulate
+from lohan.schedule.simulate import BytesPerParameter, SiteWork, StepWork, simulate
 from tests.support.schedule_chains import chain_of, runs
 
 SECONDS = {"R": 2.0, "F": 3.0, "B": 4.0, "S": 1.0, "W": 1.0, "U": 5.0, "K": 1.5}
@@ -97,3 +97,42 @@ def test_any_schedule_runs_in_the_order_of_its_waits(run):
         for lane in ("compute", "optimizer", "h2d", "d2h", "ssd"):
             rows = sorted((s for s in timeline.spans if s.lane == lane), key=lambda s: s.start_s)
             assert all(a.stop_s <= b.start_s for a, b in pairwise(rows))
+
+
+def work_of(**changes) -> StepWork:
+    """Return the work of two sites with one group each, of which the second is smaller."""
+    sites = tuple(
+        SiteWork(forward_flops=1.0, recompute_flops=1.0, tokens=1.0, kept_bytes=kept)
+        for kept in (100.0, 40.0)
+    )
+    layout = BytesPerParameter(weight=2.0, state=10.0, gradient=4.0)
+    return StepWork(
+        **{
+            "sites": sites,
+            "groups": (25, 7),
+            "chunk_params": 10,
+            "per_parameter": layout,
+            **changes,
+        }
+    )
+
+
+def test_the_last_chunk_of_a_group_is_the_rest():
+    work = work_of()
+    assert [work.chunks(group) for group in (0, 1)] == [3, 1]
+    assert [work.chunk(0, number) for number in range(3)] == [10, 10, 5]
+    assert (work.chunk(1, 0), work.parameters(0, -1)) == (7, 25)
+
+
+def test_slices_but_the_last_are_copied_beside_the_site_before():
+    assert [work_of().over_link(site) for site in (0, 1)] == [100, 40]
+    sliced = work_of(slices=4)
+    assert [sliced.over_link(site) for site in (0, 1)] == [100 / 4 + 40 * 3 / 4, 40 / 4]
+
+
+def test_counts_bytes_through_main_memory_of_parameters_and_activations():
+    weights, work = from_text("R0@0 F0@0(R0)"), work_of()
+    activations = from_text("R0@0 F0@0(R0) K0@0(F0)")
+    read = work.bus_bytes([weights])
+    assert read == 25 * Op.READ_WEIGHTS.bus(work.per_parameter) > 0
+    assert work.bus_bytes([activations]) == read + 100

@@ -1,4 +1,4 @@
-"""Byte sizes: what people write, what is printed, what is refused."""
+"""Byte sizes and intervals: what people write, what is printed, what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
 from lohan.util.units import (
+    EVERY_STEP,
     GiB,
+    Interval,
     KiB,
     MiB,
     TiB,
@@ -17,6 +19,7 @@ from lohan.util.units import (
     format_bytes,
     format_bytes_up,
     parse_bytes,
+    parse_interval,
 )
 
 
@@ -41,7 +44,7 @@ def test_parses_sizes(text: str | int | float, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8 XiB", "8GiB!", "-1GiB", "1e9", "0", 0, -5, "nan", True, 2**63]
+    "text", ["", "GiB", "8 XiB", "8GiB!", "-1GiB", "1e9", "0", 0, -5, "nan", True, 2**63, 10**400]
 )
 def test_rejects_text_that_is_no_size(text: str | int) -> None:
     with pytest.raises(ConfigError, match=r"^--host: .*8GiB"):
@@ -93,3 +96,39 @@ def test_align_up_is_the_next_multiple(value: int, multiple: int) -> None:
 def test_sizes_that_must_be_enough_are_rounded_up(count: int) -> None:
     shown = format_bytes_up(count)
     assert count <= parse_bytes(shown) <= count * 1.02 + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("step", EVERY_STEP),
+        ("1", EVERY_STEP),
+        (7, Interval(7)),
+        ("20 steps", Interval(20)),
+        ("90s", Interval(0, 90.0)),
+        ("10min", Interval(0, 600.0)),
+        ("1.5 h", Interval(0, 5400.0)),
+        ("auto", None),
+    ],
+)
+def test_parses_intervals(text: str | int, means: Interval | None) -> None:
+    assert parse_interval(text, name="x") == means
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5 steps", "never", "", "10 minutes", True])
+def test_rejects_text_that_is_no_interval(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"commit_every: got .*wants step, a number of steps"):
+        parse_interval(text, name="commit_every")
+
+
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [
+        (EVERY_STEP, "1 step"),
+        (Interval(20), "20 steps"),
+        (Interval(0, 90.0), "1 min 30 s"),
+        (Interval(7, 90.0), "7 steps or 1 min 30 s"),
+    ],
+)
+def test_prints_intervals(interval: Interval, text: str) -> None:
+    assert str(interval) == text
