@@ -374,7 +374,7 @@ class Executor:
         with self.guarded():
             self.collector.accumulate_rest()
             self.scheduler.pause()
-            self.collector.clear()
+            self.collector.sink.clear()
             self.steps.current.gradients.clear()
             self.step_gradients.in_backward = False
             if isinstance(self.collector.accumulated, Accumulated):
@@ -510,7 +510,7 @@ class Executor:
                 self._commit_uncommitted()
 
     def _reset_step(self) -> None:
-        self.collector.clear()
+        self.collector.sink.clear()
         self.collector.sink.end_period()
         self._end_backward_without_step()
         self.step_gradients.in_backward = False

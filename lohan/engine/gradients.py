@@ -595,9 +595,6 @@ class GradientCollector:
         ]
         return self._collectives.absent(names)
 
-    def clear(self) -> None:
-        self.sink.clear()
-
 
 def layout(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors over the same elements."""

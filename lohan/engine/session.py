@@ -71,10 +71,13 @@ class Session:
         # creates the executor for a plan, which runs the model from the store
         self._make_executor = make_executor
         self._executor: Executor | None = None
-        self._head: SlicedHead | None = None
+        # With a sliced head, a call with labels returns a loss and no logits.
+        self.head: SlicedHead | None = None
         # metadata of steps under earlier plans that was not taken yet
         self._earlier_metas: list[dict[str, Any]] = []
-        self._closed = self._stopped = self._planless = False
+        # `stopped`: the modules of the model have their own forward again; the store may be open.
+        # `planless`: a change of plan failed, and the old plan could not be restored.
+        self.closed = self.stopped = self.planless = False
         self._updates_in_backward = True
         self._replanner: Replanner | None = None  # created by the first call of `replan`
         # settings of the previous executor, restored by `_start`, like those of the head below
@@ -90,46 +93,32 @@ class Session:
 
         The last norm is also kept.
         """
-        self._executor, self._head = self._make_executor(plan)
+        self._executor, self.head = self._make_executor(plan)
         if self._mean_over is not None:
             self._executor.mean_over = self._mean_over
         self._executor.clipping.norm = self._norm
         self._executor.step_gradients.updates = self._updates_in_backward
-        if self._head is not None:  # User code may have changed the settings of the head.
+        if self.head is not None:  # User code may have changed the settings of the head.
             for name, value in self._head_settings.items():
-                setattr(self._head, name, value)
-        self._stopped = self._planless = False
+                setattr(self.head, name, value)
+        self.stopped = self.planless = False
 
     @property
     def executor(self) -> Executor:
-        if self._executor is None or self._planless:
+        if self._executor is None or self.planless:
             raise StoreError(
                 "the session has no plan: a change of plan failed, and the old plan could not be "
                 "restored; close the session and resume from the last step"
             )
         return self._executor
 
-    @property
-    def planless(self) -> bool:
-        """True if a change of plan failed and the old plan could not be restored."""
-        return self._planless
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the model's modules have their own forward again; the store may still be open."""
-        return self._stopped
-
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """Temporarily restore the model's modules, without anything that LoHan has installed."""
         calls = [*(self._executor.wrapped_sites if self._executor is not None else ())]
         modules: list[tuple[nn.Module, Any]] = [(call.module, call) for call in calls]
-        if self._head is not None:
-            modules.append((self._head.model, self._head))
+        if self.head is not None:
+            modules.append((self.head.model, self.head))
         with ExitStack() as undo:
             if self._executor is not None:
                 undo.enter_context(self._executor.without_hooks())
@@ -232,11 +221,6 @@ class Session:
         groups = self.executor.groups
         now = groups.to_json(groups.at(self.step))
         return changed_members(self.store.meta.get(META_KEY), now)
-
-    @property
-    def head(self) -> SlicedHead | None:
-        """The sliced head, or None. With it, a call with labels returns a loss and no logits."""
-        return self._head
 
     @property
     def plan(self) -> Plan:
@@ -368,9 +352,9 @@ class Session:
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
         self._earlier_metas = self.take_finished()[-MAX_PENDING_META:]
-        self._planless = True
+        self.planless = True
         self._stop()
-        self._executor = self._head = None
+        self._executor = self.head = None
         gc.collect()  # modules and executor know each other: their memory, before the new plan's
         self.context.device.release_cached_memory()
         try:
@@ -394,7 +378,7 @@ class Session:
         the same, bit for bit. Returns a description of what was measured and changed, or None.
         With several ranks, all of them call this.
         """
-        if self._closed:
+        if self.closed:
             raise StoreError("the session is closed, so there is no step to plan for")
         if self._replanner is None:
             self._replanner = Replanner(self)
@@ -470,10 +454,10 @@ class Session:
 
         If this is interrupted, `close` calls it again.
         """
-        self._stopped = True
-        if self._head is not None:
-            self._head_settings = {name: getattr(self._head, name) for name in self._head.SETTINGS}
-            self._head.remove()
+        self.stopped = True
+        if self.head is not None:
+            self._head_settings = {name: getattr(self.head, name) for name in self.head.SETTINGS}
+            self.head.remove()
         if self._executor is not None:
             self._mean_over = self._executor.mean_over
             self._norm = self._executor.clipping.norm
@@ -487,19 +471,19 @@ class Session:
         left memory in a state that belongs to no step. If this is interrupted, it can be
         called again.
         """
-        if self._closed:
+        if self.closed:
             return
         if self.process_group.aborted:  # Note [an error on one rank]
-            self._closed = True
+            self.closed = True
             return
         with ExitStack() as ending:
             ending.callback(self.context.settings.close)
             ending.callback(self.store.close)
             ending.callback(self.context.device.close)
             ending.callback(self._stop)
-            if flush and not self._stopped and not self.executor.lost:
+            if flush and not self.stopped and not self.executor.lost:
                 self.commit()
-        self._closed = True
+        self.closed = True
 
     def __enter__(self) -> Session:
         return self
@@ -509,7 +493,7 @@ class Session:
             self.close()
             return
         if self.process_group.several:  # Note [an error on one rank]
-            self._closed = True
+            self.closed = True
             self.process_group.abort()
             return
         try:
@@ -523,6 +507,6 @@ class Session:
         An error of the user's own code does not lose them. After Ctrl-C they are committed only
         if there may be many of them, that is, if commits are made by interval.
         """
-        if self._stopped or self._executor is None:
+        if self.stopped or self._executor is None:
             return False
         return isinstance(error, Exception) or not self.plan.commit.every_step

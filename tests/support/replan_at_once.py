@@ -61,7 +61,7 @@ def fails() -> None:
     start = Session._start
 
     def started(session: Any, plan: Plan) -> None:
-        if session._planless:  # a change of plan, not the start
+        if session.planless:  # a change of plan, not the start
             raise StoreError("no space left for kept activations")
         start(session, plan)
 
