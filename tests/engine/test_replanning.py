@@ -194,7 +194,7 @@ def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
     )
     for overlap in (False, True):
         if overlap:
-            for name in ("make_plan", "WORTH"):  # put back at the end
+            for name in ("make_plan", "REPLAN_SPEEDUP"):  # put back at the end
                 monkeypatch.setattr(replan, name, getattr(replan, name))
             replan_at_once.always()
         model, run_losses = small_model("llama"), losses.setdefault(overlap, [])

@@ -88,7 +88,7 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
     limit = {"max_grad_norm": 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
     plain = script(plainly, tmp_path / "plain", **limit)
-    for name in ("make_plan", "WORTH"):  # put back at the end
+    for name in ("make_plan", "REPLAN_SPEEDUP"):  # put back at the end
         monkeypatch.setattr(replanning, name, getattr(replanning, name))
     replan_at_once.always()
     with caplog.at_level(logging.INFO, logger="lohan.hf.mixin"):

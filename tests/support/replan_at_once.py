@@ -37,7 +37,7 @@ def always() -> None:
         return machine_plan(replace(problem, options=options))
 
     replan.make_plan = other
-    replan.WORTH = 0.0
+    replan.REPLAN_SPEEDUP = 0.0
 
 
 def with_fixed_measurement() -> None:
