@@ -154,6 +154,8 @@ def draw(number: int) -> Case:
         twice = ERRORS | {"forward"}
         case["events"] = [event for event in case["events"] if event[1] not in twice]
         case["run_again"] = False
+    if not case["known_batch"]:  # Then the plan leaves no room for activations.
+        case["host"] = case["device_memory"] = "large"
     return case
 
 
@@ -193,7 +195,6 @@ def mend(case: Case, rng: random.Random) -> None:
     if case["model"] in SLOW and rng.random() > TRACED_SHARE:
         case["known_batch"] = False
     if not case["known_batch"]:  # Nothing is known of activations then.
-        case["host"] = case["device_memory"] = "large"
         case["activations"], case["tiles"] = "recompute", "off"
         case["events"] = [e for e in case["events"] if e[1] not in ("replan", "oom_guard")]
     if case["accumulate"] > 1:
