@@ -155,7 +155,7 @@ def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
         assert session.step == session.store.meta["progress"]["step"] == back_to
         lost = [str(w.message) for w in caught if "had not been committed" in str(w.message)]
         assert bool(lost) is (back_to == 5)
-        assert not lost or ("2 steps before it" in lost[0] and "after step 5" in lost[0])
+        assert not lost or ("undoes 2 steps" in lost[0] and "after step 5" in lost[0])
         go_on(session, data(8), 8)
         assert stored_bytes(session) == plain.stored
 
