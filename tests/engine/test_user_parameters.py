@@ -191,7 +191,9 @@ def test_frozen_weights_are_loaded_only_if_they_are_the_same(tmp_path):
     with attached(model, tmp_path):
         values = model.state_dict()
         model.load_state_dict(values)
-        with pytest.raises(ModelError, match=r"entry\.weight is frozen, and the store holds it"):
+        with pytest.raises(
+            ModelError, match=r"entry\.weight is frozen, so its values in the store cannot change"
+        ):
             model.load_state_dict({**values, "entry.weight": values["entry.weight"] + 1})
 
 
