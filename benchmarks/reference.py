@@ -75,6 +75,7 @@ def spec_of(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, 
         raise SystemExit(f"--tokens {tokens} is not a multiple of --batch {batch}")
     return {
         "model": str(model),
+        "dtype": getattr(options, "dtype", "fp32"),
         "vocabulary": options.vocabulary,
         "batch": batch,
         "seq": tokens // batch,

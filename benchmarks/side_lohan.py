@@ -59,7 +59,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     from lohan.engine.replanning import Replanner
     from lohan.util.trace import Span, busy_s
 
-    model = lohan.load(spec["model"]).train()
+    model = lohan.load(spec["model"], dtype=spec["dtype"]).train()
     with opened(spec, model, options) as session:
         trace = session.executor.trace
         spans: list[Span] = []
