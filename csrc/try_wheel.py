@@ -60,7 +60,7 @@ def main() -> None:
         subprocess.run([*pip, *constraints, "torch"], check=True, env=env)
         only = ["--only-binary", ":all:", "--find-links", str(dist), "lohan"]
         subprocess.run([*pip, *constraints, *only], check=True, env=env)
-        subprocess.run([python, "-c", KERNELS], check=True, env=env)
+        subprocess.run([python, "-c", KERNELS], check=True, env=env, cwd=work)
         train = [python, "-m", "lohan", "train", "--init", "config.json", "--data", "data.jsonl"]
         options = ["--out", "run", "--steps", "3", "--batch", "2", "--seq", "16"]
         subprocess.run([*train, *options, "--host", "64MiB"], check=True, env=env, cwd=work)
