@@ -1,15 +1,15 @@
-"""Execution of a step: attach, session, executor, lanes, buffers, offload.
+"""The execution of training steps: attach, session, executor, lanes, buffers and offloading.
 
 The rest of this page follows one batch from the call of the model to the commit. Each step names
-the module in which it is read; modules without a package are in this one. schedule/phases.py
+the module that implements it; modules without a package are in this one. schedule/phases.py
 determines the order of the actions, their waits follow from the table in schedule/ops.py,
 scheduler.py enqueues them, lanes.py executes them in this order, and actions.py implements them.
 
-In brackets are the thread and the letter of the action. `caller` runs the model; in backward on an
-accelerator it is autograd's own thread. `ssd` submits I/O, `done` completes it, and `optimizer`
-runs updates (the caller does if one rank computes on the CPU). `h2d` and `d2h` copy to and from a
-device with its own memory, and `compute` waits for the events of that device. `net` communicates
-with other ranks. With `overlap=False`, the caller does everything, in order.
+The thread and the letter of the action are given in brackets. `caller` runs the model; in backward
+on an accelerator it is autograd's own thread. `ssd` submits I/O, `done` completes it, and
+`optimizer` runs updates (the caller does if one rank computes on the CPU). `h2d` and `d2h` copy to
+and from a device with its own memory, and `compute` waits for the events of that device. `net`
+communicates with other ranks. With `overlap=False`, the caller does everything, in order.
 
 Forward
  1. executor.py [caller]: `model(**batch)` calls `enter_forward`, which waits until resident

@@ -93,7 +93,7 @@ class DeviceOperations:
 
     def _reduce_scatter(self, action: Action) -> None:
         number, pending = action.index, self._pending
-        # It is empty for ranks without a gradient, which also take part.
+        # Ranks without a gradient take part in the collective with an empty dict.
         whole = dict(pending.on_device.pop(number, {}))
         shard = self._collectives.reduce_scatter(number, whole, self._device)
         if self._needs_norm:
@@ -262,8 +262,9 @@ class ActionRunner:
     def fold(self, meta: dict[str, Any], *, cached_is_base: bool = False) -> None:
         """Commit the state after all logged steps as a generation. The lanes must be idle.
 
-        Cached chunks are up to date, unless `cached_is_base`: then they are those of the committed
-        generation, and are updated too. Groups that are not cached pass through the first slot.
+        Cached chunks are assumed to be up to date. With `cached_is_base`, they contain the
+        committed generation and are updated as well. Groups that are not cached pass through the
+        first weight slot.
         """
         assert self.logged is not None
         slot_of = {n: self._spec.slots + i for i, n in enumerate(self._spec.host_cached_weights)}
@@ -284,7 +285,7 @@ class ActionRunner:
         self.complete(action, self.submit(action))
 
     def recover_log(self) -> None:
-        """Commit the state after all logged steps, after an error. The lanes must be idle.
+        """After an error, commit the state that includes all logged steps. The lanes must be idle.
 
         The cache in host memory must hold the committed generation.
         """
@@ -362,7 +363,7 @@ class ActionRunner:
         yield self.slots.write(group, action.chunk, slot, crc=checksums.weights)
 
     def _spill_gradients(self, action: Action) -> Iterable[Any]:
-        # It is empty if no use of the group got a gradient.
+        # The dict is empty if no use of the group got a gradient.
         grads = self.pending.on_host.get(action.index, {})
         if self.logged is not None:
             yield self.logged.append(action.index, action.chunk, action.at[0], grads)
@@ -488,8 +489,8 @@ class ActionRunner:
         if not group.resident:
             self._checksums[number, chunk] = checksums
 
-    # The function of each operation; DeviceOperations has those of a device. Functions of the ssd
-    # lane return the tickets of their requests.
+    # The function that implements each operation. DeviceOperations implements those of a device.
+    # Functions of the ssd lane return the tickets of their requests.
     _RUN: ClassVar[dict[str, Callable[..., Any]]] = {
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
@@ -518,7 +519,11 @@ class ActionRunner:
     # -- steps that are rolled back ---------------------------------------------------------------
 
     def undo_updates(self) -> None:
-        """Return to the committed state. The lanes must be idle. Kept gradients are used again."""
+        """Undo the updates of the current step. The lanes must be idle.
+
+        The host cache is read again from the committed generation. Gradients that were kept can be
+        used again.
+        """
         self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
@@ -535,8 +540,8 @@ def _activation_spill(
     blocks: Blocks, plan: Plan, store: Store, pool: HostPool
 ) -> ActivationSpill | None:
     dirs = activation_dirs(store.dirs)
-    # Remove the activation stores of sessions that were killed. The lock of the store excludes
-    # others.
+    # Remove the activation stores of sessions that were killed. No running session uses them,
+    # because this session holds the lock of the store.
     remove_unfinished(dirs)
     if not plan.spilled_sites:
         return None

@@ -180,10 +180,10 @@ def load(
 ) -> nn.Module:
     """Return the model that config.json names, with its loss, from a Hugging Face folder.
 
-    Structure and buffers are created now, and weights are read at `attach`. For a diffusers
-    folder or pipeline, the result is the transformer. With `lora`, a rank or more settings, the
-    result is a PEFT model of which only the adapter is trained. `adapter` is a PEFT folder with
-    a trained adapter to continue from. Nothing is fetched from a network.
+    Structure and buffers are created now, and weights are read at `attach`. For a diffusers folder
+    or pipeline, the result is the transformer. `lora` is the rank of an adapter, or its settings.
+    With it, the result is a PEFT model in which only the adapter is trained. `adapter` is a PEFT
+    folder with a trained adapter, whose training is continued. Nothing is fetched from a network.
     """
     if dtype not in STATE_FORMATS:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(STATE_FORMATS)}")
@@ -221,25 +221,32 @@ def attach(
 ) -> Session:
     """Move the model's parameters into a store on `budget.ssd` and run its blocks from there.
 
-    Args: model: The model to train. If it is attached already, its current weights are used, and
-    its earlier session ends. optimizer: The update rule and its hyper-parameters. budget: The
-    limits of memory, and the directories of the store. param_groups: Groups as in torch.optim,
-    `{"params": ..., "lr": ...}`. A value of a group replaces the optimizer's value for the group's
-    parameters, which may be given by patterns of names. batch: An example of the model's input, or
-    its shapes on the meta device: a tensor, a tuple of arguments, or a dict of arguments by name.
-    With it, the plan includes activations, and a plan that cannot fit is refused before the start.
-    clip: The largest norm of all gradients; 0 disables clipping. device: Where blocks compute:
-    "cpu", "accelerator" (torch's), "auto" (the accelerator if there is one), "emulated", or a
-    device from `lohan.device.choose.open_device`, which is closed with the session. offload_policy:
-    What leaves memory, and what overlaps with compute. model_policy: How the model is divided into
-    blocks, and how it computes. store_policy: The folder of the store, and whether to open an
-    existing one. process_group: The ranks that share the state, from `lohan.device.ranks.join` in a
-    process that torchrun started. Every rank calls `attach` with the same arguments except for its
-    own rows of the batch, and has its own folder. plan: A plan to follow instead of the planner's:
-    an object such as `session.plan`, its JSON, or a file written by `lohan plan --json`. A plan
-    that does not fit the model and the budget is refused. trace: Whether to record the actions of
-    all lanes of the whole run. **fields: Fields of the three policies: `attach(model, ...,
-    overlap=False)`.
+    Args:
+        model: The model to train. If it is attached already, its current weights are used, and its
+            earlier session ends.
+        optimizer: The update rule and its hyper-parameters.
+        budget: The limits of memory, and the directories of the store.
+        param_groups: Groups as in torch.optim, `{"params": ..., "lr": ...}`. A value of a group
+            replaces the optimizer's value for the parameters of the group, which may be given by
+            patterns of names.
+        batch: An example of the model's input, or its shapes on the meta device: a tensor, a tuple
+            of arguments, or a dict of arguments by name. With it, the plan includes activations,
+            and an error is raised before the first step if no plan fits.
+        clip: The largest norm of all gradients; 0 disables clipping.
+        device: Where blocks compute: "cpu", "accelerator" (torch's), "auto" (the accelerator if
+            there is one), "emulated", or a device from `lohan.device.choose.open_device`, which is
+            closed with the session.
+        offload_policy: What leaves memory, and what overlaps with compute.
+        model_policy: How the model is divided into blocks, and how it computes.
+        store_policy: The folder of the store, and whether to open an existing one.
+        process_group: The ranks that share the state, from `lohan.device.ranks.join` in a process
+            that torchrun started. Every rank calls `attach` with the same arguments except for its
+            own rows of the batch, and has its own folder.
+        plan: A plan to follow instead of the planner's: an object such as `session.plan`, its JSON,
+            or a file written by `lohan plan --json`. An error is raised if it does not fit the
+            model and the budget.
+        trace: Whether to record the actions of all lanes of the whole run.
+        **fields: Fields of the three policies: `attach(model, ..., overlap=False)`.
 
     `backward` returns before its step is durable; `Session.commit` makes it durable.
     """
@@ -305,8 +312,8 @@ def _groups_maker(
 ) -> Callable[[Blocks], HyperParameters]:
     """Return a function that creates the parameter groups when the model has been divided.
 
-    Their parameters are looked up now, by identity, because preparing the model may replace
-    them.
+    The parameters of the groups are looked up by identity when this function is called, because
+    preparing the model may replace them.
     """
     if hasattr(param_groups, "to_json"):
         live: HyperParameters = param_groups  # type: ignore[assignment]
@@ -530,7 +537,7 @@ def make_executor(
 def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
     """Return the bytes that each block needs for all samples at once, and the available bytes.
 
-    Available are the bytes planned for a micro-batch, plus the unused part of the budget.
+    The available bytes are those planned for a micro-batch plus the unused part of the budget.
     """
     workload, count = context.workload_for(plan), plan.micro_batch
     if workload is None or context.device.has_own_memory or not count or count >= workload.batch:
@@ -542,7 +549,10 @@ def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]
 
 
 def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
-    """Return the names of sites that fit into memory a second time, with their own gradients."""
+    """Return the names of the sites that can run once more on a second copy of their weights.
+
+    These are the sites for which free memory can hold the peak of a call and a copy of the weights.
+    """
     names = {site.name for site in context.blocks.sites}
     workload = context.workload_for(plan)
     if workload is None:  # The memory that calls need is unknown.
@@ -584,7 +594,7 @@ def device_overhead(
 ) -> tuple[tuple[str, int], ...]:
     """Return the bytes of device memory, by owner, apart from blocks and schedule.
 
-    Those of a GPU that shares the host's memory are part of the host budget.
+    On a GPU that shares the host's memory, these bytes are part of the host budget.
     """
     lines = device.overhead(host_bytes)
     if device.torch_device.type != "cpu":  # The model's buffers are moved to the device.

@@ -102,7 +102,7 @@ class HostPool:
                 del self._used[owner]
 
     def allocate(self, owner: str, count: int, *, for_device: bool = False) -> HostBuffer:
-        """Allocate a buffer; `for_device` states that it is copied to or from the device."""
+        """Allocate a buffer. `for_device` states that it will be copied to or from the device."""
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
         size = align_up(count, PAGE)
@@ -110,7 +110,7 @@ class HostPool:
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
     def compute_view(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a view for in-place compute of memory that was allocated `for_device`."""
+        """Return a view of memory allocated with `for_device`, for operations in place."""
         return self._device.compute_view(host)
 
 
@@ -120,7 +120,7 @@ class HostPool:
 
 
 class WeightSlots:
-    """The weight slots in host memory: `slots` shared ones, then one for each cached group."""
+    """The weight slots in host memory: `slots` shared slots, and one slot for each cached group."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class WeightSlots:
 
 
 class SharedSlots:
-    """Weight slots in host memory, seen by compute on a device without its own memory."""
+    """The weight slots in host memory, for compute on a device without its own memory."""
 
     def __init__(self, slots: WeightSlots, pool: HostPool) -> None:
         self._slots, self._pool = slots, pool
@@ -177,7 +177,7 @@ class SharedSlots:
 
 
 class DeviceSlots:
-    """Slots on the device, each as large as the largest group that uses them.
+    """Weight slots on the device. Each slot has the size of the largest group that is loaded there.
 
     With several ranks, each rank loads its own shard of a group, and all ranks gather the rest.
     """
@@ -253,8 +253,8 @@ class Dequantised:
     ) -> dict[str, list[torch.Tensor]]:
         """Return views of `memory` for packed tensors, and views of the slot for all others.
 
-        With `fill`, the packed tensors are dequantised into `memory`. The views are never
-        kept, because a group may be in another slot in each call.
+        With `fill`, the packed tensors are dequantised into `memory`. The views are not cached,
+        because a group may be in another slot in each call.
         """
         at, tensors = 0, dict[str, list[torch.Tensor]]()
         for group, flat in flats:
@@ -272,9 +272,9 @@ class Dequantised:
 
 # -- Optimizer state in a ring of host buffers, and its updates, chunk by chunk --------------------
 #
-# An update in backward uses the weights in the slot that backward used; a later one may have to
-# read them again. A tensor without a gradient in this step keeps its weights and state, as in
-# PyTorch. Its moving average still changes.
+# An update in backward uses the weights in the slot that backward used; a later update may have to
+# read the weights again. A tensor without a gradient in this step keeps its weights and state, as
+# in PyTorch. Its moving average still changes.
 
 
 AVERAGED_PARAMETERS = 2**16  # The moving average is computed for this many parameters at a time.
@@ -302,7 +302,7 @@ class StepScalars:
 
 
 class StateRing:
-    """The state buffers: a ring that chunks pass through, then one for each cached chunk."""
+    """The state buffers: a ring that chunks pass through, and one buffer for each cached chunk."""
 
     def __init__(
         self,
@@ -351,8 +351,8 @@ def update_chunk(
     """Update a chunk in place, given its weights and the bytes of its state.
 
     Each tensor takes one kernel call with the hyper-parameters of its group. The kernel also
-    computes the checksums of what it writes. Those of padding and of tensors without a gradient
-    are computed afterwards.
+    computes the checksums of what it writes. The checksums of padding and of tensors without a
+    gradient are computed afterwards.
     """
     arrays = split(state_format, state, chunk.stop - chunk.start)
     # All groups have the same update rule and kind of state.
@@ -406,8 +406,9 @@ def replay_chunk(
 ) -> ChunkChecksums:
     """Apply the updates of consecutive steps to a chunk, in place and in one pass over memory.
 
-    The bits are those of `update_chunk` for each step. A moving average follows the weights after
-    every step, so it takes a pass for each.
+    The result is the same, bit for bit, as that of one call of `update_chunk` for each step. A
+    moving average depends on the weights after every step, so with one, every step is a separate
+    pass.
     """
     if len(updates) == 1 or state_format.kind.ema:
         for update in updates:
@@ -525,7 +526,7 @@ def _rounding(
 
 
 class HostCache:
-    """The cached slots and buffers of a plan, which are numbered after the shared ones."""
+    """The slots and buffers that cache weights and state. Their numbers follow the shared ones."""
 
     def __init__(
         self,
@@ -540,7 +541,7 @@ class HostCache:
         self._slots, self._ring = slots, ring
 
     def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the resident groups by number, with their slots, which hold this rank's shards."""
+        """Return (number of the group, slot with this rank's shard) for each resident group."""
         return [
             (number, self._slots.flat(self._groups[number], self._spec.slots + i))
             for i, number in enumerate(self._spec.host_cached_weights)
@@ -559,7 +560,7 @@ class HostCache:
         self._store.wait_all(tickets)
 
     def write_back(self) -> None:
-        """Write the chunks to SSD that steps between two commits have changed in memory only."""
+        """Write to SSD the chunks that steps between two commits have changed only in memory."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
             slot = self._spec.slots + i

@@ -54,7 +54,7 @@ class PlanContext:
     device_bytes: int | None = None  # None if the device has no memory of its own
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # compiles the blocks; None if they are not compiled
-    check: bool = False  # whether first calls are compared with plain ones
+    check: bool = False  # whether the first call of each block is compared with a plain call
     log_room: int | None = None  # as in PlanProblem
     plan_is_given: bool = False  # whether the caller gave the plan, so that `replan` keeps it
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's settings at the end
@@ -94,7 +94,7 @@ class PlanContext:
         )
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:
-        """Return the batch in the tiles of a plan."""
+        """Return the workload of the batch with the tile size of a plan."""
         return None if self.workload is None else self.workload.in_tiles(plan.tiles)
 
     @property
@@ -142,8 +142,8 @@ def workload_of(
     def in_tiles(tokens: int) -> BatchWorkload:
         """Return the workload of a batch whose blocks run in tiles.
 
-        The work that backward repeats in tiles is the difference to the recomputation without
-        tiles.
+        Backward always repeats the work inside tiles. Its FLOPs are computed as the difference
+        between recomputation without tiles and recomputation with tiles.
         """
         tiled = _workload(model, blocks, batch, torch_device, tiles=tokens)
         seq, shapes = whole.seq, dict(tiled.shapes)

@@ -218,7 +218,7 @@ class Executor:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Temporarily remove LoHan's hooks from the model, which keeps its own."""
+        """Temporarily remove LoHan's hooks from the model. All other hooks stay."""
         modules = {id(module): module for module in (self.model, base_of(self.model))}.values()
         before = [(module, dict(module._forward_pre_hooks)) for module in modules]
         for hook in self._hooks:
@@ -240,7 +240,7 @@ class Executor:
         return moved
 
     def refresh_resident(self) -> None:
-        """Copy the values of the last step to the resident parameters, if they are behind."""
+        """Copy the values of the last step to the resident parameters, if these are outdated."""
         if self.resident is None or RESIDENT not in self.numbers or self._resident_current:
             return
         with self.guarded():
@@ -281,7 +281,7 @@ class Executor:
             self._check_usable()
 
     def enter_backward(self, *, wanted: bool | None = None) -> None:
-        """Begin a backward if none has begun, and register the call at its end with autograd.
+        """Begin a backward if none has begun, and let autograd call `on_backward_done` at its end.
 
         Every backward of a block or of the head calls this. `wanted` states whether
         autograd computes the gradients of all parameters; None means that this is
@@ -319,7 +319,7 @@ class Executor:
         self.step_gradients.in_backward = True
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
-        """Begin a backward, which may reach no block, so that resident parameters are updated."""
+        """Begin a backward even if it reaches no block, so that resident parameters are updated."""
         if not self.in_head:
             with self.guarded():
                 self.enter_backward(wanted=True)
@@ -559,7 +559,7 @@ class Executor:
 
     @property
     def lost(self) -> bool:
-        """Whether a roll-back did not complete, so that the weights in memory are inconsistent."""
+        """Whether a roll-back did not complete. If so, the weights in memory are inconsistent."""
         return bool(self._lost)
 
     def _check_usable(self) -> None:
@@ -567,7 +567,7 @@ class Executor:
             raise StoreError(f"{self._lost}; close the session and resume")
 
     def abort_step(self) -> None:
-        """Return to the last committed step.
+        """Restore the last committed step after an error.
 
         Until this has succeeded, only `close` is possible, because memory may contain
         weights of two steps.

@@ -37,8 +37,8 @@ from lohan.store.store import Store
 def config_of(model: nn.Module | None) -> Any:
     """Return the object that can write config.json for a model, or None.
 
-    This is the model itself for diffusers. For other models, it is their config, which then names
-    the class of the model as `save_pretrained` does.
+    This is the model itself for diffusers. For other models, it is their config, in which the class
+    of the model is entered first, as `save_pretrained` does.
     """
     if hasattr(model, "save_config"):
         return model
@@ -69,11 +69,11 @@ def export_store(
     """Stream the committed weights of a store into a Hugging Face folder.
 
     `store` is one store, or the stores of all ranks. The layout is that of `save_pretrained`.
-    `model` is needed only for the config if there is no source folder, and for an adapter, of
-    which only the PEFT folder is written. `ema` selects the average of the weights. `read`
-    provides the weights, if not the stores. `mark` is the id of the run that exports.
-    `chat_template` is the template used in training, if it differs from that of the source
-    folder. `card` is the text of the model card.
+    `model` is needed in two cases: if there is no source folder with a config, and for an adapter,
+    whose PEFT folder is then the only output. `ema` selects the average of the weights. `read`, if
+    given, provides the weights instead of the stores. `mark` is the id of the run that exports.
+    `chat_template` is the template used in training, if it differs from that of the source folder.
+    `card` is the text of the model card.
     """
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)

@@ -48,8 +48,8 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
     def sum_of_squares(self) -> float | None:
         """Return the sum of squares in double precision, in a fixed order.
 
-        The result is the same on every lane and in every mode. If a device has already
-        computed it, its result is returned, so that no lane reads the gradients for it.
+        The result is the same on every lane and in every mode. If a device has already computed it,
+        its result is returned, so no lane has to read the gradients.
         """
         if self._squares is None:
             return None
@@ -70,8 +70,8 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
 class GradientOffload:
     """Copies gradients from the device into reusable buffers in host memory.
 
-    `limit` is the number of bytes that the buffers may take before unused ones are freed for
-    new ones. `groups` is the number of groups that come with the sum of their squares.
+    If the buffers take more than `limit` bytes, unused buffers are freed before a new one is
+    allocated. `groups` is the number of groups whose sum of squares is copied with the gradients.
     """
 
     def __init__(self, device: Device, limit: int, *, groups: int = 0) -> None:
@@ -103,7 +103,8 @@ class GradientOffload:
     ) -> OffloadedGradients:
         """Copy gradients to the host without blocking, after compute has produced them.
 
-        The gradients copied earlier for this group must have been used.
+        The copy overwrites the gradients that were copied earlier for this group, so call this only
+        after they were used.
         """
         width = max((grad.itemsize for grad in grads.values()), default=0)
         if number not in self._caller_buffers:
@@ -136,7 +137,7 @@ class GradientOffload:
     ) -> None:
         """Copy gradients to host memory in fp32, for a later block that adds to them.
 
-        With `wait`, they have left the device when the call returns.
+        With `wait`, the call returns when the copies are complete.
         """
         if grads:
             wide = {index: grad.float() for index, grad in grads.items()}

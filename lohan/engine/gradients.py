@@ -107,7 +107,7 @@ class StepCollectives:
         return self._shard_of(number, self.process_group.reduce_scatter_host(rows))
 
     def _shard_of(self, number: int, total: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the gradients in a summed row by tensor, if any rank has one."""
+        """Return the gradients in a summed row by tensor, leaving out those that no rank has."""
         shard = self.process_group.ranks.shard(self._groups[number])
         flags = read_back(total[shard.numel :]).tolist()
         return {
@@ -148,7 +148,7 @@ class StepCollectives:
         return torch.full_like(part, self.all_reduce_sum(part.item()))
 
     def absent(self, names: list[str]) -> list[str]:
-        """Return the gradients that are absent on all ranks."""
+        """Return the names of the gradients that are absent on all ranks."""
         common = set(names).intersection(*self.process_group.all_gather_object(names))
         return [name for name in names if name in common]
 
@@ -192,7 +192,7 @@ OWNER = "accumulated gradients"
 
 
 def bytes_of_sums(groups: Iterable[FlatGroup]) -> int:
-    """Return the bytes of the sums of all trained groups, which are fp32."""
+    """Return the size in bytes of the fp32 gradient sums of all trained groups."""
     return sum(group.numel for group in groups if not group.frozen) * FLOAT
 
 
@@ -251,7 +251,9 @@ class GradientSink:
     def __init__(self) -> None:
         self._grads: dict[str, dict[int, torch.Tensor]] = {}
         self._uses: dict[str, int] = {}
-        self.period = 0  # Increases when a step ends or is rolled back. Uses count within one.
+        # Increases when a step ends or is rolled back. A use ends only in the period in which it
+        # began.
+        self.period = 0
         self._sums_wide: dict[str, bool] = {}
 
     def expect(self, group: str) -> None:
@@ -377,7 +379,7 @@ class GradientCollector:
     ) -> None:
         self.steps = steps
         self._needs_norm = gate_of(plan) is Gate.NORM
-        # True if the device has no room for the gradients of a block behind those of the next one.
+        # True if the device cannot hold the gradients of two consecutive blocks at the same time.
         self._waits_aside = plan.head_alone or plan.device_grads == 1
         # Sums of several 16-bit gradients are accumulated in fp32.
         self._wide = plan.dtype != "fp32"
@@ -461,7 +463,8 @@ class GradientCollector:
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """Return the sum of squares, computed on the device, or None if it is not needed there.
 
-        It is not needed without a norm, or with several ranks, which use the reduced gradients.
+        It is not needed if no norm is computed, or if there are several ranks, because these sum
+        the squares of the reduced gradients.
         """
         alone = not self._collectives.process_group.several
         if self._offload is None or not (self._needs_norm and alone):
@@ -471,9 +474,9 @@ class GradientCollector:
     def _for_update(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return gradients in the memory from which the next lane reads them.
 
-        Without copies in the schedule, updates read gradients on the host. That is where they are,
-        except on a GPU that shares the host's memory: the CPU cannot read the memory of its
-        allocator. Each gradient is freed after its copy.
+        If the schedule contains no copies, updates read gradients from host memory. The gradients
+        are there already, except on a GPU that shares the host's memory: the CPU cannot read memory
+        from its allocator. They are then copied one by one, and each is freed after its copy.
         """
         if self._offload is not None:
             return grads
@@ -526,8 +529,8 @@ class GradientCollector:
     def finish_rest(self, resident: Mapping[int, GroupGrads]) -> None:
         """Hand over the remaining groups at the end of backward.
 
-        These are the groups of which some uses got no gradient, or all groups if the step
-        had several backwards, followed by those of resident parameters.
+        These are the groups for which some use got no gradient or, if the step had several backward
+        calls, all groups. The groups of resident parameters follow.
         """
         sums = self.accumulated
         assert sums is None or isinstance(sums, Accumulated)  # Otherwise, backward is not a step.
@@ -604,8 +607,8 @@ def layout(tensor: torch.Tensor) -> Any:
 def sum_of_squares(grads: GroupGrads) -> float:
     """Return the sum of squares in double precision, in a fixed order.
 
-    The result is the same on every lane and in every mode. If a device has already computed it,
-    its result is returned, so that no lane reads the gradients for it.
+    The result is the same on every lane and in every mode. If a device has already computed it, its
+    result is returned, so no lane has to read the gradients.
     """
     squares = grads.sum_of_squares() if isinstance(grads, OffloadedGradients) else None
     if squares is not None:

@@ -255,7 +255,7 @@ class LazyLogits:
 class SlicedHead:
     """The replacement of the model's forward for calls with labels."""
 
-    # The settings that users of the session may change, which a new plan keeps.
+    # Settings that users of the session may change. They survive a change of plan.
     SETTINGS = ("ranks_apart", "slice_loss", "on_logits")
 
     def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:

@@ -278,12 +278,13 @@ class Lanes:
         self._latest.clear()
 
     def cancel_queued(self) -> list[Action]:
-        """Cancel the queued actions from the next or unfinished compute action on.
+        """Cancel queued actions, beginning with the next or unfinished compute action.
 
-        All actions before it are completed. Nothing waits for a later action, so they never
-        need a cancelled one. Of the cancelled actions, only reads, and updates and writes
-        of the step before, can have begun, because the others wait for the compute action.
-        They are completed too. Returns the cancelled actions of the other lanes.
+        All actions before that compute action are completed. They never wait for a cancelled
+        action, because no action waits for a later one. Of the cancelled actions, only reads, and
+        updates and writes of the previous step, can have begun, because all others wait for the
+        compute action. Those that have begun are completed too. Returns the cancelled actions of
+        the other lanes.
         """
         self._raise_if_failed()
         self._requeue_current()
@@ -315,8 +316,8 @@ class Lanes:
     def _finish_launched(self) -> None:
         """Wait for the launched compute if compute actions are about to be skipped.
 
-        Compute actions finish in order, so an action that waits for a skipped one relies on
-        all compute before it being done, such as an earlier reader of its slot.
+        Compute actions finish in order. An action that waits for a skipped compute action therefore
+        assumes that all compute before it has finished, such as an earlier reader of its slot.
         """
         if self._compute:
             self._device.mark().synchronize()

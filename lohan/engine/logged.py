@@ -42,13 +42,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """The logged gradients of a group in one step: their type, and the tensors with one."""
+    """The logged gradients of a group in one step: their dtype, and the tensors that have one."""
 
     dtype: torch.dtype
     tensors: frozenset[int]
 
     def nbytes(self, parameters: int) -> int:
-        """Return the bytes of a chunk in the log; one page if there is no gradient."""
+        """Return the bytes that a chunk takes in the log: one page if there is no gradient."""
         return align_up(parameters * self.dtype.itemsize, PAGE) if self.tensors else PAGE
 
 
@@ -266,7 +266,7 @@ class LoggedGradients:
         self._live = []
 
     def reset(self) -> None:
-        """Return to the steps that are committed, after an error."""
+        """After an error, discard all steps that are not committed."""
         self._closed.clear()
         self._ends.clear()
         self._to_commit.clear()

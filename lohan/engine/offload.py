@@ -289,12 +289,12 @@ class DeviceActivationOffload(ActivationHooks):
         self._device, self._sites, self._spill = device, sites, spill
         self._input_buffers: list[torch.Tensor | None] = [None] * device_buffers
         self._slice_buffers: list[torch.Tensor | None] = [None] * (device_buffers * SLICE_BUFFERS)
-        # by site and slice + 1; slice 0 stands for the inputs
+        # Keys are (site, slice + 1); 0 stands for the inputs.
         self._host: dict[tuple[int, int], torch.Tensor] = {}
         self._calls: dict[int, OffloadedCall] = {}
-        # by site and slice; slice -1 stands for the inputs
+        # Keys are (site, slice); slice -1 stands for the inputs.
         self._packs: dict[tuple[int, int], Pack] = {}
-        # by pack and address of the buffer
+        # Keys are (pack, address of the buffer).
         self._views: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     # -- forward, the caller's side ---------------------------------------------------------------

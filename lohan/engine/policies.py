@@ -31,7 +31,8 @@ class Budget:
     accelerator in the same way. `ssd` names the directories over which the state is spread.
     `commit_every` is "step", a number of steps, a time such as "10min", or "auto". `log_gradients`
     is "off", or the number of steps from one write of the full state to the next; the steps in
-    between are committed by logging their gradients. "auto" logs them where steps are faster.
+    between are committed by logging their gradients. With "auto", gradients are logged if that
+    makes steps faster.
     """
 
     ssd: Sequence[str | os.PathLike[str]]
@@ -62,8 +63,8 @@ class Budget:
 class OffloadPolicy:
     """The placement of activations and updates, and their overlap with compute.
 
-    These settings change the speed only, except for the rounding of other micro-batches and of
-    `tiles`.
+    These settings affect only the speed, with one exception: results are rounded differently with
+    `tiles` or with another micro-batch size.
 
     `tiles` is the number of tokens that the parts of a block that do not mix tokens process at a
     time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster with

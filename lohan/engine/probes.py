@@ -353,7 +353,7 @@ _PREFIX = "lohan-profile-"
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates in bytes per second; `mixed` is the total of both directions as in a step."""
+    """Rates in bytes per second. `mixed` is the sum of both directions in the pattern of a step."""
 
     read: float
     write: float
@@ -556,10 +556,11 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
 
 
 def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tuple[Point, Point]:
-    """Return the bytes per second through main memory of copies and of updates.
+    """Return the bytes per second that copies and updates move through main memory.
 
-    The first pair has the rates of each alone, measured before and after to compensate for drift;
-    the second pair those of both at once.
+    Each pair has the rate of copies, then that of updates. The first pair was measured with one of
+    the two running alone, before and after the second pair to compensate for drift. The second pair
+    was measured with both running at the same time.
     """
     fmt = STATE_FORMATS[device.default_dtype]
     layout = BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)
@@ -588,8 +589,9 @@ def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tu
 def bus_rate(copied: float, alone: Point, shared: Point) -> float:
     """Return the bytes per second of main memory.
 
-    If one side slows down beside the other, memory is at its limit, and the sum of both is the
-    rate. Otherwise the rate is at least that sum and the rate of a plain copy.
+    `alone` and `shared` are the pairs that `under_load` returns, and `copied` is the rate of a
+    plain copy. If copies or updates are slower in `shared`, memory was at its limit, and the rate
+    is the sum of `shared`. Otherwise the rate is at least that sum, and at least `copied`.
     """
     total = sum(shared)
     slower = any(now < UNLIMITED_SHARE * before for before, now in zip(alone, shared, strict=True))
@@ -634,7 +636,7 @@ def device_memory_rate(device: Device, size: int, seconds: float) -> float:
 
 
 def compute_memory(device: Device, count: int) -> torch.Tensor:
-    """Return a buffer of `count` bytes where compute reads them."""
+    """Return a buffer of `count` bytes in the memory that compute uses."""
     if device.has_own_memory:
         return device.allocate(count)
     return device.compute_view(torch.from_numpy(device.host_memory(count)))
@@ -665,8 +667,9 @@ class Effort:
     link_bytes: int = 256 * MiB  # of one copy; less if the device has little memory
 
 
-# A large card finishes a block with a thousand features before the next one is launched, so that
-# Python would be measured. A block as wide as that of a 7B model shows the speed of the card.
+# A large card finishes a block with a thousand features before the next one is launched, so the
+# measurement would show the speed of Python. A block with the width of a 7B model shows the speed
+# of the card.
 WIDE, WIDE_FROM = Sizes(hidden=4096, inner=11008, heads=32, vocabulary=32000, copies=2), 6 * GiB
 
 
@@ -803,7 +806,7 @@ def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, f
 
 
 def _link_size(device: Device, effort: Effort) -> int:
-    """Return the bytes of one copy or pass, which a device with little memory reduces."""
+    """Return the bytes of one copy or pass; fewer if the device has little memory."""
     if not device.has_own_memory:
         return effort.link_bytes
     return min(effort.link_bytes, device.memory_bytes() // 4)

@@ -106,7 +106,7 @@ class Replanner:
         return f"{decision.why}; {note}"
 
     def after_own_step(self) -> str | None:
-        """Do the same as `after_step` for the time since the last call."""
+        """Call `after_step` with the spans and the time since the previous call of this method."""
         then_s, self._last_s = self._last_s, time.perf_counter()
         spans = self._session.executor.trace.take_step()
         return self.after_step(spans, step_s=self._last_s - then_s)
@@ -277,7 +277,8 @@ class OomGuard:
 def _shrunk(session: Session) -> str:
     context = session.context
     room = int((context.device_bytes or 0) * OOM_SHRINK_FACTOR)
-    # Otherwise, the plan would be the same.
+    # If the current plan already fits in `room`, plan for less than it uses; otherwise the new plan
+    # would be the same.
     if (used := session.plan.tier_bytes("device")) <= room:
         room = int(used * OOM_SHRINK_FACTOR)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)

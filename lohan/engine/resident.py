@@ -1,9 +1,9 @@
 """Small parameters that stay in memory for the whole run, as ordinary leaves of the user's graph.
 
-These are norms and loose vectors. Their groups have cached weight slots. The one that is trained is
-updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
-ones are views of their slot, or copies on a device. With several ranks, each has a shard in its
-slot, and the caller gathers them.
+These are norms and loose vectors. Their groups have cached weight slots. The trained group is
+updated like any other group, and the leaves are copies of its values, which are refreshed when the
+next forward begins. Frozen parameters are views of their slot or, on a device, copies. With several
+ranks, the slot of each rank holds its shard, and the caller's thread gathers the shards.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Resident:
     def copy_updated(self) -> None:
         with torch.no_grad():
             for current, flat in self._copies:
-                # The slot is updated only after compute has finished the step, and with it this
+                # The slot is updated only after compute has finished the step, which includes this
                 # copy.
                 current.copy_(self._gathered(flat, current.numel()), non_blocking=True)
 

@@ -8,7 +8,7 @@ There are three situations:
 * The order is unknown: the first step or pass, or a model that takes another path. Each block is
   scheduled on demand.
 * `overlap=False`: blocks are always scheduled on demand, and actions run one after the other. This
-  is the specification; the other two differ from it in their order only.
+  is the specification; the other two run the same actions in another order.
 
 A new order of steps is checked once, before anything is scheduled by it.
 """
@@ -124,8 +124,8 @@ class ActionScheduler:
     def reading(self) -> Iterator[None]:
         """Allow the weights of one site to be read out of order.
 
-        The scheduled actions are cancelled, and the order of forwards without gradients is
-        not learnt from it.
+        The scheduled actions are cancelled, and the remembered order of forwards without gradients
+        does not change.
         """
         self.drain()
         order = self._inference_sites
@@ -332,7 +332,8 @@ class ActionScheduler:
     def wait_for_squares(self) -> list[int]:
         """Wait until the squares of all groups that backward has reached are summed.
 
-        Returns the other groups. Their sums follow BACKWARD_DONE, which waits for the caller.
+        Returns the groups that backward has not reached. Their squares are summed after
+        BACKWARD_DONE, so the caller cannot wait for them here.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
         unreached = self.steps.current.unreached
@@ -357,7 +358,7 @@ class ActionScheduler:
         self.drain()
 
     def reset(self) -> None:
-        """Return to idle lanes and slots with unknown contents, after an error."""
+        """After an error, make the lanes idle, and mark the contents of all slots as unknown."""
         self._lanes.reset()
         self._buffers = empty_buffers(self._spec)
         self._queued_inference, self._inference_sites = False, []

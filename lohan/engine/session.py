@@ -130,7 +130,10 @@ class Session:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """End this session while another one takes over its model, unless that fails."""
+        """End this session when the body has attached its model to another one.
+
+        If the body raises an error, this session continues with its plan.
+        """
         plan = self.plan
         self.commit()
         self._stop()
@@ -273,8 +276,8 @@ class Session:
     def take_finished(self) -> list[dict[str, Any]]:
         """Return the metadata of steps that have ended since the last call, oldest first.
 
-        They are committed, or lie between two commits. If nobody takes them, only the last
-        few are kept.
+        They are committed, or lie between two commits. If this method is not called, only the
+        metadata of the last few steps is kept.
         """
         before, self._earlier_metas = self._earlier_metas, []
         if self._executor is None:
@@ -283,14 +286,14 @@ class Session:
         return before + [finished.popleft() for _ in range(len(finished))]
 
     def flush(self) -> None:
-        """Wait until every finished step is updated and, if every step commits, committed.
+        """Wait for the updates of every finished step and, if every step commits, for its commit.
 
         A loop does not need this, because the next forward waits for what it uses.
         """
         self.executor.flush()
 
     def make_durable(self) -> None:
-        """Flush, and make the last step durable: by its gradients if there is a log of them."""
+        """Flush, and make the last step durable. With a log, only its gradients are written."""
         if self.plan.log_gradients:
             self.flush()
         else:
@@ -339,11 +342,11 @@ class Session:
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
         """Continue with another plan, after writing what is in memory to the store.
 
-        Results stay the same, bit for bit, if micro-batch, head slices and chunks do. If
-        the plan cannot be followed (for example, because an SSD is full), the old plan
-        continues and the error is raised; with several ranks, all stop. A plan for other
-        micro-batches must be given as a function, which is called when the model runs by
-        itself and can be measured.
+        Results stay the same, bit for bit, if the new plan has the same micro-batch, head slices
+        and chunks. If the plan cannot be followed (for example, because an SSD is full), the old
+        plan continues and the error is raised; with several ranks, all stop. To plan for other
+        micro-batches, pass a function that returns the plan. It is called while the model has its
+        own forwards, so that they can be measured.
         """
         old, consumed = self.plan, self.executor.step_gradients.consumed
         self.commit()
@@ -355,16 +358,17 @@ class Session:
         self.planless = True
         self._stop()
         self._executor = self.head = None
-        gc.collect()  # modules and executor know each other: their memory, before the new plan's
+        # Modules and executor refer to each other. Free their memory before the new plan allocates.
+        gc.collect()
         self.context.device.release_cached_memory()
         try:
             self._start(plan() if callable(plan) else plan)
             self.executor.step_gradients.consumed = consumed
-        except BaseException as error:  # memory may have run out, or Ctrl-C come
+        except BaseException as error:  # such as too little memory, or Ctrl-C
             if self.process_group.several:  # Note [an error on one rank]: others may have begun
                 self.process_group.abort()
                 raise
-            clear_frames(error.__traceback__)  # they hold what the new plan had allocated
+            clear_frames(error.__traceback__)  # Frames hold what the new plan has allocated.
             gc.collect()
             self.context.device.release_cached_memory()
             self._start(old)
@@ -386,12 +390,12 @@ class Session:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients of the last step, where it is taken (with `clip` or fp16)."""
+        """The global gradient norm of the last step, or None if no update needs it."""
         return self.executor.grad_norm
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether `backward` makes a step.
+        """Whether `backward` runs the optimizer step.
 
         If False, backward leaves gradients in `.grad`, as in PyTorch, if they fit in
         memory, and updates nothing.
@@ -419,7 +423,7 @@ class Session:
             return self.model.get_parameter(name).clone()
 
     def write_weights(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write values of parameters to the store, by their names there, and commit them.
+        """Write values of parameters, given by their names in the store, and commit them.
 
         Optimizer state is not changed.
         """
@@ -437,7 +441,7 @@ class Session:
             self._start(plan)
 
     def rewind(self, target: str | os.PathLike[str]) -> None:
-        """Return to a snapshot of this session's store: weights, optimizer state and step.
+        """Restore weights, optimizer state and step from a snapshot of this session's store.
 
         Until this has succeeded, the store contains the current state.
         """

@@ -47,7 +47,7 @@ class Decision(Enum):
     ACCEPT = "accept"  # The step counts. Updates that have waited get the clipping factor.
     REDO = "redo"  # The updates were rolled back, and are repeated with the kept gradients.
     RERUN = "rerun"  # The updates were rolled back, and the loop runs the batch again.
-    SKIP = "skip"  # A gradient has overflowed in fp16, so that no weight changes.
+    SKIP = "skip"  # A gradient has overflowed in fp16, so no weight changes.
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Step:
 
 
 class Steps:
-    """The current step, the previous one, and those whose end is queued."""
+    """The current step, the previous step, and the steps whose end is queued but has not run."""
 
     def __init__(self) -> None:
         self.current = Step()
@@ -122,7 +122,7 @@ class Steps:
         self.previous, self.current = self.current, Step(commits=commits)
 
     def run_again(self, first_run: Factor) -> None:
-        """Return to the previous step, after which the batch of the current one runs again."""
+        """Replace the current step by a new one, which runs the same batch again."""
         self.current = Step(commits=self.current.commits, first_run=first_run)
 
     def ended(self, step: Step) -> None:
@@ -261,8 +261,8 @@ class Clipping:
     def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> Decision:
         """Compute the norm after backward, and return the decision about the step.
 
-        `divisor` unscales the gradients: it contains the loss scale and the number of ranks over
-        which they are averaged. `unsummed` are the groups whose squares have not been summed.
+        `divisor` unscales the gradients: it is the loss scale times the number of ranks over which
+        gradients are averaged. `unsummed` are the groups whose squares have not been summed.
 
         Updates that ran early are accepted if the factor is 1. Otherwise they are rolled back and,
         if their gradients were not kept, the step must run again.

@@ -64,7 +64,7 @@ class StoredWeights:
         return None if session is None or session.stopped else session
 
     def read(self, parameter: AttachedParameter) -> torch.Tensor:
-        """Return the values of a parameter in memory; a loss may depend on them."""
+        """Read the values of a parameter into memory. The result is differentiable."""
         session = self.running_session
         with torch.no_grad():
             if session is not None:
@@ -163,7 +163,7 @@ class StoredWeights:
     def export(self, out: str | os.PathLike[str], *, merged: bool = False, **how: Any) -> Path:
         """Write the model as `save_pretrained` would, in the type in which it was given.
 
-        Of a PEFT model, this is the adapter alone or, with `merged`, the merged model.
+        For a PEFT model, only the adapter is written or, with `merged`, the merged model.
         """
         session = self.session
         model = base_of(self.model) if merged else self.model
@@ -188,7 +188,7 @@ def stored_weights_of(model: nn.Module) -> StoredWeights | None:
 
 
 def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
-    """Mark a model's parameters with their store, and redirect its methods there."""
+    """Record the store in a model's parameters, and redirect the model's methods to it."""
     stored, model = StoredWeights(session, dtype), session.model
     for parameter in model.parameters():
         parameter.stored_weights = stored  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
 def taking_over(
     attach: Callable[Concatenate[nn.Module, P], Session],
 ) -> Callable[Concatenate[nn.Module, P], Session]:
-    """Wrap `attach` so that a model keeps its weights from an earlier session, which ends."""
+    """Wrap `attach` so that it ends an earlier session of the model and keeps its weights."""
 
     @wraps(attach)
     def attached(model: nn.Module, *args: P.args, **named: P.kwargs) -> Session:
@@ -244,7 +244,7 @@ def given_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _given_dtype(model: nn.Module) -> torch.dtype:
-    """Return the type of the weights to be saved: of the adapter, or of most of the model."""
+    """Return the dtype for saving: that of the adapter, or of most of the model's parameters."""
     adapted, sizes = is_adapted(model), Counter[torch.dtype]()
     for parameter in model.parameters():
         if parameter.requires_grad or not adapted:
@@ -256,7 +256,7 @@ def _given_dtype(model: nn.Module) -> torch.dtype:
 def weights_source(model: nn.Module) -> ReadFlat:
     """Return a reader of the initial values of a new store.
 
-    Weights that are in an earlier store are read from there.
+    Weights that an earlier store contains are read from that store.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     held: dict[str, Any] = {
@@ -382,8 +382,7 @@ class _LoadStateDict(_Method):
     ) -> Any:
         """Write values to the store, with the checks of PyTorch.
 
-        Optimizer state is not changed, as with a torch optimizer. `assign` makes no
-        difference.
+        Optimizer state is not changed, as with a torch optimizer. `assign` is ignored.
         """
         stored = self._stored
         with stored.writing():

@@ -37,7 +37,7 @@ READ_WARNING_BYTES = 64 * MiB
 class WatchedParameters:
     """The parameters of an attached model, by group and index, with changes by user code.
 
-    `frozen` are those that take no gradient now, although they have optimizer state.
+    `frozen` are the parameters that user code has frozen although they have optimizer state.
     """
 
     def __init__(
@@ -256,8 +256,9 @@ _checking: list[Any] = []  # Holds the hook after it was registered.
 def watch_torch() -> None:
     """Refuse calls of torch that would do nothing for attached parameters.
 
-    These are the steps of torch optimizers, and a backward for some parameters alone, which finds
-    no path to them. PyTorch has no hook for the second, so its function is replaced.
+    These are steps of torch optimizers, and backward calls for selected parameters (`inputs=...`),
+    because autograd finds no path to those. PyTorch has no hook for the second, so its function is
+    replaced.
     """
     if not _checking:
         _checking.append(register_optimizer_step_pre_hook(_check_optimizer))

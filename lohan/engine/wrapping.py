@@ -204,7 +204,7 @@ class Uses:
             sink.expect(key)
 
     def claim(self, executor: Executor, name: str) -> None:
-        """Check that the backward of this call may run; `name` is that of the block."""
+        """Raise an error if this call may not run its backward; `name` is the name of the block."""
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
@@ -306,7 +306,7 @@ class BlockRunner:
         """Yield the site's parameters for a forward."""
         with self._guarded():
             # Views of slots are kept for later calls. A tensor created in inference mode could not
-            # take a gradient there.
+            # require gradients in those calls.
             with torch.inference_mode(False):
                 flats = self._scheduler.begin_forward(
                     wrapped.number, training=training, backward_follows=backward_follows
@@ -442,8 +442,8 @@ class BlockRunner:
 # A block runs once more on the same inputs and weights, with PyTorch's own autograd. Its results
 # and the gradients of its inputs must equal those of the call through LoHan, up to the rounding of
 # slices. Gradients of its weights are not compared, because they would need memory that no plan
-# has. A difference would occur in every step, for example if a module keeps state from call to
-# call, so that recomputation gives another result.
+# has. A difference would occur in every step, for example if a module keeps state from call to call
+# and recomputation therefore gives another result.
 
 
 # The largest difference, relative to the norm; differences by rounding are far smaller.
@@ -453,7 +453,6 @@ RELATIVE_16_BIT = 0.1
 # The gradient of a key bias, for example, is zero in exact arithmetic and consists of rounding
 # errors.
 NOISE = 1e-2
-# in exact arithmetic, and what is computed for it is rounding
 
 NamedGrads = Mapping[str, torch.Tensor | None]
 
