@@ -105,7 +105,7 @@ def _is_repeated(module: nn.Module) -> bool:
 def _members(module: nn.Module, name: str) -> list[str]:
     """Return the names of the blocks in a list of modules.
 
-    A list inside a list is never called itself, so that its members are blocks instead.
+    A list inside a list is never called itself, so its members are blocks instead.
     """
     listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if not listed and not _is_repeated(module):
@@ -264,7 +264,7 @@ def cut_for(
     resident: Sequence[str] = (),
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:
-    """Divide a model into groups and sites, as a call with this batch uses its parameters.
+    """Divide a model into groups and sites, according to how a call with `batch` uses parameters.
 
     Without a batch, the module tree alone decides.
     """
@@ -290,7 +290,8 @@ def cut_for(
 def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str, Any]) -> Outside:
     """Return the parts of sites that are used outside their calls.
 
-    The result is empty if the model cannot run on fake tensors. Its first real run then finds them.
+    The result is empty if the model cannot run on fake tensors. The parts are then found in the
+    first real run.
     """
 
     def run(values: KnownValues) -> Outside:

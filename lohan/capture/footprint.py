@@ -65,7 +65,8 @@ class _LiveBytes(DispatchMode):
         if not self.counts:
             return out
         if func is RECURRENT_BACKWARD and storage_key(out[4]) != storage_key(out[3]):
-            # The kernel returns one gradient for both biases, torch's cache of fake results two.
+            # The kernel returns one gradient for both biases, but torch's cache of fake results
+            # returns two.
             self._live_tensors.add(out[4].untyped_storage()._cdata)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):

@@ -59,10 +59,10 @@ def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
 
 
 def _origin(error: BaseException) -> tuple[nn.Module | None, str]:
-    """Return the innermost module whose code raised the error, and the code that asked.
+    """Return the module whose code raised the error, and the Python module that asked for data.
 
-    The latter is the name of the innermost Python module that is not part of torch or Triton, which
-    is the package that launches the kernel.
+    Both are the innermost ones of their kind. Python modules of torch and Triton are not
+    considered, so the second result is in the package that launches the kernel.
     """
     module, caller, trace = None, "", error.__traceback__
     while trace is not None:

@@ -264,9 +264,9 @@ class ParameterView(torch.Tensor):
 def _read_only(out: Any, sources: Mapping[str, torch.Tensor]) -> Any:
     """Return the result of an operation on parameters, with views of their values made read-only.
 
-    `sources` are the values of the parameters by name. Where autograd records the operation,
-    PyTorch itself refuses writes to views of parameters, so that the forward of a training step
-    gets ordinary tensors.
+    `sources` are the values of the parameters by name. If autograd records the operation, PyTorch
+    itself refuses writes to views of parameters. The forward of a training step therefore gets
+    ordinary tensors.
     """
     if isinstance(out, np.ndarray):
         out.flags.writeable = False
@@ -341,7 +341,7 @@ _IN_PLACE.add("__setitem__")
 
 
 def _write(name: str, args: Any, kwargs: Mapping[str, Any], caller: str) -> Any:
-    """Write values that a module's load_state_dict copies to the store; refuse other writes."""
+    """Write to the store what load_state_dict copies; raise an error for all other writes."""
     leaves = pytree.tree_leaves((args, kwargs))
     one = next(leaf for leaf in leaves if isinstance(leaf, AttachedParameter))
     if name == "copy_" and caller == TORCH_MODULES and one.stored_weights is not None:
@@ -458,7 +458,10 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) -> None:
-    """Replace the parameter at `ref`, bypassing the checks of `setattr`, and keep its store."""
+    """Replace the parameter at `ref`, bypassing the checks of `setattr`.
+
+    The new parameter refers to the same store.
+    """
     parameters = model.get_submodule(ref.module)._parameters
     old = parameters[ref.attribute]
     if old is not None and old is not parameter:

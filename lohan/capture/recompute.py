@@ -59,7 +59,7 @@ class RunAhead:
 
     @contextmanager
     def slice(self) -> Iterator[None]:
-        """Wait for the slice before the last, then launch one."""
+        """Wait until at most one launched slice is unfinished, and launch a slice in the body."""
         if len(self._ends) >= SLICES_AHEAD:
             self._ends.popleft().synchronize()
         yield
@@ -76,7 +76,7 @@ _ABSENT = object()
 class Snapshot:
     """The state of a block before a call.
 
-    It holds the version of each buffer, for some a copy, and all attributes of the modules.
+    It holds the version of each buffer, copies of some buffers, and all attributes of the modules.
     """
 
     buffers: list[tuple[torch.Tensor, int, torch.Tensor | None]]
@@ -237,7 +237,8 @@ def discard_saved_tensors(name: str) -> Iterator[None]:
             f"memory with resident=[{name!r}]"
         )
 
-    # Each tensor is replaced by its id, a function in C that keeps nothing alive.
+    # The graph saves the id of each tensor instead of the tensor, so it keeps no tensor alive. `id`
+    # is implemented in C and therefore fast.
     hooks = torch.autograd.graph.saved_tensors_hooks(id, refuse)
     with torch.enable_grad(), hooks:
         yield

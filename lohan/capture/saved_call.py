@@ -450,10 +450,10 @@ class Output:
 
 
 def forget_last_weights(model: nn.Module) -> None:
-    """Make recurrent layers let go of the weights of their last call, which they keep in a list.
+    """Empty the list in which recurrent layers keep the weights of their last call.
 
-    These weights are views of slots, which would stay in memory with them. The next call fills the
-    list again.
+    These weights are views of slots, and would keep the memory of the slots from being freed. The
+    next call fills the list again.
     """
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

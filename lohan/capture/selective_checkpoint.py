@@ -345,8 +345,8 @@ class Result:
 class EarlierOperation(NamedTuple):
     """An operation of an earlier call with the same save plan.
 
-    The next call usually runs the same operation at the same position, so that its properties need
-    not be determined again.
+    The next call usually runs the same operation at the same position, so its properties need not
+    be determined again.
     """
 
     func: Any
@@ -388,7 +388,7 @@ class SavedOps:
         return 0 if self.lost else len(self._sizes)
 
     def hand_over(self) -> list[torch.Tensor]:
-        """Give the tensors away. The list is empty if backward cannot use any."""
+        """Return the tensors and drop them here. The list is empty if backward cannot use any."""
         self.check()
         tensors, self.tensors, self._versions = self.tensors, [], []
         return tensors
@@ -446,7 +446,7 @@ class SavedOps:
 # led to saved results are skipped: they return tensors without values. Such a tensor may be viewed
 # and passed on, but no operation may compute with it, and nothing may refer to it after the
 # recomputation, neither autograd nor other code. If any of this is violated, the slice is
-# recomputed in full, so that a wrong save plan costs time and never changes a result.
+# recomputed in full. A wrong save plan therefore costs time and never changes a result.
 
 
 class _Disagreement(Exception):
@@ -493,8 +493,8 @@ class SkipUnneededOps:
 
     An example is the last projection of a block. The operations are determined in the first
     recomputation of each kind of call. The dispatch mode that skips them starts at the last
-    submodule that is called before the first of them, so that earlier operations run without
-    overhead in Python.
+    submodule that is called before the first of them, so earlier operations run without overhead in
+    Python.
     """
 
     def __init__(self) -> None:
@@ -627,7 +627,7 @@ class _Recorder(DispatchMode):
         return out
 
     def _run_new(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that the previous call does not determine."""
+        """Run an operation whose properties cannot be taken from the previous call."""
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
@@ -799,11 +799,11 @@ class _Learner(DispatchMode):
     """Finds the operations of a call whose results backward does not need.
 
     An operation is needed if autograd saves its result or a needed operation reads it. It is also
-    needed if it draws random numbers, or changes a tensor from outside the call. It is also needed
-    if its result is read without an operation: by the host, or by a kernel that takes its address.
-    A kernel that is called from C++ takes addresses without being seen. It can only be recognized
-    by what it writes: a tensor was allocated empty and is read although no operation has filled it.
-    In this case every operation is needed.
+    needed if it draws random numbers, if it changes a tensor from outside the call, or if its
+    result is read without an operation: by the host, or by a kernel that takes its address. A
+    kernel that is called from C++ takes addresses without being seen. It can only be recognized by
+    what it writes: a tensor was allocated empty and is read although no operation has filled it. In
+    this case every operation is needed.
     """
 
     def __init__(self) -> None:
@@ -817,8 +817,8 @@ class _Learner(DispatchMode):
         self._maker: dict[int, tuple[StorageWeakRef, int | None]] = {}
         # Storages that were allocated empty and have not been written to.
         self._unfilled: set[int] = set()
-        # True if something that is not an operation has written a tensor, so that reads are
-        # unknown.
+        # True if something that is not an operation has written a tensor. It is then also unknown
+        # what has been read.
         self._reads_unseen = False
         # The calls of submodules, each with the number of operations before it.
         self._entered: list[tuple[SubmoduleCall, int]] = []

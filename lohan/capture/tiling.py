@@ -41,7 +41,8 @@ from lohan.capture.slicing import AlwaysFails, ConstantRandomness, NotSliceable,
 from lohan.capture.tracing import faked, kind_of_call
 
 TRIAL_TOKENS = 8  # tokens of each of the two tiles of a trial
-# Tiles are used for a part if autograd saves at least this share of the bytes of its inputs inside.
+# Tiles are used for a part only if the bytes that autograd saves inside it are at least this share
+# of the bytes of its inputs.
 MIN_SAVED_SHARE = 0.5
 # types of arguments besides tensors
 PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -69,8 +70,8 @@ Cuts = dict[str, TileCut]  # keys are names of parts relative to their block
 class Tiling:
     """Wrappers that run the position-wise parts of blocks in tiles of `tokens`.
 
-    `brief` is for fake tensors whose bytes are counted: only two tiles run, because more of them
-    take no more memory.
+    With `brief`, only two tiles run. This is sufficient to measure memory on fake tensors, because
+    further tiles use no more.
     """
 
     def __init__(self, tokens: int, *, brief: bool = False) -> None:
@@ -575,7 +576,7 @@ def _cut_of(
 ) -> TileCut | None:
     """Return how a part can be divided into tiles, or None.
 
-    `sizes` are the tokens of one sample, and those of all samples.
+    `sizes` are two numbers of tokens: in one sample, and in all samples.
     """
     call = calls[0]
     hooked = any(has_hooks(child) for child in part.modules() if child is not part)
@@ -695,8 +696,8 @@ def _has_tokens(dim: int, both: torch.Tensor, one: torch.Tensor, other: torch.Te
 def _stand_ins(part: nn.Module) -> Iterator[None]:
     """Temporarily replace parameters, and buffers without values, by small substitutes.
 
-    A dependence between tokens shows with any values, so that the substitutes may use little
-    memory.
+    Any values reveal a dependence between tokens, so substitutes that use little memory are
+    sufficient.
     """
     others: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for child in part.modules():
@@ -718,10 +719,10 @@ def _stand_ins(part: nn.Module) -> Iterator[None]:
 
 
 def _stand_in(shape: Sequence[int], dtype: torch.dtype, *, windows: bool) -> torch.Tensor:
-    """Return an fp32 tensor of random numbers, a tensor of zeros, or for masks one of ones.
+    """Return fp32 random numbers for floating-point types, ones for masks, and zeros for integers.
 
-    With `windows`, rows are overlapping windows into one short row of random numbers, so that the
-    tensor takes little memory.
+    With `windows`, rows are overlapping windows into one short row of random numbers, so the tensor
+    takes little memory.
     """
     if dtype == torch.bool:
         return torch.ones(tuple(shape), dtype=dtype)

@@ -327,7 +327,7 @@ class Inventory:
         )
 
     def kept_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes that a slice of the traced size keeps of these classes."""
+        """Return the bytes that these classes keep in a slice of the traced size."""
         chosen = frozenset(names)
         if chosen not in self._bytes:
             nodes = self.graph.nodes
@@ -335,7 +335,10 @@ class Inventory:
         return self._bytes[chosen]
 
     def offloaded_bytes(self, names: Iterable[str], share: float) -> int:
-        """Return the bytes that offloading takes of a slice with this share of the traced one."""
+        """Return the bytes that a slice offloads.
+
+        `share` is the size of the slice relative to the traced slice.
+        """
         nodes = self.graph.nodes
         sizes = (math.ceil(share * nodes[index].bytes) for index in self._needed(names)[0])
         return sum(align_up(size, OFFLOAD_ALIGN) for size in sizes)
@@ -520,7 +523,7 @@ class _Block:
         return [_Part([cheapest], before), _Part(saved, exclusive - before)]
 
     def _holds(self, index: int, roots: list[int], heavy: set[int]) -> bool:
-        """Return whether the results of this node spare all roots their expensive operations."""
+        """Return whether keeping this node's results saves the expensive work of all roots."""
         if index in roots:
             return False
         bounds = self._graph.saved | {index}
@@ -607,8 +610,8 @@ class SavePlans:
     def of(self, block: Block, call: SavedCall, part: slice) -> SavePlan | None:
         """Return the save plan of one slice of a call, or None if nothing is kept.
 
-        Nothing is kept of a call that would keep more than was planned, because there is no
-        memory for it.
+        A call that would keep more than was planned keeps nothing, because there is no memory for
+        its results.
         """
         classes = self._saved_classes.get(block.number)
         if not classes:

@@ -19,7 +19,7 @@ MINIMISE = ("time", "writes", "cost")
 class PlanOptions(RunOptions):
     """The decisions of the user that a plan must respect.
 
-    The planner decides what is left open here. The plan then contains its decision.
+    The planner makes the decisions that are left open here, and the plan contains them.
     """
 
     micro_batch: int | None = None
@@ -32,7 +32,7 @@ class PlanOptions(RunOptions):
     # created with the space that the plan needs.
     gradients_on_ssd: bool | None = None
     commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.
-    # Values of `log_gradients` that the planner may choose where steps are faster with a log.
+    # Values of `log_gradients` that the planner may choose if a log makes steps faster.
     log_choices: tuple[int, ...] = ()
     minimise: str = "time"  # One of MINIMISE.
     activations: str | Kept = "holistic"  # One of ACTIVATIONS, or an explicit choice.
@@ -54,7 +54,7 @@ class PlanOptions(RunOptions):
         )
 
     def logging(self, steps: int) -> PlanOptions:
-        """Return the options with the log decided: 0 for none, or as `Plan.log_gradients`."""
+        """Return the options with a fixed `log_gradients`, as in `Plan`; 0 stands for no log."""
         commit = Interval(steps, 0.0) if steps else self.commit
         return replace(self, log_gradients=steps, log_choices=(), commit=commit)
 
@@ -66,7 +66,7 @@ LOG_CHOICES = (8, 4)
 
 
 def with_log(options: PlanOptions, setting: str | int, *, commit_every: str | int) -> PlanOptions:
-    """Return the options with a log of gradients, or with the choice of one.
+    """Return the options with a log of gradients, or with the choice left to the planner.
 
     Raises ConfigError if the user asks for a log and it is not possible.
     """

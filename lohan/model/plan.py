@@ -1,6 +1,6 @@
-"""Plans, which the planner makes and the executor follows.
+"""The plan of a run: the planner makes it, and the executor follows it.
 
-They are convertible to and from JSON.
+A plan can be converted to JSON and back.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RunOptions:
     world: int = 1
 
     def taken_over(self) -> dict[str, Any]:
-        """Return these decisions by name, to make a plan that takes them over."""
+        """Return these decisions by name, as keyword arguments for a plan that takes them over."""
         return {field.name: getattr(self, field.name) for field in fields(RunOptions)}
 
 

@@ -273,8 +273,8 @@ def experts_block(
     """Return a block with grouped-query attention and a mixture of gated experts.
 
     A router sends each token to `active` of `experts` MLPs, each `inner` wide. The products of all
-    experts are assumed to be as efficient as one product of the same size. With `clamped`, gate and
-    up projection are limited as in gpt-oss, which backward needs three more tensors for.
+    experts are assumed to be as efficient as one product of the same size. With `clamped`, the gate
+    and up projections are limited as in gpt-oss, and backward needs three more tensors.
     """
     h, routed = hidden, active * inner
     parts = [
@@ -298,9 +298,9 @@ def experts_block(
 def dit_block(*, hidden: int, sample_tokens: int) -> BlockShape:
     """Return a block of a diffusion transformer.
 
-    It is a GPT block whose norms are scaled and shifted, and whose branches are gated, by six
-    vectors computed once per sample. The gradient of a gate needs its operand, so the outputs of
-    both branches are needed.
+    It is a GPT block whose norms are scaled and shifted, and whose branches are gated. Six vectors,
+    which are computed once per sample, contain the scales, shifts and gates. The gradient of a gate
+    needs its operand, so the outputs of both branches are needed.
     """
     h = hidden
     vectors = (12 * h * h + POINTWISE * h) / sample_tokens

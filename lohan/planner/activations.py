@@ -423,7 +423,7 @@ def input_bytes(model: ModelShape, tokens: float, width: int = WIDTH) -> float:
 def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[Candidate]:
     """Return everything that could be kept, largest benefit first.
 
-    Of the same class, the last block comes first, because its backward runs first.
+    Within a class, the last block comes first, because its backward runs first.
     """
     profile, width = step.profile, step.width
     rate = profile.flops_at(tokens / step.slices)
@@ -589,7 +589,10 @@ def _walk(step: Step, start: _Totals, classes: Sequence[Candidate]) -> Iterator[
 
 
 def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tuple[float, float]]:
-    """Return (bytes kept, T_iter) from block inputs only to everything, in order of benefit."""
+    """Return points (bytes kept, T_iter), from keeping only block inputs to keeping everything.
+
+    Classes are added in the order of their benefit.
+    """
     classes = candidates(step, model, tokens=tokens, seq=seq)
     start = _start(step, model, classes, tokens)
     return [(totals.bytes, totals.iteration_s) for totals in (start, *_walk(step, start, classes))]
@@ -608,8 +611,8 @@ def _seconds_at(amount: float, rate: float) -> float:
 
 
 ALIASES = {"recompute": "static", "inputs": "static", "all": "g10"}
-# Stands for an unknown machine. It has a constant speed and no link, so that the choices do not
-# depend on the speed.
+# Stands for an unknown machine. It has a constant speed and no link, so the choices do not depend
+# on the speed.
 _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, adam=1e9)
 
 

@@ -170,7 +170,7 @@ class Simulator:
 
 
 def _remembered(cache: dict[K, V], key: K, compute: Callable[[], V]) -> V:
-    """Return the cached value of a key, or make it and forget the oldest values."""
+    """Return the cached value of a key, or compute it and evict the oldest values."""
     if key not in cache:
         while len(cache) >= CACHED_FORECASTS:
             del cache[next(iter(cache))]
@@ -182,7 +182,7 @@ def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpe
     """Return the spec and the work with neighbouring chunks joined to about `limit` chunks.
 
     Cached chunks are joined separately from the others. A step moves the same bytes, but buffers
-    hold more and lanes wait for longer actions, so that the step time differs by a few percent.
+    hold more and lanes wait for longer actions, so the step time differs by a few percent.
     """
     count = -(-sum(spec.chunks) // limit)
     cached, kept = set(spec.host_cached_state), list[tuple[int, int]]()
@@ -368,7 +368,7 @@ def profile_of_step(
     `device_bytes` is the memory of a device that has its own, or 0. `unified` is as in Profile.
     """
     seconds: dict[str, float] = defaultdict(float)  # by operation; compute of the head apart
-    # Bytes by lane. On links and between ranks, those of weights and gradients.
+    # Bytes by lane. On links and between ranks, only weights and gradients are counted.
     moved: dict[str, float] = defaultdict(float)
     updated = 0.0  # parameters, multiplied by the cost of an update relative to AdamW
     for span in spans:
@@ -414,7 +414,8 @@ def profile_of_step(
         head_flops=head_flops / seconds[HEAD] if seconds[HEAD] else 0.0,
         h2d=h2d,
         d2h=d2h,
-        # 0 means that ranks communicate over the links. It is used unless the network is slower.
+        # 0 means that ranks communicate over the links, which is assumed unless the network is
+        # slower.
         net=net if net < min(h2d, d2h) else 0.0,
         host_bytes=host_bytes,
         adam=updated / seconds[Op.UPDATE],

@@ -27,7 +27,10 @@ AGAIN = "make the plan again with `lohan plan --json` or from `session.plan` of 
 
 
 def read_plan(plan: GivenPlan) -> Plan:
-    """Return a plan from an object, its JSON, the output of `lohan plan --json`, or such a file."""
+    """Return a plan, given as an object, as JSON or as a file.
+
+    The JSON is that of a plan or the output of `lohan plan --json`.
+    """
     if isinstance(plan, Plan):
         return plan
     name = "plan" if isinstance(plan, Mapping) else str(plan)

@@ -1,7 +1,7 @@
 """The use of the host memory that buffers and activations leave free.
 
-The closed form and the fill of a plan both follow this module, so that they agree. A further use of
-host memory is added to `Use`, priced in `_Pricer._traffic` of planner/activations.py, and placed by
+The closed form and the fill of a plan agree, because both follow this module. A further use of host
+memory is added to `Use`, priced in `_Pricer._traffic` of planner/activations.py, and placed by
 `GreedyFill`.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Use(Enum):
-    """A use of free host memory. The order is that of value: the first use is filled first.
+    """A use of free host memory. The uses are ordered by value, and the first is filled first.
 
     A waiting gradient in memory saves a write and a read of SSD in every step. Weights precede
     optimizer state, because every cached byte of weights saves two reads per step.
@@ -26,14 +26,14 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class FillOrder:
-    """Variations of the use of free host memory that the search compares."""
+    """Variations in the order in which free host memory is used. The search compares them."""
 
     spill_all: bool = False  # all held gradients go to SSD, even if memory has room for them
     whole_groups: bool = False  # weights and state of whole groups come before other weights
 
 
 def share_out(free: float, wanted: Mapping[Use, float]) -> dict[Use, float]:
-    """Return the bytes that each use gets of the `free` ones, in the order of `Use`."""
+    """Divide `free` bytes among the uses in the order of `Use`. Return the bytes of each use."""
     shares: dict[Use, float] = {}
     for use in Use:
         shares[use] = min(max(0.0, free), wanted.get(use, 0.0))

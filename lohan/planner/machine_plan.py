@@ -244,7 +244,7 @@ class MachineProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePlan(MachineProblem):
-    """The solution of a problem: a plan and its forecast."""
+    """A solved MachineProblem: the plan and its forecast."""
 
     plan: Plan
     order: ExecutionOrder  # of a step
@@ -406,7 +406,8 @@ def workload_of(request: PlanRequest) -> BatchWorkload:
     return _load(request.model, rows, request.seq, request.options.dtype)
 
 
-# These are cached, so that all plans of a batch share one object with its cached results.
+# The following functions are cached, so all plans for one batch share one object and the results
+# that are cached in it.
 
 
 @lru_cache(maxsize=4)

@@ -173,8 +173,8 @@ class CommonBytes:
 
     `stream` is the hidden state, `other_slices` are its parts that backward holds for other slices,
     and `outside` is what is held between sites before the head. `groups` is the number of groups
-    whose gradients may be present at a time. With `sums`, the gradients of the current block are
-    not part of its work.
+    whose gradients may be present at a time. `sums` states that gradients are summed over slices;
+    the sums of the current block are then counted in addition to its work.
     """
 
     stream: int
@@ -308,7 +308,10 @@ class KeptSizes:
         return [by_pair[pair] for pair in pairs]
 
     def of_slice(self, kept: Kept, share: float) -> int:
-        """Return the most that a site offloads of a slice with this share of the batch."""
+        """Return the largest number of bytes that one site offloads for a slice.
+
+        `share` is the slice's share of the batch.
+        """
         if (kept, share) not in self._slices:
             workload, sizes = self._workload, self.by_site(kept)
             found = [int(share * size) for size in sizes]
@@ -426,9 +429,9 @@ class DeviceMemoryModel:
     def _site_bytes(self, plan: Plan) -> list[SiteBytes]:
         """Return the bytes of each site on the device.
 
-        The forward of a block creates what a slice keeps, and its backward fetches it
-        again. A few of many equal blocks in a row are enough, because more of them hold no
-        more.
+        The forward of a block creates what a slice keeps, and its backward fetches it again. Of
+        many equal blocks in a row, only a few are included, because more blocks do not change the
+        peak.
         """
         host = self._host
         kept = dict(zip(host.sizes.names, host.sizes.by_site(plan.kept), strict=True))
@@ -484,7 +487,7 @@ class DeviceMemoryModel:
         return self._of_tied(self._host.blocks.sites, FLOAT + self._host.gradient_width)
 
     def _of_tied(self, sites: Iterable[Site], width: int) -> Counter[str]:
-        """Return the bytes, by site, of the tied groups that a site before it in `sites` uses."""
+        """Return, for each site, the bytes of the tied groups that an earlier site also uses."""
         tied = {group.key: group.numel * width for group in self._host.tied}
         found, seen = Counter[str](), set[str]()
         for site in sites:
@@ -691,17 +694,16 @@ class MemoryModel:
     def staying(self) -> tuple[str, ...]:
         """The sites whose activations stay on the device.
 
-        The last block comes first in backward, so that its activations need not leave if
-        there is room.
+        The last block comes first in backward, so its activations can stay if there is room.
         """
         return (
             tuple(self.sizes.names[-1:]) if self.has_own_memory and self.slices <= IN_FLIGHT else ()
         )
 
     def relieved(self, plan: Plan, device_bytes: int) -> Plan | None:
-        """Return the plan, without activations that stay on the device if they do not fit.
+        """Return the plan if it fits, else the plan without activations that stay on the device.
 
-        The result is None if the plan does not fit without them either.
+        The result is None if neither fits.
         """
         if not self.has_own_memory or self.device_bytes(plan) <= device_bytes:
             return plan
@@ -891,7 +893,11 @@ class MemoryModel:
         return peak_host(calls, rules)
 
     def _call(self, plan: Plan, name: str, groups: tuple[FlatGroup, ...]) -> Call:
-        """Return the memory of a call. Its backward uses the kept results of a slice as its own."""
+        """Return the memory of a call.
+
+        The kept results of one slice are subtracted from the work of backward, because they are
+        counted as kept.
+        """
         assert self.footprint is not None
         site, kept = self.footprint.sites[name], self.sizes.bytes_of(plan.kept, name)
         moved, inputs = name in plan.spilled_sites, site.input_bytes

@@ -93,12 +93,12 @@ class Planned:
     plan: Plan
     # The forecast of a step that is not clipped; None if the batch or the machine is not known.
     forecast: Forecast | None
-    # The forecast of clipped steps, if updates may be speculative, so that it is different.
+    # The forecast of clipped steps, if it differs because updates may be speculative.
     clipped: Forecast | None = None
     scarce: bool = False  # whether the drives have no room for the activations of the best plan
     # The forecast of the best plan without a log, if the planner chose one.
     unlogged: Forecast | None = None
-    # as in the problem, or the part of its one memory that compute uses
+    # As in the problem or, if host and device share one memory, the part that compute uses.
     device_bytes: int | None = None
 
 
@@ -383,7 +383,7 @@ def _best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None]:
         plan, forecast = planned
         return (forecast or simulator.forecast(plan)).written_bytes
 
-    # The fastest plan is chosen by simulation and may cache more, so that it may write less.
+    # The fastest plan is chosen by simulation and may cache more, so it may write less.
     return min(planned, search.best(replace(options, minimise="time")), key=written_bytes)
 
 

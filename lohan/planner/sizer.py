@@ -90,7 +90,8 @@ class GreedyFill:
     ) -> Plan:
         """Return the plan with the largest change that fits, by binary search.
 
-        `change(count)` must need more memory for a larger `count`, up to `limit`.
+        `limit` is the largest `count`. The search assumes that `change(count)` needs more memory
+        for a larger `count`.
         """
         best, low, high = plan, 0, limit + 1
         tried = limit  # The whole change is tried first, because it often fits.
@@ -207,7 +208,7 @@ DEVICE_SLOTS = 3  # weight slots on the device: one in use, one being loaded, on
 
 
 class Sizer:
-    """Builds plans for one micro-batch size, starting from the smallest one."""
+    """Builds plans for one micro-batch size, starting from the smallest plan."""
 
     def __init__(
         self,
@@ -388,7 +389,7 @@ class Sizer:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
-        """Return the plan with these classes kept, or with as many of the first ones as fit."""
+        """Return the plan that keeps as many of these classes as fit, the first ones first."""
         while kept:
             grown = self.memory.relieved(replace(plan, kept=kept, spilled_sites=()), self.device)
             if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
@@ -397,7 +398,7 @@ class Sizer:
         return plan
 
     def _placed(self, plan: Plan, limit: int) -> Plan:
-        """Place kept activations in host memory as far as they fit, or with g10 all on SSD."""
+        """Place kept activations in host memory as far as they fit; with g10, place all on SSD."""
         if self.options.activations != "g10":
             return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.sizes.names if name not in plan.staying)

@@ -295,9 +295,11 @@ _LOHAN = Policy(
     sum_rate=17 * GB,
     whole_recompute=False,
     stall=1 / 3,
-    # Host: P32, m, v, P16 and G16 of four blocks (16 each), G32 of four (4 each), weights of four.
+    # Host bytes per parameter of a block: for four blocks, 16 each for P32, m, v, P16 and G16, 4
+    # each for G32, and 2 each for weights.
     host=MemoryFormula(per_block=88.0, fixed=20 * GB),
-    # Weights of two blocks, gradients of one and of a quarter of the next; the CUDA context.
+    # Device: the weights of two blocks, the gradients of one block and of a quarter of the next,
+    # and the CUDA context.
     device=MemoryFormula(per_block=6.5, fixed=0.5 * GB),
     peers=2.0,
     op_s=0.005,
@@ -315,7 +317,8 @@ _SLIDEFORMER = Policy(
     prefetch=2,
     whole_recompute=False,
     touched=_FUSED,
-    # Host: P32, m and v; buffers for P16 and gradients, shared by all layers.
+    # Host bytes per parameter: 12 for P32, m and v; the rest is buffers for P16 and gradients,
+    # which all layers share.
     host=MemoryFormula(per_parameter=13.4),
     device=_TWO_BLOCKS,
 )
@@ -330,7 +333,8 @@ _ZERO_INFINITY = Policy(
     inputs="host",
     prefetch=0,
     ring=1,
-    # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of the swapper.
+    # Host: 16-bit weights and gradients in pinned buffers, which are rounded up, and the fixed
+    # buffers of the swapper.
     host=MemoryFormula(per_parameter=5.0, fixed=70 * GB),
     device=_TWO_BLOCKS,
     logit_bytes=_LOGITS,
@@ -345,7 +349,8 @@ _ZERO_OFFLOAD = Policy(
     weights="host",
     state="host",
     inputs="device",
-    # Host: P32, m, v and G32 (16), P16 and G16 (4), pinned buffers rounded up.
+    # Host bytes per parameter: 16 for P32, m, v and G32; 4 for P16 and G16; the rest is the
+    # rounding of pinned buffers.
     host=MemoryFormula(per_parameter=21.6),
     device=_TWO_BLOCKS,
     logit_bytes=_LOGITS,
@@ -361,7 +366,8 @@ _COLOSSAL_AI = Policy(
     inputs="device",
     ring=1,
     host=MemoryFormula(per_parameter=8.0, fixed=10 * GB),
-    # Two chunks of weights, gradients and their fp32 copies with state: 16 each, and padding.
+    # Device: two chunks with weights, gradients, fp32 copies and state (16 bytes per parameter
+    # each), and padding.
     device=MemoryFormula(per_block=34.0),
     logit_bytes=6.0,
     io_rate=4.9 * GB,
@@ -415,7 +421,7 @@ _FAST_DIT = Policy(
     gradients="device",
     inputs="device",
     optimizer="gpu",
-    # Weights, gradients, m and v in fp32, and 16-bit weights for compute; the CUDA context.
+    # Device: weights, gradients, m and v in fp32, 16-bit weights for compute, and the CUDA context.
     device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB),
     compute_share=0.88,
 )

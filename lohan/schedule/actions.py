@@ -120,7 +120,8 @@ class ScheduleSpec:
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD
     device_slots: int = 0  # weight slots on the device; 0 if compute works in host memory
     device_grads: int = 2  # number of groups whose gradients are on the device at a time
-    # Whether the gradients of the first group of backward leave the device before others are made.
+    # Whether the gradients of the first group of backward leave the device before others are
+    # computed.
     head_alone: bool = False
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded to the host
     net: bool = False  # whether ranks gather weights and reduce gradients on the device
@@ -147,7 +148,7 @@ _SSD = LANES.index("ssd")
 
 
 # An action that used a resource: its lane, its number in the lane, its name, and how many actions
-# of each lane have finished when it has.
+# of each lane have finished when this action has finished.
 Use = tuple[int, int, str, list[int]]
 # The last uses by several lanes. Each lane finishes in order, so its last use is enough.
 LastUses = tuple[Use, ...]
@@ -251,8 +252,8 @@ class Uses:
                 if use[1] > lane_clocks[use[0]]:
                     lane_clocks[:] = map(max, lane_clocks, use[3])
                     missing[use[0]] = (use, effect)
-            # The write is checked last: readers of the resource have waited for it, so that the
-            # clock often includes it already.
+            # The write is checked last: readers of the resource have waited for it, so the clock
+            # often includes it already.
             if written is not None and written[1] > lane_clocks[written[0]]:
                 lane_clocks[:] = map(max, lane_clocks, written[3])
                 missing[written[0]] = (written, effect)

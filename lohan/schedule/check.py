@@ -80,9 +80,9 @@ def validate(
     """Raise a LohanError that names the token of the first invalid action.
 
     `buffers` is the state from which the schedule was built. With `whole`, the schedule starts at
-    the beginning of a step, so that every group must be updated at its first C. At every later C
-    this holds in any case. With `by_interval`, some steps end without a commit. Such a step writes
-    either all or none of the chunks whose weights and state are cached.
+    the beginning of a step, and it is an error if a group was not updated before the first C. For
+    every later C, this is checked in any case. With `by_interval`, some steps end without a commit.
+    Such a step writes either all or none of the chunks whose weights and state are cached.
     """
     clocks = _Clocks(spec, buffers)
     contents = _Contents(spec, buffers, clocks, whole=whole, by_interval=by_interval)

@@ -136,7 +136,7 @@ class Operation(str):
 
     @property
     def starts(self) -> bool:
-        """Whether an action is started by a lane, which costs the overhead of an action."""
+        """Whether a lane starts the action, so that it has the fixed cost of an action."""
         return self.lane != "compute" and self.subject is not Subject.STEP
 
 
@@ -380,7 +380,8 @@ class Op:
             (("gradients", index), READ, WHOLE),
             (SQUARES, WRITE, WHOLE),
         ],
-        # On a device, the time of backward includes it. On a CPU, it directly follows backward.
+        # No seconds are counted: on a device, the time of backward includes the sum, and on a CPU,
+        # the sum directly follows backward.
     )
     SPILL_GRADIENTS = Operation(
         "P",
@@ -566,7 +567,7 @@ _NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 def parse_name(name: str) -> tuple[Operation, int, int] | None:
-    """Return the operation, index and chunk of an action's name; None if it is no such name."""
+    """Return the operation, index and chunk of an action's name; None if the name is invalid."""
     match = _NAME.fullmatch(name)
     if match is None or match[1] not in OPERATIONS:
         return None

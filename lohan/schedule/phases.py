@@ -51,7 +51,7 @@ class Ring:
 
 
 class Upcoming:
-    """The remaining uses of each group in this phase and, with `then`, in the one after it."""
+    """The remaining uses of each group in this phase and, with `then`, in the next phase."""
 
     def __init__(self, groups: Sequence[int], then: Sequence[int] = ()) -> None:
         self._passed, self._phase_end, self._all = 0, len(groups), len(groups) + len(then)
@@ -60,7 +60,7 @@ class Upcoming:
             self._at.setdefault(group, deque()).append(position)
 
     def passed(self, groups: Sequence[int]) -> None:
-        """Record that these groups, which are the next in order, were used."""
+        """Record that the next groups in the order were used. `groups` are these groups."""
         self._passed += len(groups)
         for group in groups:
             self._at[group].popleft()
@@ -81,10 +81,10 @@ class Upcoming:
 class Builder:
     """Emits the actions of a phase in program order, and keeps track of slots and buffers.
 
-    The waits of an action are derived from its effects (actions.py). `placed` says when and where
-    the groups are updated whose updates the phase contains. The writes that the previous phase left
-    behind are emitted first. With `defer_writes`, the caller places them between the actions of
-    this phase.
+    The waits of an action are derived from its effects (actions.py). `placed` determines, for the
+    updates in this phase, when each group is updated and where its data is. The writes that the
+    previous phase left behind are emitted first. With `defer_writes`, the caller places them
+    between the actions of this phase.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class Builder:
     def read_ahead(self) -> None:
         """Read the state of the next chunks of the queue, ahead of their updates.
 
-        All ring buffers but one are used to read ahead. The last one is being written, so that
-        reads and writes alternate and the drive always has a queued request. With a ring of one
+        All ring buffers but one are used to read ahead. The last buffer is being written. Reads and
+        writes therefore alternate, and the drive always has a queued request. With a ring of one
         buffer, one chunk is read ahead.
         """
         ahead = max(1, self.spec.ring - 1)
@@ -360,9 +360,10 @@ def forward(
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of forward over the sites in `order`.
 
-    `left` is the placement of the previous step, if this forward completes it. Its held groups are
-    updated here, each before it is used, and the step ends after the last of them. Chunks that are
-    persisted BEHIND are written in the backward that follows, and the previous step ends there.
+    `left` is the placement of the previous step if this forward completes that step. The held
+    groups of that step are then updated here, each before it is used, and that step ends after the
+    last update. If it has chunks that are persisted BEHIND, they are written in the following
+    backward, and the previous step ends there.
 
     Without `training`, no backward follows and no activations are kept.
     """
@@ -419,11 +420,12 @@ def backward(
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of backward over the sites in `order`.
 
-    A group is updated after its last use, or its gradients are held, as `placed` says. `unreached`
-    groups are updated after the end of backward. If nothing is held, the step ends.
+    `placed` determines for each group whether it is updated after its last use or its gradients are
+    held. `unreached` groups are updated after the end of backward. If nothing is held, the step
+    ends.
 
     If the step speculates, the norm is known at E, and the step ends in the next forward. If the
-    plan spills no gradients, they stay in memory until then, so that a clipped step can be
+    plan spills no gradients, they stay in memory until the step ends, so that a clipped step can be
     corrected.
     """
     last_use_groups, held = last_uses(spec, order), frozenset(placed.held)
@@ -482,8 +484,8 @@ class _Reach:
 
     Weights are read into host slots up to `window` sites ahead, and loaded to the device as far as
     its slots allow. With `release`, a host slot is free as soon as its weights were loaded;
-    otherwise updates still need it. The device evicts the group whose next use is farthest away,
-    including uses in the next phase.
+    otherwise it is kept for the updates. The device evicts the group whose next use is farthest
+    away, including uses in the next phase.
     """
 
     def __init__(
@@ -533,8 +535,8 @@ class _Restoring:
 
     def __init__(self, builder: Builder, order: Sequence[int]) -> None:
         self._b, self._order = builder, order
-        # The buffers by position: in host memory, of activations that were fetched from SSD, and
-        # all from which backward reads.
+        # For each position in the order: the host buffers into which activations are fetched from
+        # SSD, and all buffers from which backward reads.
         self._fetched: list[tuple[int, ...]] = []
         self._ready: list[tuple[int, ...]] = []
 

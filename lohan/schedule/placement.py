@@ -47,13 +47,13 @@ class Residence(StrEnum):
 
 
 class Persist(StrEnum):
-    """When chunks are written. Chunks that are not cached are written NOW, or kept by the LOG."""
+    """When chunks are written. For chunks that are not cached, this is NOW or LOG."""
 
     NOW = "now"  # after their update
     BEHIND = "behind"  # in the backward after the updates
     AT_COMMIT = "at commit"  # by a later step, which commits
-    # The log restores them, and a later step writes them. Weights that are not cached are written
-    # after the update too, because backward reads them.
+    # The log can restore the chunks, and a later step writes them. Weights that are not cached are
+    # also written after the update, because backward reads them.
     LOG = "by its gradients"
 
 
@@ -111,15 +111,15 @@ class UpdateOptions:
 
 
 def needs_norm(plan: Plan) -> bool:
-    """Return whether updates need the norm of all gradients, or wait for all of them anyway."""
+    """Return whether updates need the norm of all gradients, or wait for all gradients anyway."""
     return plan.clip > 0 or plan.dtype == "fp16" or plan.update_mode == "serial"
 
 
 def gate_of(plan: Plan) -> Gate:
     """Return what the steps of a plan need before they can end.
 
-    `serial` has all gradients when updates begin, and a log has them before the next forward, so
-    they measure the norm in any case.
+    In mode `serial`, all gradients exist before the first update, and with a log, before the next
+    forward. In both cases the norm is computed even if no update needs it.
     """
     return Gate.NORM if needs_norm(plan) or plan.log_gradients else Gate.NONE
 
@@ -250,7 +250,7 @@ class StepPlacement:
 
     @cached_property
     def all_held(self) -> bool:
-        """Whether no update runs in backward, so that the drives have little to do there."""
+        """Whether no update runs in backward. The drives then have little to do in backward."""
         return len(self.held) == sum(placement is not None for placement in self.groups)
 
     @property

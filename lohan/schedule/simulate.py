@@ -351,7 +351,7 @@ class StepWork:
         return self.sites[site].out_bytes
 
     def over_link(self, site: int) -> float:
-        """Return the bytes of activations that are counted for K or V of a site.
+        """Return the bytes of activations that are attributed to K or V of a site.
 
         Slices are copied during the compute of their own site. Only the last slice to leave, or the
         first to return, is copied between two sites. That slice is counted with its own site and
@@ -385,7 +385,7 @@ class StepWork:
 
 
 class ActionCosts:
-    """The seconds of each action of a workload's schedules on one machine."""
+    """The seconds that each action takes in the schedules of one workload on one machine."""
 
     def __init__(
         self, profile: Profile, work: StepWork, *, lost: Mapping[str, float] | None = None
@@ -423,7 +423,7 @@ class ActionCosts:
         return cached_s
 
     def _moving_s(self, action: Action) -> float:
-        """Return the seconds of the data that an action moves, or of its arithmetic."""
+        """Return the seconds that an action needs to move its data, or for its arithmetic."""
         return action.kind.seconds(self._profile, self._work, action.index, action.chunk)
 
 

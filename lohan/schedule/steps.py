@@ -79,7 +79,7 @@ def planned_order(
     """Return the order of a plan: `sites` in forward, and in reverse order in backward.
 
     Without `sites`, all sites run in the order of their numbers. Backward ends at the first site of
-    forward that has a trained group. `clipped` assumes that every step is clipped, so that no
+    forward that has a trained group. With `clipped`, every step is assumed to be clipped, so no
     update is speculative.
     """
     sites = tuple(sites) or tuple(range(len(blocks.sites)))
@@ -117,8 +117,8 @@ def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
     """Raise a LohanError if a schedule of this order is wrong or has a race between lanes.
 
     Several consecutive steps are checked, so that the work that one step leaves to the next is
-    checked too. They include both transitions between waiting for the norm and speculating, and
-    those between steps that commit and steps that do not, as far as the order has them.
+    checked too. If the order contains such steps, they include both transitions between waiting for
+    the norm and speculating, and both transitions between steps that commit and steps that do not.
     """
     # Imported here, because forecasts use this module without checking schedules.
     from lohan.schedule.check import validate
