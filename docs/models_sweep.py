@@ -156,8 +156,8 @@ classes of which every block was compared; this page lists the others. The resul
 Each class is trained twice from a folder: with all activations kept, and with none kept and in
 micro-batches. All losses and weights must equal those in memory. If two fp32 runs differ, an fp64
 run separates rounding from errors. For {gradients} classes every gradient (Adam's first moment) is
-compared as well: its distance from fp64 may be {noise} times that of in-memory runs whose initial
-weights differ by one ulp. The first run is exported and reloaded by transformers. The models are
+compared as well: its distance from the fp64 run may be at most {noise} times the
+distance of an in-memory fp32 run whose initial weights were changed by one ulp. The first run is exported and reloaded by transformers. The models are
 tiny, and dropout is off.
 
 A class that is not on the list can be trained unless it is refused. LoHan then compares the first

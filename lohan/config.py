@@ -121,8 +121,8 @@ class TrainConfig:
     micro_batch: int | None = setting(
         None,
         whole(1),
-        "Examples that go through a block at once. Affects memory and speed only. Default: the "
-        "planner chooses.",
+        "Examples that go through a block at once. Affects memory, speed and rounding. Default: "
+        "the planner chooses.",
     )
     tiles: int | str = setting(
         "auto",
@@ -376,8 +376,8 @@ class BudgetConfig:
     log_gradients: str = setting(
         AUTO,
         logged_steps,
-        "Commit every step by its gradients, and write the full state every N steps (2 to 64). "
-        "auto does so where steps are faster.",
+        "Commit each step by writing its gradients, and write the full state every N steps (2 to "
+        "64). auto does so if a profile of the machine shows that steps are faster.",
     )
     snapshot_every: int = setting(
         0, whole(0), "Steps between full copies of the state. 0 makes none."

@@ -222,8 +222,14 @@ def rule_of(options: UpdateOptions, *, speculates: bool = False) -> Rule:
 
 def table() -> list[str]:
     """Return the rules in Markdown, as docs/how-it-works.md shows them."""
-    lines = ["| condition | the update of a block runs | the step is committed |", "|---|---|---|"]
-    return lines + [f"| {rule.condition} | {rule.runs} | {rule.committed} |" for rule in RULES]
+    lines = [
+        "| row | condition | the update of a block runs | the step is committed |",
+        "|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {number} | {rule.condition} | {rule.runs} | {rule.committed} |"
+        for number, rule in enumerate(RULES, 1)
+    ]
 
 
 # -- Placements ------------------------------------------------------------------------------------
