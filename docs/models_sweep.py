@@ -157,8 +157,8 @@ Each class is trained twice from a folder: with all activations kept, and with n
 micro-batches. All losses and weights must equal those in memory. If two fp32 runs differ, an fp64
 run separates rounding from errors. For {gradients} classes every gradient (Adam's first moment) is
 compared as well: its distance from the fp64 run may be at most {noise} times the
-distance of an in-memory fp32 run whose initial weights were changed by one ulp. The first run is exported and reloaded by transformers. The models are
-tiny, and dropout is off.
+distance of an in-memory fp32 run whose initial weights were changed by one ulp. The first run is
+exported and reloaded by transformers. The models are tiny, and dropout is off.
 
 A class that is not on the list can be trained unless it is refused. LoHan then compares the first
 call of each block with a plain call of the same module (`attach(check=...)`), but nothing between
