@@ -52,8 +52,8 @@ def _interrupt(number: int, frame: object) -> None:
 def _just_now() -> bool:
     """Return whether Ctrl-C was pressed a moment ago.
 
-    Libraries that are being imported may turn a Ctrl-C into another error, which does not show its
-    cause.
+    A library that is being imported may turn a Ctrl-C into another error. That error alone does not
+    show its cause.
     """
     return time.monotonic() - _at_s[0] < INTERRUPT_CAUSE_S
 

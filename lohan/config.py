@@ -276,7 +276,7 @@ class TrainConfig:
     def param_groups_with(self, total_steps: int) -> list[dict[str, Any]]:
         """Return the parameter groups in the form that `attach` takes.
 
-        The `lr` of a group is a peak value, to which the schedule of the run applies.
+        The `lr` of a group is a peak value; the schedule of the run scales it.
         """
         groups = [group.table() for group in self.param_groups]
         for table in groups:
@@ -533,7 +533,7 @@ class Config:
             raise ConfigError("[train] lora: an adapter needs a trained model; leave --init out")
 
     def of_rank(self, world: int) -> Config:
-        """Return the config of the one of `world` ranks that has the largest share of a batch."""
+        """Return the config of the rank, among `world`, that has the largest share of a batch."""
         rows, micro = -(-self.train.batch // world), self.train.micro_batch
         train = replace(
             self.train, batch=rows, micro_batch=None if micro is None else min(micro, rows)
@@ -668,8 +668,8 @@ def load_config(
 ) -> Config:
     """Load a config from an optional TOML file, with overrides from the command line.
 
-    `assignments` are the arguments of `--set`, such as train.lr=2e-5, and have precedence over
-    both.
+    `assignments` are the arguments of `--set`, such as train.lr=2e-5, and take precedence over both
+    the file and `overrides`.
     """
     overrides = {**(overrides or {}), **dict(map(assignment, assignments))}
     if path is None:

@@ -33,7 +33,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class StateKind:
-    """The properties that, with the compute type, determine the arrays of a parameter's state.
+    """The properties that, together with the compute type, determine a parameter's state arrays.
 
     A store is created for one kind, which cannot change.
     """
@@ -48,13 +48,13 @@ class StateKind:
 
     @property
     def settings(self) -> str:
-        """The corresponding settings in [train] of a run."""
+        """The settings in [train] that select this kind of state, for messages."""
         decay = "DECAY" if self.ema else "0"
         return f'optimizer = "{self.optimizer}", moments = "{self.moments}", ema = {decay}'
 
     @property
     def call(self) -> str:
-        """The corresponding call in Python."""
+        """The Python expression that creates such an optimizer, for messages."""
         average = ", ema=DECAY" if self.ema else ""
         name = OPTIMIZERS[self.optimizer].__name__
         return f"lohan.{name}(moments={self.moments!r}{average})"

@@ -88,8 +88,8 @@ def assign(
 ) -> ParamGroups:
     """Assign hyper-parameters to every trained parameter.
 
-    `chosen` is the result of `choose`. `trained` has each parameter's name and whether weight decay
-    applies to it if its group does not set one.
+    `chosen` is the result of `choose`. `trained` has each parameter's name, and whether weight
+    decay applies to it by default, that is, if its group sets no weight decay.
     """
     optimizers = [optimizer]
     numbers: dict[tuple[int | None, bool], int] = {(None, False): 0}
@@ -185,7 +185,7 @@ def matches(pattern: str, name: str) -> bool:
 def choose(groups: Sequence[ParamGroup], model: Any) -> dict[str, int]:
     """Return the group number of every trained parameter that is in a group.
 
-    The keys are all names of the parameter. `model` is a torch module.
+    The keys include all names of a parameter. `model` is a torch module.
     """
     names, parameters = dict[int, list[str]](), dict[int, Any]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -354,7 +354,7 @@ def members_by_group(groups: int, index: Mapping[str, int]) -> tuple[Members, ..
 
 
 def groups_to_json(values: GroupValues, members: Sequence[Members]) -> list[dict[str, Any]]:
-    """Return the groups of a step as its manifest records them, without empty groups."""
+    """Return the non-empty groups of a step in the form that its manifest records."""
     return [
         {"parameters": names_of_group.count, "members": names_of_group.digest, "lr": rate}
         | {key: getattr(optimizer, key) for key in group_fields(optimizer) if key != "lr"}

@@ -3,7 +3,7 @@
 PEFT creates an adapter on the device of its base layer. For a model without weights that is the
 meta device, so PEFT's initial values are lost; `AdapterValues` draws them by PEFT's rules when the
 store is created. Adapters in memory keep the values they have. A PEFT model is recognised by its
-attributes, so that peft is only imported when it is needed.
+attributes, so peft is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def copied_names(base: nn.Module) -> dict[str, str]:
     """Map the parameters of fully trained module copies to the base model's names for them.
 
     A module in PEFT's `modules_to_save` is trained as a whole next to the adapter. Its parameters
-    start as copies of the base model's.
+    start as copies of the base model's parameters.
     """
     return {
         name: _WRAPPERS.sub("", name)
@@ -107,12 +107,13 @@ def copied_names(base: nn.Module) -> dict[str, str]:
 
 
 def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Convert all parameters to one dtype, the one that they compute in.
+    """Convert all parameters to the dtype that the model computes in.
 
-    If `dtype` is None, the model has adapters and all frozen parameters have the same dtype, that
-    dtype is used. PEFT keeps the adapters of a 16-bit base in fp32, but the store has an fp32
-    master copy of them as of every other trained parameter. Otherwise None leaves the model
-    unchanged.
+    If `dtype` is None and the model has adapters, the common dtype of the frozen parameters is
+    used. If there are no adapters or no common dtype, the model is left unchanged.
+
+    PEFT keeps the adapters of a 16-bit base in fp32. This is not needed here, because the store has
+    an fp32 master copy of every trained parameter.
     """
     frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
     if dtype is None and is_adapted(model) and len(frozen) == 1:
@@ -174,7 +175,7 @@ class AdapterValues:
 
 
 COPIED = "modules_to_save"
-# Factors that are drawn at random. The other factor is zero, so that an adapter initially adds 0.
+# Factors that are drawn at random. The other factor is zero, so an adapter initially adds 0.
 _DRAWN = ("lora_A", "lora_embedding_B")
 
 
@@ -191,7 +192,7 @@ def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]
 
 
 def _virtual_start(model: nn.Module, name: str) -> str:
-    """Return how virtual tokens are initialised, and refuse those that need the base weights.
+    """Return how virtual tokens are initialised; refuse a method that needs the base weights.
 
     Random virtual tokens are drawn from a normal distribution, like an embedding.
     """

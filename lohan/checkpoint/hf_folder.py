@@ -149,7 +149,7 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Return the config of a folder that must hold a causal language model."""
+    """Return the config of a causal language model; raise ModelError for any other model."""
     config = load_config(folder)
     if not is_causal(config):
         kind = ", ".join(config.architectures or []) or config.model_type
@@ -167,8 +167,8 @@ SCORES = "AutoModelForSequenceClassification"
 def reward_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     """Return the config of a reward model: sequence classification with a single score.
 
-    If the folder holds a causal language model, its config is changed to that of the sequence
-    classification model with the same body, whose head is new.
+    If the folder holds a causal language model, return the config of the sequence classification
+    model with the same body and a new head. Raise ModelError for any other model.
     """
     config = load_config(folder)
     if is_causal(config):
@@ -542,11 +542,12 @@ def export_folder(
     """Write the parameters `tensors` (name -> shape) in `dtype` as a complete model folder.
 
     read_flat(name, start, stop) returns flattened elements in any floating-point dtype. The config,
-    generation settings and tokenizer files are copied from `source_folder`; those given as
-    arguments take precedence. Without a source folder, only the arguments are written, and a config
-    that has no save method is left out. A tied weight is listed once, under the name that
-    named_parameters() gives it. `mark` is the id of the run that writes this export on its own.
-    `card` is the text of the model card; without it, the card of the source folder is copied.
+    generation settings and tokenizer files are copied from `source_folder` unless they are given as
+    arguments. Without a source folder, only the arguments are written, and a config that has no
+    save method is left out. A tied weight is listed once, under the name that named_parameters()
+    gives it. `mark` is the id of the run if a run exports by itself, and None if the user requested
+    the export. `card` is the text of the model card; without it, the card of the source folder is
+    copied.
     """
     target = Path(out).absolute()
     buffers = buffers or {}

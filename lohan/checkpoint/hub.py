@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lohan.errors import ModelError, first_line
 
-# The only files of an export that are not part of the model are hidden: the mark of its run.
+# Hidden files are not uploaded. They hold the mark of the run; all other files of an export are
+# part of the model.
 NOT_UPLOADED = [".*", "*/.*"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

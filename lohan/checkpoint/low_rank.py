@@ -28,7 +28,7 @@ from lohan.optim import Lora
 
 @dataclass(frozen=True)
 class HeldDifference:
-    """The squared norm of a parameter's difference to the base, and the part that is exported."""
+    """The squared norm of a parameter's difference from the base, in total and as exported."""
 
     name: str
     total: float
@@ -41,11 +41,12 @@ class HeldDifference:
 
 
 def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return A and B of the best approximation B @ A of this rank, and its squared norm.
+    """Return the best approximation B @ A of rank `rank`, as A, B and its squared norm.
 
     The singular vectors of the smaller side are the eigenvectors of its Gram matrix, which is much
-    cheaper than a full decomposition. It is computed in float64, since it squares the values.
-    Factors of a larger rank than the matrix has are filled with zeros.
+    cheaper than a full decomposition. The Gram matrix is computed in float64, because it holds
+    squares of the values. If `rank` is larger than the rank of the matrix, the factors are padded
+    with zeros.
     """
     outputs, inputs = difference.shape
     wide = inputs >= outputs
@@ -61,7 +62,7 @@ def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
 
 
 class _Factors:
-    """Reads the factors of every adapter, one layer at a time, and records what they hold."""
+    """Reads the factors of all adapters, one layer at a time, and records what each holds."""
 
     def __init__(self, model: nn.Module, trained: ReadFlat, base: ReadFlat, rank: int) -> None:
         self._trained, self._base, self._rank = trained, base, rank
@@ -132,9 +133,11 @@ def export_low_rank(
 ) -> list[HeldDifference]:
     """Write the best rank-`rank` approximation of `trained` minus `base` as a PEFT folder.
 
-    One matrix is in memory at a time, and the factors of all of them. The result lists the changed
-    matrices in the order of the model, and then every other parameter that changed, of which the
-    adapter holds nothing (embeddings, norms) or everything (a head that PEFT saves as a whole).
+    Only one matrix is in memory at a time, together with the factors of all matrices.
+
+    The result lists the changed matrices in the order of the model, followed by all other
+    parameters that changed. The adapter holds nothing of changed embeddings and norms. It holds the
+    whole of a head that PEFT saves as a module.
     """
     numels = {name: p.numel() for name, p in model.named_parameters()}
     adapted = add_lora(model, Lora(rank=rank, alpha=float(rank)))

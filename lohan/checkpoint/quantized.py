@@ -15,8 +15,8 @@ dequantisation.
   value in 32-bit words and `X.weight_shape`. `X.weight_scale` has one scale per tensor, row, group
   of values in a row, or block. `X.weight_zero_point` is optional.
 * gptq and awq: `X.qweight`, the transposed matrix (inputs first) with 2, 4 or 8 bits per value in
-  32-bit words. `X.scales` and `X.qzeros` have one entry per group of inputs and output. In gptq,
-  `X.g_idx` is the group of each input.
+  32-bit words. `X.scales` and `X.qzeros` have one entry for each pair of a group of inputs and an
+  output. In gptq, `X.g_idx` is the group of each input.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Dequantised(Protocol):
-    """A tensor as it is without quantization."""
+    """A tensor of a quantized checkpoint in dequantised form."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -69,7 +69,7 @@ class Dequantised(Protocol):
 def quantization_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantization settings of a config.json, or None if there are none.
 
-    They may be those of the model or of its text_config.
+    They may be in the config itself or in its text_config.
     """
     for node in (raw, raw.get("text_config")):
         for key in _KEYS:
@@ -122,7 +122,7 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
 
 
 class QuantizedFolder(TensorFolder):
-    """The tensors of a quantized checkpoint as they are without quantization."""
+    """The tensors of a quantized checkpoint, dequantised when they are read."""
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         super().__init__(path)

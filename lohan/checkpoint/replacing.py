@@ -141,8 +141,7 @@ def write_mark(folder: Path, run: str) -> None:
 def export_digest(target: Path, run: str) -> str | None:
     """Return a digest that identifies this run's export in a folder.
 
-    Return None if the folder holds no export of this run, or if its files are not as they were
-    written.
+    Return None if the folder holds no export of this run, or if a file has changed since then.
     """
     files = _marked(target, run)
     if files is None or _files(target) != files:

@@ -114,7 +114,7 @@ def find_sets(folders_of: FoldersOf, name: str, *, seen_by: int = 0) -> list[Sto
 def current_set(sets: Sequence[StoreSet], *, wanted: int | None = None) -> StoreSet | None:
     """Return the complete set with the highest step, or None if no set is complete.
 
-    Of sets at the same step, the one with `wanted` ranks is preferred.
+    If several sets are at the same step, the set with `wanted` ranks is preferred.
     """
     steps = [(one.step(), one.world == wanted, one) for one in sets]
     whole = [(step, same, one) for step, same, one in steps if step is not None]
@@ -163,11 +163,11 @@ def reshard_to_world(
     note: Callable[[str], None] = lambda text: None,
     progress: OnProgress = lambda done, total: None,
 ) -> None:
-    """Reshard a run's stores for `world` ranks, if they are for another number.
+    """Reshard a run's stores for `world` ranks, unless they already have that number.
 
     Sets of stores that an interrupted reshard left behind are removed. If no complete set exists
-    but there are stores for `world` ranks, nothing is done: the missing ones may be on other
-    machines.
+    but there are stores for `world` ranks, nothing is done, because the missing stores may be on
+    other machines.
     """
     sets = find_sets(folders_of, name)
     current = current_set(sets, wanted=world)

@@ -123,9 +123,9 @@ class Merger:
 def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Assembly]:
     """Return the layout that `save_pretrained` writes for the tensors of a model.
 
-    The layout maps each name in the file to a tensor of the model or to an assembly of a part of
-    one. If `save_pretrained` would merge several tensors into one, the model's own layout is
-    returned, which transformers loads as well.
+    The layout maps each name in the file to a tensor of the model, or to an assembly of a part of a
+    tensor. If `save_pretrained` would merge several tensors into one, the model's own layout is
+    returned instead. transformers can load that layout too.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "base_model_prefix"):
         return {name: name for name in shapes}
@@ -239,8 +239,8 @@ def checkpoint_map(
 ) -> CheckpointMap:
     """Return the checkpoint tensor of every parameter and persistent buffer of the model.
 
-    If adapters have changed the model, `names` maps the names to look up to their names without
-    adapters.
+    If adapters have changed the model, `names` maps the name of each tensor to be found to the name
+    that it has without adapters.
     """
     tensors = folder if isinstance(folder, TensorFolder) else open_folder(folder)
     held = model.state_dict(keep_vars=True)
@@ -284,7 +284,7 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return all names of each parameter, the one that named_parameters() gives first."""
+    """Return all names of each parameter, beginning with the name in named_parameters()."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -410,10 +410,10 @@ class ModuleSource:
 
 # -- Initial values of a model without weights: its own initialisation, block by block -------------
 #
-# The parameters of one block are allocated, the model's `initialize_weights` runs over the whole
-# model, where it has no effect on meta tensors, and the block's values are read. The random numbers
-# of a block are seeded with the seed and the block's name, so that its values do not depend on
-# other blocks.
+# The parameters of one block are allocated, and the model's `initialize_weights` runs over the
+# whole model. It has no effect on the other blocks, which are meta tensors. Then the block's values
+# are read. The random numbers of a block are seeded with the seed and the block's name, so its
+# values do not depend on other blocks.
 
 
 MARK = ".lohan-init"  # file with the seed from which the weights of this folder are drawn

@@ -74,8 +74,8 @@ def fill(
 ) -> None:
     """Write the initial weights and optimizer state of every group.
 
-    Trained groups get zero moments. Frozen groups in `exact` get the part of their values that
-    rounding to the compute dtype removes.
+    The moments of trained groups are set to zero. For frozen groups in `exact`, the part of the
+    values that rounding to the compute dtype removes is stored too.
     """
     read = PackingSource(read, groups, dtype_of(state_format)).read_flat
     trained = [] if weights_only else [group for group in groups if not group.frozen]
@@ -143,7 +143,7 @@ def groups_that_lose_bits(
 def _rounded_off(
     values: torch.Tensor, weights: torch.Tensor, state_format: StateFormat
 ) -> torch.Tensor:
-    """Round fp32 values into `weights` and return what `_exact_values` needs to undo it."""
+    """Round fp32 values into `weights`; return what `_exact_values` needs to restore them."""
     array = EXACT_ARRAYS[state_format.name]
     removed = aligned(array.size(len(values)))
     if state_format.name == "bf16":
@@ -170,7 +170,7 @@ def _largest_chunk(groups: Sequence[FlatGroup], chunk_params: int) -> int:
 
 
 class ShardReader:
-    """Reads a rank's part of the committed parameters: all of them, or the rank's shards.
+    """Reads the committed parameters; with several ranks, only this rank's shards.
 
     If `ema` is true, the moving average of trained parameters is read instead of their values.
     """
@@ -305,8 +305,8 @@ def gathering_reader(
 ) -> Iterator[ReadFlat | None]:
     """Yield a reader on rank 0 that gathers parameters from the open stores of all ranks.
 
-    The ranks may be on different machines. All other ranks send the ranges that rank 0 requests
-    until it is done, and then get None.
+    The ranks may be on different machines. All other ranks send the ranges that rank 0 requests.
+    When rank 0 is done, they get None.
     """
     reader = ShardReader(store, process_group.ranks, ema=ema)
     if not process_group.ranks.first:

@@ -26,7 +26,7 @@ LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
 
 @dataclass(frozen=True)
 class TrainState:
-    """Step counters and loss scale; `step` counts batches, `updates` those that changed weights."""
+    """Step counters and loss scale; `step` counts all batches, `updates` changes of the weights."""
 
     step: int = 0
     updates: int = 0
@@ -75,8 +75,8 @@ class TrainState:
     def to_meta(self, random_state: Any = None) -> dict[str, Any]:
         """Return the metadata of this state and of the random state.
 
-        The random state is included so that dropout continues the same stream after a resume. The
-        state of an accelerator follows that of the host.
+        The random state is included so that dropout continues the same stream after a resume. If
+        there is an accelerator, its random state follows that of the host.
         """
         states = random_state if isinstance(random_state, tuple) else (torch.get_rng_state(),)
         texts = [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
@@ -86,7 +86,8 @@ class TrainState:
 def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
     """Restore the committed random state.
 
-    The device's state is restored only if the commit has one of the same kind.
+    The device's random state is restored only if the commit contains the state of a device of the
+    same kind.
     """
     texts = stored(meta, "rng", str).split(",")
     try:
@@ -136,7 +137,7 @@ class ChangedBuffers:
     def unchanged(self) -> bool:
         """True if no buffer, persistent or not, has changed since the run began.
 
-        A step that is repeated then sees the same buffers.
+        In this case, a repeated step starts with the same buffers.
         """
         return (
             not self._committed_names

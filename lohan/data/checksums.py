@@ -26,7 +26,7 @@ def sealed(meta: Mapping[str, Any], part: Mapping[str, Path]) -> bytes:
 
 
 def verify(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Raise DataError if a file of the cache is not what was written."""
+    """Raise DataError if a file of the cache differs from what was written."""
     _compare(folder / META, _crc_of_meta(meta), meta[SELF])
     for name, expected in meta[FILES].items():
         _compare(folder / name, _crc_of(folder / name), expected)

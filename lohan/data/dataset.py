@@ -93,7 +93,7 @@ def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rows of several sources, of which each has a fixed average share of every batch.
+    """Rows of several sources, each with a fixed average share of the batches.
 
     The rows of the sources are numbered consecutively. The shares do not depend on the sizes of the
     sources, so a small source is repeated more often. As with the function `rows_of`, the rows of a
@@ -105,7 +105,7 @@ class Mixture:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """The rows of each source in a block, by largest remainders; at least one each."""
+        """The number of rows of each source in a block, at least one, by largest remainders."""
         exact = np.array(self.weights) / sum(self.weights) * BLOCK
         shares = np.maximum(np.floor(exact).astype(np.int64), 1)
         for source in np.argsort(np.floor(exact) - exact, kind="stable")[: BLOCK - shares.sum()]:
@@ -350,8 +350,8 @@ class Dataset:
     def passes(self, batch_size: int) -> Iterator[dict[str, Any]]:
         """Yield every row once, as batches.
 
-        Long rows come first, so that there is little padding and running out of memory shows at
-        once.
+        Rows are ordered by length, longest first. Rows of a batch then need little padding, and a
+        lack of memory is detected early.
         """
         lengths = self._row_lengths
         rows = sorted(range(len(self)), key=lambda row: (-int(lengths[row]), row))
@@ -492,8 +492,8 @@ DRAWS = 1 << 32  # keeps the random streams of `draw` apart from those of the or
 class Fields:
     """Examples of several named sequences, in a seeded order; a batch depends only on the step.
 
-    `collate` makes a batch of some examples. `draw` applies random changes to an example. They
-    differ for each place of each step, and are the same in every evaluation.
+    `collate` makes a batch of some examples. `draw` applies random changes to an example. The
+    changes differ between the rows and steps of a training, and are the same in every evaluation.
     """
 
     folder: Path
@@ -704,7 +704,7 @@ def open_fields(
 
 
 def padded(rows: Sequence[np.ndarray], *, value: float, most: int) -> np.ndarray:
-    """Return rows padded to the longest, rounded up to a multiple of 8 but not past `most`."""
+    """Return rows padded to the longest length, rounded up to a multiple of 8, at most `most`."""
     longest = max(map(len, rows))
     width = max(longest, min(-(-longest // 8) * 8, most))
     wide = np.float32 if rows[0].dtype.kind == "f" else np.int64

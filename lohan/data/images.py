@@ -41,10 +41,11 @@ from lohan.util.units import counted
 #     DATA/CLASS/a.png                      an image
 #     DATA/CLASS/a.npy                      a latent, channels first
 #     DATA/a.npy a.encoder_hidden_states.npy a.pooled_projections.npy
-#     DATA/a.safetensors                    `latents` and any of these, by name, or `class_labels`
+#     DATA/a.safetensors                    `latents`, companion arrays by name, `class_labels`
 #
-# If the file does not give the class, the folder below DATA does. If the names of all such folders
-# are numbers, the number is the class; otherwise, it is the folder's place in alphabetical order.
+# If the file does not contain the class, it is that of the folder directly below DATA. If the names
+# of all such folders are numbers, the number is the class. Otherwise, the class is the folder's
+# position in alphabetical order.
 
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -178,10 +179,10 @@ def _array(path: Path) -> np.ndarray:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """Read a .npy file whose array fills it exactly, without pickles.
+    """Read a .npy file that contains exactly one array; pickles are refused.
 
     The size that the header announces is compared with the file's size before memory is allocated.
-    Raise ValueError for any other file.
+    Any other file raises ValueError.
     """
     from numpy.lib import format as npy
 
@@ -194,7 +195,7 @@ def read_npy(path: Path) -> np.ndarray:
             shape, fortran, dtype = _NPY_HEADERS[version](file)
         except ValueError:
             raise
-        # A header is a Python literal, so that reading it may raise many types of errors.
+        # A header is a Python literal, so reading it may raise many types of errors.
         except Exception as error:
             raise ValueError(f"the header is malformed: {type(error).__name__}") from None
         if dtype.hasobject or any(n < 0 for n in shape):
@@ -306,7 +307,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Examples in a seeded order; those of a step depend only on the step."""
+    """Examples in a seeded order; the examples of a step depend only on the step."""
 
     folder: Path
     seed: int
@@ -345,7 +346,7 @@ class Records:
 def write_records(
     folder: Path, examples: Iterable[tuple[str, Arrays]], *, seed: int, about: Mapping[str, Any]
 ) -> Records:
-    """Write examples, given with their places, atomically, and open them."""
+    """Write pairs of a place in the data and an example atomically, and open the records."""
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):
         fields, count = _write(folder, examples, part)
@@ -443,8 +444,8 @@ def open_records(folder: Path, *, seed: int) -> Records | None:
 
 # -- Conversations with images as tokens and labels, and batches of them with pixels ---------------
 #
-#     images: [files], messages: [...]       content as text with <image>, or as parts
-#     image: file, conversations: [...]      turns of `from` and `value`
+#     images: [files], messages: [...]       `content` is text with <image>, or a list of parts
+#     image: file, conversations: [...]      turns with the keys `from` and `value`
 #
 # The processor in the model folder prepares the inputs of the model. Texts are stored, but pixels
 # are not: images are read again for every batch and must not change during a run.
@@ -458,8 +459,8 @@ ROWS = "rows"  # key in a batch: the Conversations and the examples that it was 
 def load_processor(folder: Path) -> Any:
     """Load the processor of a model folder without network access.
 
-    Without torchvision, some processors have no video processor. They are loaded without it,
-    because videos are not read.
+    Without torchvision, the video part of some processors cannot be loaded. It is then left out,
+    because LoHan does not read videos.
     """
     import transformers
 
@@ -805,7 +806,7 @@ def rows_with_images(
 def _encoded(
     source: Path, conversations: Conversations, row: tuple[str, dict[str, Any]]
 ) -> tuple[Row | None, list[tuple[str, str]]]:
-    """Return the example of a row, or None, and its images, which the caller numbers."""
+    """Return the example of a row, or None, and its images; the caller numbers the images."""
     place, values = row
     present_values = {key: value for key, value in values.items() if value is not None}
     example = conversations.encode(present_values, source, place)

@@ -62,7 +62,7 @@ _TRAIN, _OTHER = (
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return the training files of a data folder, as `hf download` leaves it, sorted by name.
+    """Return the training files of a folder, such as `hf download` creates, sorted by name.
 
     The list is empty if the folder holds no data files.
     """
@@ -104,7 +104,7 @@ def suffix_of(source: Path) -> str:
 def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """Yield the decompressed content of a file, and a function that returns the position.
 
-    The position counts compressed bytes, so that it is comparable to the file's size.
+    The position counts compressed bytes, so it can be compared with the file's size.
     """
     with source.open("rb") as raw:
         if not source.name.lower().endswith(PACKED):

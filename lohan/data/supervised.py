@@ -1,12 +1,14 @@
 """Converting rows of a file to inputs and answers for supervised tasks.
 
-input, target                 text to text; or prompt+completion and others of PAIRS
-text, label                   a class by number or name; two texts as sentence1+sentence2
-tokens, tags                  words and the class of each
-question, context, answers    the position of the answer in the context
-text                          masked language modelling; masked words differ in every step
-prompt, chosen, rejected      texts or messages; the prompt may be the part both share
-prompt, completion, label     true if the completion is desirable
+The keys of a row depend on the task:
+
+input, target                 text to text; other pairs of keys are in PAIRS
+text, label                   a class, by number or name; sentence1 and sentence2 for two texts
+tokens, tags                  words, and the class of each word
+question, context, answers    question answering: the answer is a part of the context
+text                          masked language modelling; the masked words differ in every step
+prompt, chosen, rejected      texts or messages; without prompt, it is what both answers share
+prompt, completion, label     texts or messages; label is true if the completion is desirable
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
 
 
 def _keys(row: dict[str, Any], alternatives: tuple[Any, ...], place: str, what: str) -> Any:
-    """Return the first entry of `alternatives`, a key or a tuple of keys, that the row has."""
+    """Return the first of `alternatives` that the row has; each is a key or a tuple of keys."""
     for keys in alternatives:
         if all(key in row for key in ((keys,) if isinstance(keys, str) else keys)):
             return keys
@@ -433,7 +435,7 @@ def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> U
 
 
 def _preferred(row: dict[str, Any], key: str, *, place: str) -> Prompt:
-    """Return an answer as text or messages; messages may be one or several, in either format."""
+    """Return an answer as text or messages; the row may hold one message or a list of them."""
     value = row[key]
     turns = [value] if isinstance(value, dict) else value
     if isinstance(turns, list) and turns:
@@ -448,7 +450,7 @@ def _split_prompt(
 ) -> tuple[Prompt, tuple[Prompt, Prompt]]:
     """Return the prompt, given or shared by both answers, and the answers without it.
 
-    Conversations that begin with a question are complete, so that the given prompt is ignored.
+    Conversations that begin with a question are complete, so a given prompt is ignored.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
@@ -487,8 +489,8 @@ class Preferences:
 
     For pairs, row i consists of examples 2i and 2i + 1, and a batch has all chosen answers before
     all rejected ones. For rated completions, the second half of a batch has each prompt with the
-    completion of another row, from which the distance to the reference model is estimated. The
-    other row is the one before it in the same batch of the first epoch.
+    completion of another row, from which the distance to the reference model is estimated. For each
+    row, the other row is its predecessor in its batch of the first epoch.
     """
 
     sequences: Dataset

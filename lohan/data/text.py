@@ -229,7 +229,7 @@ class Encoder:
         return self.ids(self._render(messages, place=place, prompt=True), place=place)
 
     def prompt(self, text: str, *, place: str) -> list[int]:
-        """Return the tokens of a prompt without its answer, as they are used in generation."""
+        """Return the tokens of a prompt without an answer, in the form used for generation."""
         if self.tokenizer(place).chat_template:
             messages, self._tools = [{"role": "user", "content": text}], None
             return self.prompt_tokens(messages, place=place)
@@ -317,7 +317,7 @@ class Encoder:
     def _turn_span(
         self, messages: list[dict[str, Any]], turn: int, text: str
     ) -> tuple[int, int] | None:
-        """Return a turn's position in the text, by rendering the messages up to it, or None."""
+        """Find a turn's position in the text by rendering the messages up to it, or return None."""
         try:
             before = self._render(messages[:turn], prompt=True)
             until = text if turn + 1 == len(messages) else self._render(messages[: turn + 1])
@@ -330,8 +330,8 @@ class Encoder:
         """Return the tokens of the text, with labels on the spans.
 
         If the tokens of the text up to each border are a prefix of the tokens of the whole text,
-        the latter are used. Otherwise, the parts between borders are tokenised separately, as in
-        generation.
+        the tokens of the whole text are used. Otherwise, the parts between borders are tokenised
+        separately, as in generation.
         """
         borders = [place_ for span in spans for place_ in span]
         ids = self.ids(text, place=place)

@@ -49,7 +49,7 @@ def _skipped(text: str, cut: int, tokenize: Tokenize) -> int | None:
 def tokenizer_errors(place: str) -> Iterator[None]:
     """Turn a panic of a tokenizer's Rust code into a DataError.
 
-    A PanicException is a BaseException, so that other handlers do not catch it.
+    A PanicException is a BaseException, so handlers of Exception do not catch it.
     """
     try:
         yield

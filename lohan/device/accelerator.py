@@ -89,8 +89,8 @@ def identity(device: torch.device) -> str:
 def load_libraries(device: torch.device) -> None:
     """Create the handles of matrix libraries on the calling thread and on autograd's.
 
-    They take memory outside torch's allocator when they are first used. Afterwards free memory is
-    what is left for a run.
+    The handles take memory outside torch's allocator when they are first used. After this call, the
+    free memory is what is left for a run.
     """
     matrix = torch.ones(8, 8, device=device, requires_grad=True)
     with torch.enable_grad():
@@ -101,7 +101,8 @@ def load_libraries(device: torch.device) -> None:
 def keep_pinned_memory(device: torch.device) -> None:
     """Let torch's allocator keep a little pinned memory, two blocks of each small size.
 
-    `.item()` on CUDA goes through such a block, and fails if the run has pinned all that can be.
+    `.item()` on CUDA uses such a block, and fails if the run has pinned all the memory that can be
+    pinned.
     """
     if device.type == "cuda":
         with suppress(RuntimeError):
@@ -166,7 +167,7 @@ def record_event(stream: Any) -> Event:
     """Record an event after all work enqueued on a stream.
 
     On CUDA, a host thread that waits for the event sleeps. torch's generic events have no such
-    option, so each thread that waits for one occupies a core.
+    option, so a thread that waits for a generic event occupies a core.
     """
     if isinstance(stream, torch.cuda.Stream):
         event: Any = torch.cuda.Event(blocking=True)
@@ -180,8 +181,8 @@ def record_event(stream: Any) -> Event:
 def read_back(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values in host memory after the calling thread's stream has computed them.
 
-    `.cpu()` and `.item()` poll the device in a loop. This function sleeps, so that lanes, which
-    have no core of their own, do not occupy one. If no more memory can be pinned, it polls too.
+    `.cpu()` and `.item()` poll the device in a loop, which would occupy a core that the lanes need.
+    This function sleeps instead, unless no more memory can be pinned; then it polls too.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()
@@ -223,8 +224,9 @@ def forget_error() -> None:
     """Clear the error that a failed call leaves in the thread.
 
     Otherwise the next kernel launch would report it. torch has no call for this, so the function is
-    called in every runtime library that is loaded in this process. A build with a runtime of its
-    own inside gives the error to a kernel that nobody needs.
+    called in every runtime library that is loaded in this process. If the runtime is linked into
+    torch itself, no such library is found. A small kernel is then launched to report the error,
+    which is ignored.
     """
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
@@ -255,11 +257,12 @@ def pinned_by_torch(count: int) -> HostMemory:
 
 
 LINK = ("h2d", "d2h")
-# elements per part; backends that copy a part in double precision need 32 MiB
+# Elements summed at a time. A backend that first copies them to double precision needs 32 MiB.
 SUMMED_ELEMENTS = 2**22
-# Lanes with their own stream; compute uses the caller's. `slices` is for copies to the device that
-# compute itself requests, each after the compute that frees its buffer. On the stream of h2d they
-# would delay the weights and activations of later blocks, which wait for nothing.
+# The lanes that have a stream of their own; compute uses the caller's stream. `slices` is for
+# copies to the device that compute itself requests. Each of these copies waits for the compute that
+# frees its buffer. On the stream of h2d, they would delay the weights and activations of later
+# blocks, which need not wait.
 STREAMS = (*LINK, "slices", "net")
 # Collectives occupy few multiprocessors. With the priority of compute they would still queue behind
 # whole matrix products.
@@ -357,9 +360,9 @@ class AcceleratorDevice:
     def _may_block(self) -> bool:
         """Return whether the launching thread must leave its copies to another thread.
 
-        This is the case as soon as some memory is pageable, also for copies of pinned memory. They
-        would otherwise overtake earlier copies of their lane, and an event stands for all copies
-        before it.
+        This is the case as soon as some memory is pageable, and then also for copies of pinned
+        memory. Otherwise those copies would overtake earlier copies of their lane, but an event
+        means that all earlier copies of the lane are complete.
         """
         if not self._pins_failed or self.torch_device.type != "cuda":
             return False
@@ -380,7 +383,7 @@ class AcceleratorDevice:
         """Keep memory of compute from being reused before the lane has read it.
 
         CUDA's allocator can track a second stream, so compute continues meanwhile. Other allocators
-        free memory immediately, so compute waits for the lane there.
+        free memory immediately, so with these allocators compute waits for the lane.
         """
         if self.torch_device.type != "cuda":
             self.wait(record_event(self._streams[lane]))
@@ -412,8 +415,9 @@ class AcceleratorDevice:
         """Return the sum of squares in double precision, or None if the device has none.
 
         The device's reduction has a fixed order, which differs from the host's. CUDA's kernel for
-        lists converts what it reads. `vector_norm` would first write a copy in double precision,
-        part by part, with five times the memory traffic and a launch for each part.
+        lists converts the values while it reads them. `vector_norm` would first write a copy in
+        double precision, part by part, with five times the memory traffic and a launch for each
+        part.
         """
         if not self._has_fp64:
             return None
@@ -429,8 +433,8 @@ class AcceleratorDevice:
     def _compute(self) -> Any:
         """Return the stream of compute.
 
-        It is the caller's current stream. On a lane's thread, whose current stream is the lane's,
-        it is the stream that compute was last seen on.
+        This is the current stream of the calling thread. The current stream of a lane's thread is
+        that of the lane; there, the stream on which compute last ran is returned.
         """
         current = current_stream(self.torch_device)
         if current not in self._streams.values():
@@ -455,7 +459,7 @@ class AcceleratorDevice:
         """Return pinned host memory, or pageable memory if pinning fails.
 
         CUDA registers memory in place without rounding; other backends use torch's allocator.
-        Pageable memory is correct too, because nothing is read before its event.
+        Pageable memory gives the same results, because no copy is read before its event.
         """
         try:
             return self._pinned(count)

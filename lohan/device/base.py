@@ -11,10 +11,10 @@ Streams wait for each other only inside a block, for slices that are copied whil
 
 Note [long-lived buffers]
 A caching allocator reuses memory on the stream that allocated it, even if other streams still use
-it. Therefore memory that another lane reads or writes is in buffers that live as long as the run,
-or its owner keeps it alive until the event has completed. A new buffer may reuse memory on which
-compute still has pending work, so the streams of the lanes wait for the work that is enqueued on
-the compute stream at that time.
+it. Therefore memory that another lane reads or writes is either in a buffer that lives as long as
+the run, or is kept alive by its owner until the event has completed. A new buffer may reuse memory
+on which compute still has pending work, so the streams of the lanes wait for the work that is
+enqueued on the compute stream at that time.
 
 Note [per thread]
 Current device and current stream are properties of a thread. A lane's thread sets both when it
@@ -23,7 +23,7 @@ thread, which uses the stream of forward.
 
 Note [copies never end by themselves]
 A non-blocking copy to the host may still be running when the call returns, even to pageable memory.
-Nothing is read before its event.
+Therefore the destination is not read before the copy's event has completed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HostMemory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def pages(count: int) -> HostMemory:
-    """Return an anonymous mapping of exactly `count` bytes, unmapped with its last reference."""
+    """Return an anonymous mapping of exactly `count` bytes; its last reference unmaps it."""
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if count >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # A kernel without huge pages works too, but is slightly slower.
@@ -93,7 +93,7 @@ class Device(Protocol):
     def compute_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same host memory that compute can use.
 
-        Only devices without their own memory have one.
+        Only devices without their own memory provide such a view.
         """
 
     def enter(self, lane: str) -> None:

@@ -43,9 +43,10 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
 
 
 def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
-    """Open an accelerator; one that shares the host's memory computes in that memory.
+    """Open an accelerator. A GPU that shares the host's memory computes in that memory.
 
-    With `memory`, such a GPU is used as a card of that size, with copies between the two.
+    If `memory` is given, such a GPU is treated like a card with that much memory of its own, and
+    tensors are copied to it and back.
     """
     device = AcceleratorDevice(memory, number=number)
     if memory is None and is_integrated(device.torch_device):
@@ -95,12 +96,11 @@ def has_accelerator() -> bool:
 #
 # Compilation is optional, for devices whose results need not match the CPU's bits.
 #
-# Note [what is compiled] Training calls of which no results are kept are compiled, in forward and
-# in recomputation. Evaluation is not compiled. If the plan keeps results from inside a block, its
-# operations run one by one, as without the option. The same holds for a block that draws random
-# numbers, because its compiled form may draw different ones in recomputation than in forward. The
-# first call of a block runs uncompiled and shows whether it draws any. Blocks in tiles are not
-# compiled.
+# Note [what is compiled] Blocks are compiled in training, for forward and for recomputation.
+# Evaluation is not compiled. If the plan keeps results from inside a block, the block's operations
+# run one by one, as without the option. The same holds for a block that draws random numbers,
+# because its compiled form may draw different ones in recomputation than in forward. The first call
+# of a block runs uncompiled and shows whether it draws any. Blocks in tiles are not compiled.
 #
 # Note [compiled recomputation] Forward runs without a graph and recomputation with one, so torch
 # compiles the two separately in any case. Backward needs what recomputation saves, not what the
@@ -112,10 +112,11 @@ def has_accelerator() -> bool:
 
 Backend = str | Callable[..., Any]  # as accepted by torch.compile
 Forward = Callable[..., Any]
-# compiled forms in addition to two per site (forward, recomputation), for other batch shapes
+# The number of compiled forms for other batch shapes, in addition to two per site (forward and
+# recomputation).
 SPARE = 8
-# dynamo's limits for the forms of one function, of one owner and of all, by their current and
-# former names
+# dynamo's limits on the number of compiled forms: for one function, and for all functions. Each
+# limit is listed by its current and its former name.
 LIMITS = (
     ("recompile_limit", "cache_size_limit"),
     ("accumulated_recompile_limit", "accumulated_cache_size_limit"),
@@ -135,7 +136,7 @@ def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
 
 
 class Compiled:
-    """The compiled forwards of a model's sites; each is created once it is known to be allowed."""
+    """The compiled forwards of a model's sites; `decide` compiles a site after its first call."""
 
     def __init__(self, backend: Backend | None, *, sites: int) -> None:
         self._backend = backend
@@ -163,7 +164,7 @@ class Compiled:
         return None if compiled is None else compiled[1]
 
     def undecided(self, site: int) -> bool:
-        """Return whether it is still open if this site is compiled."""
+        """Return whether it has not been decided yet if this site is compiled."""
         return self._backend is not None and site not in self._compiled
 
     def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:

@@ -23,7 +23,8 @@ FIXED = (":4096:8", ":16:8")  # values with which torch considers cuBLAS determi
 def fix_cublas_workspace() -> None:
     """Give cuBLAS workspaces of a fixed size, which makes its results repeatable.
 
-    This must happen before the process uses CUDA for the first time.
+    Raise ConfigError if the process has already used CUDA without this setting, because cuBLAS
+    reads it only once.
     """
     setting = os.environ.get(WORKSPACE)
     if setting in FIXED:

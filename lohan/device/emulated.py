@@ -128,7 +128,7 @@ class Link:
         self._lock = threading.Lock()  # two streams share the direction to the device
 
     def pass_through(self, count: int) -> None:
-        """Sleep until `count` bytes have been transferred, after those of other streams.
+        """Sleep until `count` bytes have been transferred, after the bytes of other streams.
 
         Time lost by sleeping too long, up to 2 ms, is credited to the following bytes.
         """
@@ -148,7 +148,7 @@ class Link:
 # copy that does not wait for that event would find correct values here, while a real device would
 # not have computed them yet. Therefore each storage records the last span of compute that read or
 # wrote it, and a copy before the event of that span is an error. It is also an error if compute
-# uses the destination of a pending copy, or changes the source of one.
+# uses the destination of a pending copy, or changes the source of a pending copy.
 
 
 @dataclass
@@ -359,7 +359,7 @@ class EmulatedDevice(AcceleratorDevice):
         return RaceDetector(self.memory)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Return nothing, because every byte of the memory is counted."""
+        """Return an empty mapping, because every byte of the memory is counted."""
         return {}
 
     def release_cached_memory(self) -> None:
@@ -462,8 +462,8 @@ class UnifiedDevice(EmulatedDevice):
 class _ComputeStream:
     """The stream of compute.
 
-    Compute is complete when its call returns, so waiting for an event blocks the caller. Its own
-    events complete later.
+    Compute is complete when its call returns, so waiting for an event blocks the caller. Events of
+    this stream complete later.
     """
 
     def __init__(self, device: EmulatedDevice) -> None:

@@ -44,13 +44,13 @@ class IntegratedDevice(AcceleratorDevice):
         return view.view(host.dtype).view(host.shape)
 
     def enter(self, lane: str) -> None:
-        """Give the lane that packs activations for the SSD a stream, beside that of compute."""
+        """Give the lane that packs activations for the SSD a stream of its own."""
         set_device(self.torch_device)
         if lane == "ssd":
             torch.accelerator.set_stream(self._streams["d2h"])
 
     def host_memory(self, count: int) -> HostMemory:
-        """Return registered memory. The GPU cannot reach any other."""
+        """Return registered memory. The GPU cannot access other host memory."""
         try:
             return self._pinned(count)
         except (RuntimeError, OSError) as error:

@@ -140,7 +140,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
 def _outcome(codes: Sequence[int], note: Callable[[str], None]) -> int:
     """Return the overall exit code, and report ranks that were killed.
 
-    Killed ranks cannot report it themselves. A Ctrl-C may arrive before a rank can catch it.
+    A killed rank cannot report its own end. This includes a rank that a Ctrl-C killed before the
+    rank was able to catch it.
     """
     if codes[0] == -signal.SIGINT:
         note("lohan: interrupted")

@@ -6,9 +6,8 @@ import re
 
 import torch
 
-# Libraries allocate outside torch's allocator, and their failures are plain RuntimeErrors. This
-# concerns handles of cuBLAS and cuDNN, kernels that the driver loads on first use, and buffers of
-# NCCL.
+# Libraries allocate outside torch's allocator, and their failures are plain RuntimeErrors. Examples
+# are handles of cuBLAS and cuDNN, kernels that the driver loads on first use, and buffers of NCCL.
 _MESSAGES = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED"
     r"|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_INITIALIZED|OUT_OF_(DEVICE|HOST)_MEMORY"

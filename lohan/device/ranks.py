@@ -40,7 +40,7 @@ def distributed() -> Any:
 def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
     """Gather the shards of all ranks into `whole`, in the order of ranks.
 
-    `shard` may be this rank's part of `whole`.
+    `shard` may be a view of this rank's part of `whole`.
     """
     gather = getattr(distributed(), "all_gather_single", None)
     gather = gather or distributed().all_gather_into_tensor
@@ -49,7 +49,7 @@ def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Non
 
 
 def reduce_scatter_rows(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the sum over ranks of row r of their `rows`, on rank r.
+    """Sum `rows` over all ranks, and return to rank r row r of the sum.
 
     On the CPU, rows are added in the order of ranks, so the bits do not depend on the order of
     arrival. Accelerators have their own order.
@@ -84,8 +84,9 @@ def _synchronize(tensor: torch.Tensor) -> None:
 
 
 BEAT_S = 2.0
-LOST_AFTER_BEATS = 12  # own beats without a beat of another rank after which it counts as lost
-BEAT_DIGITS = 20  # more digits than a count of beats ever has
+# A rank counts as lost if its beat has not changed during this many beats of this rank.
+LOST_AFTER_BEATS = 12
+BEAT_DIGITS = 20  # digits of a beat number; enough for any run
 
 
 def update_threads(local_ranks: int) -> int:
@@ -203,7 +204,7 @@ class MissedBeats:
 #
 #     caller   the caller: small values as JSON, the resident group, shards of weights for an export
 #     net      the net lane: gathered weights and summed gradients, in the order of the schedule
-#     commit   the ssd lane, or the caller while lanes are idle: all have prepared a commit
+#     commit   the ssd lane, or the caller while lanes are idle: the barrier of a commit
 #
 # A process without peers has a group of one, and torch.distributed is not imported.
 #
@@ -238,8 +239,8 @@ class Peer:
 class ProcessGroup:
     """The ranks of a run.
 
-    This class is the group of a single process, whose collectives are identities. `join` returns
-    the group of several.
+    This class is the group of a single process, whose collectives are identities. With several
+    ranks, `join` returns a SeveralRanks.
     """
 
     ranks = RankInfo()
@@ -319,7 +320,7 @@ class ProcessGroup:
         """Send `shard` to rank 0, which calls `receive`."""
 
     def receive(self, shard: torch.Tensor, rank: int) -> None:
-        """Receive the tensor that a rank sends, into `shard`."""
+        """Receive into `shard` the tensor that a rank sends."""
 
     def open_net(self, torch_device: torch.device) -> None:
         """Open the net group for tensors on the compute device. All ranks call it."""
@@ -333,7 +334,7 @@ class ProcessGroup:
         """
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of row r of their `rows`, on rank r."""
+        """Sum `rows` over all ranks, and return to rank r row r of the sum."""
         return rows[0]
 
     # -- commit: the ssd lane, or the caller ------------------------------------------------------
@@ -418,8 +419,8 @@ class SeveralRanks(ProcessGroup):
     def open_net(self, torch_device: torch.device) -> None:
         """Connect the ranks on this device.
 
-        The first call creates the communicator, which takes device memory. It is made here, so that
-        free memory is measured afterwards.
+        The first collective creates the communicator, which takes device memory. It runs here, so
+        that measurements of free memory include the communicator.
         """
         if self._net is not None:
             return
@@ -600,8 +601,8 @@ def run_ranks() -> Iterator[ProcessGroup]:
 def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
     """Call `act` on the first rank, then on the first of every other machine, then on the rest.
 
-    The argument of `act` is whether its rank is the first on its machine. Files are thus created
-    once, and the other ranks find them.
+    The argument of `act` is whether its rank is the first on its machine. If `act` creates files,
+    each machine creates them once, and the other ranks find them.
     """
     is_first, results = group.is_local_first, list[Found]()
     for turn in (group.ranks.first, is_first and not group.ranks.first, not is_first):

@@ -35,7 +35,7 @@ class LohanArguments:
     update_mode: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
-    # the format in which moments are stored; None: the one that `optim` implies
+    # the format in which moments are stored; None: the format that `optim` implies
     moments: str | None = None
 
     def budget(self, output_dir: str) -> Budget:
@@ -93,7 +93,7 @@ _SGD: dict[str, Callable[[str], Any]] = {
 
 
 def _sgd_kwargs(args: Any) -> dict[str, Any]:
-    """Parse `optim_args` for SGD, which may be empty or such as "momentum=0.9,nesterov=True"."""
+    """Parse `optim_args` for SGD: empty, or a text such as "momentum=0.9,nesterov=True"."""
     values: dict[str, Any] = {"momentum": 0.0}
     for part in filter(None, str(args.optim_args or "").replace(" ", "").split(",")):
         key, _, value = part.partition("=")

@@ -113,7 +113,7 @@ class _LossesInFp32(TorchFunctionMode):
 
 
 def _step_gradients(trainer: LohanMixin | None) -> StepGradients | None:
-    """Return the gradients of the step in flight of a Trainer's session, if it has one."""
+    """Return the gradients of the step that a Trainer's session runs, or None without a session."""
     session = None if trainer is None else trainer.session
     return None if session is None or session.closed else session.executor.step_gradients
 
@@ -245,10 +245,10 @@ class LohanMixin(OutputStore):
         return self._groups
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
-        """Return the session, and attach the model for a batch like this one if there is none.
+        """Return the open session. If there is none, attach the model.
 
-        A session that is not `lasting` serves one evaluation. It has a store of its own,
-        which is removed afterwards.
+        The model is attached with a plan for batches shaped like `inputs`. A session that is not
+        `lasting` serves one evaluation; its store is separate and is removed afterwards.
         """
         if self.session is not None and not self.session.closed:
             if self.optimizer is not None:
@@ -258,7 +258,7 @@ class LohanMixin(OutputStore):
         args, moments = self.args, moments_of(self.args, self.lohan.moments)
         groups = self._param_groups() if lasting else None
         longest = self.lohan.max_length or getattr(args, "max_length", 0)
-        if self._resumes:  # the same plan: slices affect the result
+        if self._resumes:  # plan for the same shapes as before, because slices affect the result
             shapes = shapes_from_json(self._stored()["shapes"])
             self._go_back()
         else:
@@ -327,7 +327,7 @@ class LohanMixin(OutputStore):
         return self._of_all_ranks(super().compute_loss(*args, **named), named)  # type: ignore[misc]
 
     def _of_all_ranks(self, result: Any, named: Mapping[str, Any]) -> Any:
-        """Undo Trainer's multiplication of the loss by the number of processes where it is wrong.
+        """Undo Trainer's multiplication of the loss by the number of processes if it is wrong.
 
         Trainer multiplies because DDP averages gradients over processes. A loss that is
         already taken over the tokens of all processes must not be scaled.
@@ -424,9 +424,9 @@ class LohanMixin(OutputStore):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Collect the batches of one optimizer step and run them with the last one.
 
-        If the loss is a sum over tokens, they are joined into one batch, which every block
-        cuts into micro-batches, so that weights move once per step. Otherwise the batches
-        run one by one and their gradients are added.
+        If the loss is a sum over tokens, the batches are joined into one. Every block divides it
+        into micro-batches, so weights are transferred only once per step. Otherwise the batches run
+        one by one and their gradients are added.
         """
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
@@ -516,8 +516,8 @@ class LohanMixin(OutputStore):
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Join batches into one, or return None.
 
-        None means that the loss of the joined batch would not be the sum of their losses,
-        or that their shapes cannot be padded.
+        None means that the loss of the joined batch would not be the sum of the losses of the
+        batches, or that the batches cannot be padded to one shape.
         """
         if len(parts) == 1:
             return dict(parts[0])
@@ -574,9 +574,9 @@ class LohanMixin(OutputStore):
     def _last_checkpoint(self, work: Path) -> str | bool:
         """Return the last complete checkpoint.
 
-        A process may have died while it saved a checkpoint, or before it saved the first
-        one, with committed steps in the store. If there is no complete one, a checkpoint of
-        step 0 is created in `work`.
+        A process may have died while it saved a checkpoint, or before it saved the first one, with
+        committed steps in the store. If there is no complete checkpoint, a checkpoint of step 0 is
+        created in `work`.
         """
         numbered = {
             int(path.name.rpartition("-")[2]): path
@@ -619,7 +619,7 @@ class LohanMixin(OutputStore):
         return None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Copy the state of this step into the checkpoint, so that training can return to it."""
+        """Copy the state of this step into the checkpoint, so that training can resume from it."""
         if self.session is not None:
             self._keep_state(self.session, Path(output_dir))
         if self.args.should_save:
@@ -668,9 +668,9 @@ class LohanMixin(OutputStore):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Choose the store and the state to continue from; the first batch opens the store.
 
-        If the store belongs to the training of the checkpoint and is at its step or later,
-        training continues after the last step of the store. Otherwise the checkpoint must
-        contain the state of its step.
+        If the store belongs to the training of the checkpoint and is not behind the checkpoint,
+        training continues after the last step of the store. Otherwise the checkpoint must contain
+        the state of its step.
         """
         if self.session is not None:
             self.session.close()
@@ -749,8 +749,8 @@ class LohanMixin(OutputStore):
     def _recorded_groups(self, checkpoint: Path) -> Any:
         """Return the parameter groups of the step that training resumes after.
 
-        They come from the checkpoint, including what callbacks wrote after its step, or
-        from the manifest of a later committed step.
+        The groups come from the checkpoint, including values that callbacks wrote after its step,
+        or from the manifest of a later committed step.
         """
         file = checkpoint / GROUPS_FILE
         if not self._beyond and file.is_file():
@@ -821,7 +821,7 @@ def _unequal(name: str, what: str) -> DataError:
 
 
 def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, torch.Tensor]:
-    """Return this batch as meta tensors, with rows as long as batches may become."""
+    """Return a batch as meta tensors, with rows of at least `max_length` tokens."""
     tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
     ids = tensors.get("input_ids")
     if ids is None or ids.ndim != 2:

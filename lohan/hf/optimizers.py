@@ -205,7 +205,7 @@ def _refuse_state(optimizer: Any, state: Any) -> None:
 
 
 class TorchGroups:
-    """The parameter groups of a Trainer's optimizer, as updates read them."""
+    """The parameter groups of a Trainer's optimizer, in the form that updates read."""
 
     def __init__(self, moments: str) -> None:
         self.step_gradients: Callable[[], StepGradients | None] = lambda: None
@@ -320,7 +320,7 @@ class TorchGroups:
                 )
 
     def to_json(self, values: GroupValues) -> list[dict[str, Any]]:
-        """Return what the manifest of a step records of its groups."""
+        """Return what the manifest of a step records about its groups."""
         return groups_to_json(values, self._members)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def _constant(rate: Any) -> Callable[[int], float]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers that torch may keep in tensors as numbers."""
+    """Convert a number that torch may keep in a tensor to a plain number."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

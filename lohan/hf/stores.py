@@ -1,11 +1,11 @@
 """The store of a Trainer's output folder: which one it is, and how another replaces it.
 
-A store in the output folder itself is called STORE_FOLDER. On other drives, and after a second
-training, the mark of the output folder contains its name. A new training never modifies the store
-of an earlier one before it has committed a step of its own:
+A store in the output folder itself is called STORE_FOLDER. If the store is on other drives, or is
+that of a second training, the mark of the output folder contains its name. A new training does not
+modify the store of an earlier training before it has committed its own first step:
 
-    start       the mark leads to the earlier store and names the new one as spare
-    first step  committed; the mark leads to the new store and names the earlier one as spare
+    start       the mark names the earlier store as current and the new one as spare
+    first step  committed; the mark names the new store as current and the earlier one as spare
     afterwards  spare stores are removed, unless a model of this process has its weights there
 
 Spare stores left by a process that was killed are removed at the next start.
@@ -43,7 +43,7 @@ from lohan.util.units import counted
 
 logger = logging.get_logger(__name__)
 OUTPUT_DIR = "output_dir"  # Key in a store's metadata: the folder that the store belongs to.
-# Key in a store's metadata and in TRAINING_FILE: identifies the training of both.
+# Key in a store's metadata and in TRAINING_FILE: the id of the training that both belong to.
 TRAINING = "training"
 STATE_FOLDER = "lohan-state"  # Folder in a checkpoint: weights and optimizer state of its step.
 # File in a checkpoint: identifies the training that it belongs to.
@@ -82,7 +82,7 @@ class OutputStore:
         return self._dirs_of(self._store_name())
 
     def _store_name(self) -> str:
-        """Return the name of this training's store, or of the one that the output folder has."""
+        """Return the name of this training's store, or of the store of the output folder."""
         mark = self._replacing or read_mark(self._out)
         return STORE_FOLDER if mark is None else mark.store
 
@@ -91,7 +91,7 @@ class OutputStore:
         return {path.parent.resolve() for path in self._store_dirs()} == {self._out.resolve()}
 
     def _original(self) -> Path | None:
-        """Return the output folder that this one is a copy of, if both lead to one store."""
+        """Return the output folder that this one is a copy of, if both refer to the same store."""
         dirs, mark = self._store_dirs(), read_mark(self._out)
         if mark is None or not (dirs[0] / IDENTITY).exists() or self._inside():
             return None
@@ -170,7 +170,7 @@ class OutputStore:
     def _keep_open(self, session: Session) -> None:
         """Keep the session open until its Trainer is deleted, and close it then.
 
-        When the model is deleted too, its store is removed if it is a spare one.
+        When the model is deleted too, its store is removed if it is spare.
         """
         _MODELS.add(session.model)
         name = self._store_name()
@@ -194,8 +194,8 @@ class OutputStore:
     def _is_of_store(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint belongs to the training of the output folder's store.
 
-        A checkpoint without a state of its own is assumed to, since training could not
-        continue from anything else.
+        A checkpoint that contains no state is assumed to belong to it, because training could not
+        continue from that checkpoint otherwise.
         """
         dirs = self._store_dirs()
         if not self._has_state(checkpoint):
@@ -246,7 +246,7 @@ class OutputStore:
         return int(transformers.TrainerState.load_from_json(str(file)).global_step)
 
     def _later_checkpoints(self, checkpoint: Path) -> list[str]:
-        """Return the whole checkpoints of the same training that were saved after this one."""
+        """Return the complete checkpoints of the same training that were saved after this one."""
         saved, training = self._saved_step(checkpoint), _training_of(checkpoint)
         return [
             path.name
@@ -294,7 +294,7 @@ class OutputStore:
 
 
 def stored_world_size(store: Path) -> int:
-    """Return how many processes share the training whose store should be here, or 0."""
+    """Return how many processes share the training whose store is `store`; 0 if none is found."""
     base = re.sub(r"-rank\d+of\d+$", "", store.name)
     for path in sorted(store.parent.glob(f"{base}*")):
         match = re.fullmatch(rf"{re.escape(base)}(?:-rank\d+of(\d+))?", path.name)

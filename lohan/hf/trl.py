@@ -1,10 +1,10 @@
 """TRL's trainers, out of core: SFT, preferences, reward models.
 
-Losses, data and metrics are TRL's. Its losses ask a model for the log-probabilities of tokens. Here
-they get a stand-in instead, while LoHan's head runs in slices over the streamed model and
-propagates the gradient of each token. The reference is never a second model in memory: its
-log-probabilities are computed in one forward-only pass before the first step and stored in the
-output folder.
+Losses, data and metrics are TRL's. TRL's losses call a model to get the log-probabilities of
+tokens. Here they call a stand-in instead. LoHan's head computes the log-probabilities in slices
+over the streamed model, and propagates the gradient of each token. The reference is never a second
+model in memory: its log-probabilities are computed in one forward-only pass before the first step
+and stored in the output folder.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class OverTokens(LohanMixin):
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the batch if there is only one, or None for several.
 
-        Several batches cannot be joined, because the loss is a mean over each of them.
+        Several batches cannot be joined, because the loss is a mean over each batch.
         """
         return dict(parts[0]) if len(parts) == 1 else None
 
@@ -209,7 +209,7 @@ def _collect(
 
 
 class NoReference(nn.Module):
-    """Passed to TRL as the reference model, which TRL would load otherwise."""
+    """A placeholder for the reference model. Without it, TRL would load a model."""
 
     class config:
         @staticmethod
@@ -517,8 +517,8 @@ class Sums:
 class SFTTrainer(LohanMixin, Theirs):
     """TRL's SFTTrainer with LoHan's sliced head.
 
-    Datasets, templates, packing, adapters and metrics are TRL's. TRL's own tiled head reads the
-    weights of the head outside a model call, when they are not in memory.
+    Datasets, templates, packing, adapters and metrics are TRL's. TRL's own tiled head is not used,
+    because it reads the head's weights outside a model call, when they are not in memory.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:

@@ -1,10 +1,12 @@
 """Training steps that a Trainer subclass runs itself, with `accelerator.backward`.
 
 Trainer calls its `training_step` for a forward and a backward, and then its optimizer for a step.
-LoHan's own training_step does all of this at once. An overridden one may call
-`accelerator.backward` instead: the model is attached before it runs, its backward is the step, and
-the batches of one optimizer step are added up. In any subclass, an optimizer step that has not
-changed the weights exactly once is an error.
+LoHan's own training_step does all of this at once.
+
+An overridden training_step may call `accelerator.backward` instead. The model is then attached
+before the method runs, the backward performs the step, and the gradients of all batches of one
+optimizer step are added up. In any subclass, it is an error if an optimizer step has not changed
+the weights exactly once.
 """
 
 from __future__ import annotations
@@ -39,18 +41,19 @@ class UserSteps:
         self._checks = True
         # the optimizers whose steps are checked
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._stepped = False  # True if a backward was a step since the last optimizer step.
+        # True if a backward has performed a step since the last optimizer step.
+        self._stepped = False
         # The step number of the session after the last optimizer step.
         self._last_step: int | None = None
 
     @property
     def overridden(self) -> bool:
-        """Whether training_step is not one of LoHan's or of a library."""
+        """Whether training_step was overridden outside of LoHan, transformers and TRL."""
         method = self._trainer().training_step  # type: ignore[union-attr]
         return str(getattr(method, "__module__", "")).partition(".")[0] not in LIBRARIES
 
     def prepare(self, batches: Sequence[Any]) -> None:
-        """Attach the model before an overridden training_step, which may not call LoHan's."""
+        """Attach the model before an overridden training_step, which need not call LoHan's."""
         trainer: Any = self._trainer()
         if not batches or not self.overridden:
             return

@@ -131,7 +131,7 @@ def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
     """Raise StoreError if the first directory is a copy and another one belongs to its original.
 
     The first directory is a copy if the location recorded in its identity is a different directory
-    that holds a store with the same uuid. The other directories that it lists are then those of the
+    that holds a store with the same uuid. The other directories that it lists then belong to the
     original.
     """
     if not primary.dirs or not (original := Path(primary.dirs[0]) / IDENTITY).is_file():

@@ -185,7 +185,7 @@ def check_free_space(needed: Mapping[Path, int]) -> None:
 
 
 def free_bytes(dirs: Sequence[Path]) -> int:
-    """Return the size of the largest files, of equal size in each directory, that have room."""
+    """Return the total size of the largest files that fit, one of equal size per directory."""
     rooms: list[float] = []
     existing = [next(p for p in (path, *path.parents) if p.exists()) for path in dirs]
     devices = [path.stat().st_dev for path in existing]

@@ -43,8 +43,8 @@ class IOEngine(Protocol):
     def open(self, path: str, *, size: int, create: bool) -> int:
         """Open a file and return its number.
 
-        With `create`, exactly `size` bytes are preallocated. Without, the file must exist and have
-        exactly `size` bytes.
+        With `create`, exactly `size` bytes are preallocated. Without it, an error is raised unless
+        the file exists and has exactly `size` bytes.
         """
 
     def read(self, file: int, offset: int, buffer: Buffer) -> int:

@@ -4,9 +4,9 @@ The committed generation is the base. Every entry of the log contains the gradie
 a record with the numbers of its updates, so that base and entries together determine the state
 after the last entry. `log.bin` in each directory has `segments` segments of equal size, each with
 room for one entry; `log.json` in the first directory names the base, the entries, the checksum of
-every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live while the
-base is the committed generation: the commit of another generation, the fold, makes all segments
-free. docs/storage-format.md specifies the format.
+every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live as long as
+its base is the committed generation. Committing another generation is called a fold and frees all
+segments. docs/storage-format.md specifies the format.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _if_live(
 def read_latest(directory: Path) -> Manifest | None:
     """Return the manifest of a store, with the meta of the last step in its log, if it has one.
 
-    The log is read first. It is then never ahead of the manifest, even while a run replaces both
-    files.
+    The log is read before the manifest, so it is never newer than the manifest, even while a run
+    replaces both files.
     """
     log, manifest = read_log(directory), read_manifest(directory)
     if manifest is None:
@@ -198,7 +198,7 @@ class GradientLog:
         timeout_s: float,
         barrier: Callable[[], None] | None = None,
     ) -> GradientLog:
-        """Preallocate a log without entries; any other log in the directories must not be live."""
+        """Preallocate a log without entries, replacing any other log; that log must not be live."""
         # The log is spread over the directories like the chunks of the store.
         sizes = [max(1, volume.layout.disk_slot_bytes(n)) for n in range(len(volume.dirs))]
         layout = plan_layout(
@@ -379,8 +379,9 @@ class GradientLog:
     def commit(self, generation: int, meta: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Make the open segment the entry of the last step, with the caller's `meta`.
 
-        `generation` is the committed one. If it is not that of the entries so far, they are part of
-        it and are dropped. The step is durable when this returns.
+        `generation` is the committed one. If the entries so far belong to an earlier generation,
+        the committed one includes them, and they are dropped. The step is durable when this
+        returns.
         """
         missing = [e for e in self.layout.durable if e.index not in self._written]
         if missing:

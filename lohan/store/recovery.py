@@ -1,12 +1,12 @@
 """Two-phase commit: which commit the stores of all ranks agree on.
 
-Every rank prepares a commit by making its data, checksums and `manifest.prepared` durable or, for a
-logged step, its gradients and `log.prepared`. After a barrier, each rank renames its prepared file.
-If any rank has renamed its file, all ranks have therefore prepared the commit. After a crash, the
-newest commit of any rank is the agreed one: ranks that have only prepared it promote it, and
-commits prepared beyond it are dropped. The meta of such a store holds the number of its last
-commit. The fold of a log changes no state, so each rank commits it by itself, under the number of
-the last logged step.
+Every rank first prepares a commit by making its data, checksums and `manifest.prepared` durable.
+For a logged step, it makes its gradients and `log.prepared` durable instead. After a barrier, each
+rank renames its prepared file. If any rank has renamed its file, all ranks have therefore prepared
+the commit. After a crash, the newest commit of any rank is the agreed one: ranks that have only
+prepared it promote it, and commits prepared beyond it are dropped. The meta of such a store holds
+the number of its last commit. The fold of a log changes no state, so each rank commits it by
+itself, under the number of the last logged step.
 """
 
 from __future__ import annotations

@@ -332,9 +332,10 @@ class Store:
 
         `close` removes a store that was never committed. If there is too little space, nothing is
         written; if creation fails, everything it created is removed. If other ranks have stores of
-        the same run, `barrier` must return when all of them have prepared a commit. `final_dirs`
-        are the directories to which the caller will move the store once it is complete.
-        `reserved_bytes` must be free besides the store, because the caller will need them there.
+        the same run, `barrier` is called to wait until all of them have prepared a commit.
+        `final_dirs` are the directories to which the caller will move the store once it is
+        complete. `reserved_bytes` are needed by the caller in addition to the store, and count as a
+        part of the needed space.
         """
         paths, disk_slots = files.store_dirs(dirs), disk_slot_count(durability)
         layout = plan_layout(regions, directories=len(paths), weights=weights)
@@ -404,8 +405,9 @@ class Store:
     ) -> Self:
         """Open the committed generation of a store.
 
-        The first directory is enough to find the others, unless it was moved. A store with logged
-        steps is opened only if the caller `replays` them, because its chunks are older.
+        The first directory is enough to find the others, unless it was moved. Raise StoreError if
+        the store has logged steps and `replays` is False, because its chunks are older than these
+        steps.
         """
         paths, primary = locate(dirs)
         check_finished(paths[0])
@@ -482,7 +484,7 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """The committed generation; the first one minus one while the store is being created."""
+        """The committed generation; while the store is being created, one less than the first."""
         return self._manifest.generation
 
     @property
@@ -516,7 +518,7 @@ class Store:
             )
 
     def stop_log(self) -> None:
-        """Remove a log. All of its steps must have been folded."""
+        """Remove the log. Raise StoreError if some of its steps have not been folded."""
         with self._lock:
             self._end_log()
             remove_log(self.dirs)
@@ -559,7 +561,7 @@ class Store:
                 raise
 
     def _numbered(self, meta: Mapping[str, Any], add: int = 1) -> dict[str, Any]:
-        """Return the meta of a commit with its number, if there are other ranks."""
+        """Return the meta of a commit, to which its number is added if there are other ranks."""
         if self.barrier is None:
             return dict(meta)
         last = commit_number(replace(self._manifest, meta=self.meta))
@@ -600,8 +602,8 @@ class Store:
         """Submit a read of a chunk and return a ticket.
 
         By default the committed generation is read. `uncommitted=True` reads what has been written
-        since the last commit and waited for, and `uncommitted=None` reads the newest of the two.
-        For a scratch chunk, the buffer may be smaller than the chunk; then only the first bytes are
+        since the last commit and waited for, and `uncommitted=None` reads the newer of the two. For
+        a scratch chunk, the buffer may be smaller than the chunk; then only the first bytes are
         read.
         """
         extent = self.layout.find(key, chunk)
@@ -763,7 +765,7 @@ class Store:
 
         This waits for all outstanding I/O, including reads, because the buffers will be reused. If
         the I/O does not complete in time, the store fails. The store also fails if chunks were
-        written in place, because there is no other copy to return to.
+        written in place, because no other copy exists.
         """
         with self._lock:
             self._check_usable()
@@ -952,12 +954,11 @@ class Store:
     ) -> None:
         """Write data, then checksums, then the manifest; make each durable before writing the next.
 
-        `folds` states that the generation is that of the last logged step, so that other ranks need
-        not commit it at the same time.
-        If `checksums` is None, the data and the checksums on disk are already correct. After a
-        failed sync it is unknown which data reached the drive, and after a failed rename or
-        directory sync it is unknown which manifest is current. The store then fails, and only
-        reopening it shows which generation is committed.
+        `folds` states that the generation is that of the last logged step, so other ranks need not
+        commit it at the same time. If `checksums` is None, the data and the checksums on disk are
+        already correct. After a failed sync it is unknown which data reached the drive, and after a
+        failed rename or directory sync it is unknown which manifest is current. The store then
+        fails, and only reopening it shows which generation is committed.
         """
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:

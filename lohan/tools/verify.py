@@ -416,8 +416,8 @@ def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Diff
 
 # -- `lohan verify` --------------------------------------------------------------------------------
 #
-# Compares the first steps of a run, in one mode or in every mode, for the model or for a copy of it
-# that fits into memory.
+# The first steps of a run are compared, in one mode or in every mode. The model is the whole one,
+# or a copy with fewer layers that fits into memory.
 
 
 MOST_LAYERS = 8  # of a copy; more layers take longer without testing more
